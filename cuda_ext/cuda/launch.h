@@ -1,0 +1,56 @@
+// What every CUDA file needs around its kernels: launching one thread per output element on the current stream.
+//
+// With SAN_SHIM the same file is compiled by g++ and its kernels run on the CPU (shim/cuda_shim.h), so that tests cover
+// kernels and host code without a GPU; the operators are then registered in the library `san_shim` for CPU tensors.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/Dispatch.h>
+
+#include "../check.h"
+
+#ifdef SAN_SHIM
+#include "../shim/cuda_shim.h"
+#else
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#define SAN_LIBRARY san
+#define SAN_DEVICE CUDA
+#define SAN_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+
+namespace san::cuda {
+
+using torch::stable::accelerator::DeviceGuard;
+
+inline cudaStream_t current_stream(const Tensor& x) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check_launch(const char* name) {
+  const cudaError_t status = cudaGetLastError();
+  STD_TORCH_CHECK(status == cudaSuccess, name, ": ", cudaGetErrorString(status));
+}
+
+}  // namespace san::cuda
+#endif
+
+namespace san::cuda {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = int64_t(1) << 20;  // larger outputs loop; all indices are int64
+
+inline int blocks_for(int64_t elements) {
+  const int64_t blocks = (elements + kThreads - 1) / kThreads;
+  return static_cast<int>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
+}
+
+}  // namespace san::cuda
+
+// A grid-stride loop over `elements`.
+#define SAN_FOR_EACH(index, elements)                                                        \
+  for (int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < (elements); \
+       index += int64_t(gridDim.x) * blockDim.x)

@@ -1,0 +1,11 @@
+"""Self-attention networks for image recognition: operators, attention modules, models and their complexity.
+
+Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVPR 2020 (arXiv:2004.13621). Needs only torch.
+"""
+
+from san import ops
+from san.complexity import Complexity, complexity
+from san.models import create_model, list_models
+from san.nn import PairwiseAttention, PatchwiseAttention
+
+__all__ = ["Complexity", "PairwiseAttention", "PatchwiseAttention", "complexity", "create_model", "list_models", "ops"]

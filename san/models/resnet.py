@@ -1,0 +1,90 @@
+"""ResNet baselines of the paper (section 5.1 and table "footprint"): ResNet26, 38, 50, and ResNet26 with 5x5 and 7x7.
+
+Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016 (doi:10.1109/CVPR.2016.90). The stride stands in
+the spatial convolution. Parameters are named as torchvision names them, so its checkpoints load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from san.models.spec import ModelSpec
+
+EXPANSION = 4  # a bottleneck's output channels over its inner channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResNetSpec(ModelSpec):
+    """A bottleneck ResNet by numbers. `footprint` is the side of each bottleneck's spatial convolution."""
+
+    footprint: int = 3
+    widths: tuple[int, ...] = (256, 512, 1024, 2048)
+    stem_width: int = 64
+
+    def check_input(self, size: int) -> None:
+        """Zero padding takes any footprint; the stem and the stages only need a pixel to be left."""
+        least = 2 ** (len(self.kept_depths()) + 1)
+        if size < least:
+            raise ValueError(f"{self.name} needs an input of at least {least} pixels, not {size}")
+
+    def build(self, num_classes: int) -> ResNet:
+        return ResNet(self, num_classes)
+
+
+class Bottleneck(nn.Module):
+    """1x1 down, k x k with the stride, 1x1 up, each with BatchNorm; + identity or a 1x1 projection."""
+
+    def __init__(self, width_in: int, width: int, stride: int, footprint: int) -> None:
+        super().__init__()
+        inner = width // EXPANSION
+        self.conv1 = nn.Conv2d(width_in, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, footprint, stride, footprint // 2, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or width_in != width:
+            self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        y = relu(self.bn1(self.conv1(x_NCHW)), inplace=True)
+        y = relu(self.bn2(self.conv2(y)), inplace=True)
+        identity = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
+        return relu(self.bn3(self.conv3(y)) + identity, inplace=True)
+
+
+class ResNet(nn.Module):
+    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+
+    def __init__(self, spec: ResNetSpec, num_classes: int) -> None:
+        super().__init__()
+        self.spec = spec
+        stem = int(spec.stem_width * spec.width_factor)
+        widths = spec.scaled_widths()
+        self.conv1 = nn.Conv2d(3, stem, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(stem)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        self.stage_names = [f"layer{i}" for i in range(1, len(widths) + 1)]
+        for i, (name, width_in, width, depth) in enumerate(
+            zip(self.stage_names, (stem, *widths), widths, spec.kept_depths(), strict=False)
+        ):
+            first = Bottleneck(width_in, width, 1 if i == 0 else 2, spec.footprint)
+            rest = [Bottleneck(width, width, 1, spec.footprint) for _ in range(depth - 1)]
+            self.add_module(name, nn.Sequential(first, *rest))
+        self.fc = nn.Linear(widths[-1], num_classes)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x_N3HW: Tensor) -> Tensor:
+        x_NCHW = self.maxpool(relu(self.bn1(self.conv1(x_N3HW)), inplace=True))
+        for name in self.stage_names:
+            x_NCHW = self.get_submodule(name)(x_NCHW)
+        return self.fc(x_NCHW.mean((2, 3)))

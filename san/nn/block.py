@@ -1,0 +1,23 @@
+"""The self-attention block (section 3.3, figure "Our self-attention block")."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from san.nn.attention import VectorAttention
+
+
+class SelfAttentionBlock(nn.Module):
+    """Residual block: BN, ReLU, attention, BN, ReLU, Linear back to C channels, + identity. Keeps [N, C, H, W]."""
+
+    def __init__(self, channels: int, attention: VectorAttention) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.attention = attention
+        self.norm2 = nn.BatchNorm2d(attention.value_channels)
+        self.linear = nn.Conv2d(attention.value_channels, channels, 1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        y_NMHW = self.attention(relu(self.norm1(x_NCHW), inplace=True))
+        return x_NCHW + self.linear(relu(self.norm2(y_NMHW), inplace=True))

@@ -1,0 +1,18 @@
+"""gamma, the mapping from a relation to attention weights (section 3.1 and table "mapping")."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def mapping(widths: tuple[int, ...]) -> nn.Sequential:
+    """gamma as BatchNorm, ReLU, Linear for each step of `widths`; only the last Linear has a bias.
+
+    `widths` = (d, G) is the paper's `L`; (d, hidden, G) its default `LRL`. Works on [N, d, K, P] and on [N, d, 1, P]: the
+    Linear layers are 1x1 convolutions.
+    """
+    last = len(widths) - 2
+    layers: list[nn.Module] = []
+    for step, (width_in, width_out) in enumerate(zip(widths, widths[1:], strict=False)):
+        layers += [nn.BatchNorm2d(width_in), nn.ReLU(inplace=True), nn.Conv2d(width_in, width_out, 1, bias=step == last)]
+    return nn.Sequential(*layers)

@@ -1,0 +1,108 @@
+"""The operators as users call them: checked, differentiable, on any device, with a switch to the reference.
+
+Shapes as in `san/ops/reference.py`. All operators take float16, bfloat16, float32 and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from san.ops import library, reference
+from san.ops.footprint import check_footprint
+
+Backend = Literal["auto", "reference"]
+_backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
+
+
+@contextmanager
+def backend(name: Backend) -> Iterator[None]:
+    """Chooses what runs inside the `with` block: `auto` (the kernels) or `reference` (plain torch, the specification)."""
+    if name not in ("auto", "reference"):
+        raise ValueError(f"the backend must be 'auto' or 'reference', not {name!r}")
+    token = _backend.set(name)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
+    """The reflected footprint of every pixel, [N, C, K, P]: what patchwise concatenation puts before gamma.
+
+    Raises:
+        ValueError: `x_NCHW` is not a 4-d floating tensor, or the footprint does not fit its map.
+    """
+    _check_map(x_NCHW, "x")
+    check_footprint(kernel_size, *x_NCHW.shape[2:])
+    if _kernels_run(x_NCHW):
+        return torch.ops.san.unfold(x_NCHW, kernel_size)
+    return reference.unfold(x_NCHW, kernel_size)
+
+
+def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
+    """The subtraction relation phi_i - psi_j over the footprint, [N, R, K, P] (section 3.1).
+
+    Raises:
+        ValueError: shapes, dtypes or devices differ, or the footprint does not fit the map.
+    """
+    _check_map(phi_NRHW, "phi")
+    _check_map(psi_NRHW, "psi")
+    _check_alike(phi_NRHW, psi_NRHW, "phi", "psi")
+    if phi_NRHW.shape != psi_NRHW.shape:
+        raise ValueError(f"phi and psi must have one shape, not {list(phi_NRHW.shape)} and {list(psi_NRHW.shape)}")
+    check_footprint(kernel_size, *phi_NRHW.shape[2:])
+    if _kernels_run(phi_NRHW):
+        return torch.ops.san.subtraction(phi_NRHW, psi_NRHW, kernel_size)
+    return reference.subtraction(phi_NRHW, psi_NRHW, kernel_size)
+
+
+def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
+    """The weighted sum of values over the footprint, [N, C, H, W] (equations 2 and 4); channel c uses weight c % G.
+
+    Raises:
+        ValueError: `weight_NGKP` does not fit `beta_NCHW` and the footprint, or the footprint does not fit the map.
+    """
+    _check_map(beta_NCHW, "beta")
+    _check_alike(beta_NCHW, weight_NGKP, "beta", "weight")
+    N, C, H, W = beta_NCHW.shape
+    check_footprint(kernel_size, H, W)
+    wanted = (N, kernel_size**2, H * W)
+    shape = weight_NGKP.shape
+    if weight_NGKP.dim() != 4 or (shape[0], shape[2], shape[3]) != wanted:
+        raise ValueError(f"weight must be [N={N}, G, K={wanted[1]}, P={wanted[2]}] for this beta, not {list(shape)}")
+    if shape[1] == 0 or C % shape[1] != 0:
+        raise ValueError(f"beta's {C} channels must be a multiple of the {shape[1]} weight channels")
+    if _kernels_run(beta_NCHW):
+        return torch.ops.san.aggregation(beta_NCHW, weight_NGKP, kernel_size)
+    return reference.aggregation(beta_NCHW, weight_NGKP, kernel_size)
+
+
+def _check_map(x: Tensor, name: str) -> None:
+    if x.dim() != 4:
+        raise ValueError(f"{name} must have 4 dimensions [N, C, H, W], not {list(x.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, not {x.dtype}")
+
+
+def _check_alike(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
+    if a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(
+            f"{a_name} and {b_name} must have one dtype and device, not {a.dtype} on {a.device} and {b.dtype} on {b.device}"
+        )
+
+
+def _kernels_run(x: Tensor) -> bool:
+    """Where the choice between kernels and reference is made, for all operators."""
+    return x.device.type in ("cpu", "cuda", "meta") and _kernels_chosen()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernels_chosen() -> bool:
+    """A compiled graph keeps the back end that was chosen when it was traced."""
+    return _backend.get() == "auto" and library.load()

@@ -1,0 +1,109 @@
+"""Makes the compiled kernels torch operators: loads them, and registers fake kernels, autograd and FLOP counts.
+
+Schemas stand in `cuda_ext/library.cpp`. Forward and backward are both operators, so both can be traced and tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cuda_ext.build import BuildError, library
+from san.ops.footprint import check_footprint
+
+
+@functools.cache
+def load() -> bool:
+    """Loads the kernels once per process; False, after one warning, where they cannot be built."""
+    try:
+        torch.ops.load_library(library())
+    except (BuildError, OSError) as error:
+        warnings.warn(f"san runs on its slower reference operators: {error}", stacklevel=2)
+        return False
+    _register_unfold()
+    _register_subtraction()
+    _register_aggregation()
+    return True
+
+
+def _unfolded(x: Tensor, kernel_size: int) -> Tensor:
+    N, C, H, W = x.shape
+    check_footprint(kernel_size, H, W)
+    return x.new_empty(N, C, kernel_size**2, H * W)
+
+
+def _folded(grad: Tensor, height: int, width: int, kernel_size: int) -> Tensor:
+    return grad.new_empty(grad.shape[0], grad.shape[1], height, width)
+
+
+def _register_unfold() -> None:
+    ops = torch.ops.san
+    torch.library.register_fake("san::unfold")(_unfolded)
+    torch.library.register_fake("san::unfold_backward")(_folded)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.kernel_size = inputs
+        ctx.height, ctx.width = x.shape[2:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ops.unfold_backward(grad, ctx.height, ctx.width, ctx.kernel_size), None
+
+    torch.library.register_autograd("san::unfold", backward, setup_context=setup)
+
+
+def _register_subtraction() -> None:
+    ops = torch.ops.san
+    torch.library.register_fake("san::subtraction")(lambda phi, psi, kernel_size: _unfolded(phi, kernel_size))
+
+    @torch.library.register_fake("san::subtraction_backward")
+    def _(grad: Tensor, height: int, width: int, kernel_size: int) -> tuple[Tensor, Tensor]:
+        return _folded(grad, height, width, kernel_size), _folded(grad, height, width, kernel_size)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        phi, _, ctx.kernel_size = inputs
+        ctx.height, ctx.width = phi.shape[2:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_phi, grad_psi = ops.subtraction_backward(grad, ctx.height, ctx.width, ctx.kernel_size)
+        return grad_phi, grad_psi, None
+
+    torch.library.register_autograd("san::subtraction", backward, setup_context=setup)
+
+
+def _register_aggregation() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::aggregation")
+    def _(beta: Tensor, weight: Tensor, kernel_size: int) -> Tensor:
+        check_footprint(kernel_size, *beta.shape[2:])
+        return beta.new_empty(beta.shape)
+
+    @torch.library.register_fake("san::aggregation_backward")
+    def _(grad: Tensor, beta: Tensor, weight: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+        return beta.new_empty(beta.shape), weight.new_empty(weight.shape)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        beta, weight, ctx.kernel_size = inputs
+        ctx.save_for_backward(beta, weight)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_beta, grad_weight = ops.aggregation_backward(grad, *ctx.saved_tensors, ctx.kernel_size)
+        return grad_beta, grad_weight, None
+
+    torch.library.register_autograd("san::aggregation", backward, setup_context=setup)
+
+    def flops(beta_shape: Any, weight_shape: Any, kernel_size: int, *, out_shape: Any = None) -> int:
+        """Two FLOPs per multiply-accumulate: one per value channel, pixel and footprint position."""
+        N, C, H, W = beta_shape
+        return 2 * int(N * C * H * W * kernel_size**2)
+
+    def flops_backward(grad_shape: Any, beta_shape: Any, weight_shape: Any, kernel_size: int, *, out_shape: Any = None) -> int:
+        return 2 * flops(beta_shape, weight_shape, kernel_size)
+
+    register_flop_formula(ops.aggregation)(flops)
+    register_flop_formula(ops.aggregation_backward)(flops_backward)

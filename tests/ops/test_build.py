@@ -1,0 +1,59 @@
+"""Building the extension: choices by environment, errors in one sentence, one build for many processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cuda_ext import build
+
+
+def test_rejects_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAN_CUDA", "yes")
+    with pytest.raises(build.BuildError, match="SAN_CUDA must be auto, 0 or 1, not 'yes'"):
+        build.Toolchain.find()
+
+
+def test_rejects_cuda_without_a_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    with pytest.raises(build.BuildError, match="SAN_CUDA=1 asks for CUDA kernels, but nvcc was not found"):
+        build.Toolchain.find("1")
+
+
+def test_rejects_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler found: install g\\+\\+"):
+        build.Toolchain.find("0")
+
+
+def test_a_changed_source_has_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toolchain = build.Toolchain.find("0")
+    before = build.digest(toolchain)
+    (tmp_path / "new.cpp").write_text("int x;")
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path)
+    assert build.digest(toolchain) != before
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cuda_ext.build"]
+    root = build.SOURCE_DIR.parent
+    env = {"PATH": "/usr/bin:/bin", "SAN_CACHE": str(tmp_path), "SAN_CUDA": "0", "HOME": str(tmp_path)}
+    running = [
+        subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate() for process in running]
+    assert all(process.returncode == 0 for process in running), said
+    assert len({out for out, _ in said}) == 1
+    assert sum("building the CPU kernels" in err for _, err in said) == 1
+
+
+def test_without_a_compiler_the_reference_runs_and_says_so(tmp_path: Path) -> None:
+    code = "import torch, san; print(san.ops.unfold(torch.zeros(1, 1, 3, 3), 3).shape)"
+    env = {"PATH": str(tmp_path), "SAN_CACHE": str(tmp_path), "HOME": str(tmp_path), "CXX": "none"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=build.SOURCE_DIR.parent, env=env, capture_output=True, text=True)
+    assert "torch.Size([1, 1, 9, 9])" in done.stdout
+    assert "san runs on its slower reference operators: no C++ compiler found" in done.stderr

@@ -1,0 +1,90 @@
+"""The CUDA sources without a GPU: run on the CPU through the shim, compiled by nvcc for every architecture; with one: run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cuda_ext import build
+from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
+
+CUDA_SOURCES = sorted(build.SOURCE_DIR.glob("cuda/*.cu"))
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
+    folder = tmp_path_factory.mktemp("shim")
+    toolchain = build.Toolchain.find("0")
+    objects = []
+    for source in [build.SOURCE_DIR / "library.cpp", *CUDA_SOURCES]:
+        objects.append(folder / f"{source.name}.o")
+        command = build.compile_command(source, objects[-1], toolchain, shim=True)
+        build.run([*command, "-Werror", "-O1"])
+    build.run(build.link_command(objects, folder / "shim.so", toolchain))
+    torch.ops.load_library(folder / "shim.so")
+    return torch.ops.san_shim
+
+
+@pytest.mark.parametrize("order", ["forwards", "backwards"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_shim_matches_reference(
+    operator: Operator, case: Case, order: str, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if order == "backwards":
+        monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
+    inputs = operator.sample(case)
+    out, *grads = gradients(operator.reference, inputs, case.footprint)
+    torch.testing.assert_close(operator.kernel(shim)(*inputs, case.footprint), out, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    rest = inputs if operator.name == "aggregation" else (case.height, case.width)
+    ours = getattr(shim, f"{operator.name}_backward")(cotangent, *rest, case.footprint)
+    for got, want in zip(ours if isinstance(ours, tuple) else (ours,), grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_shim_equals_cpu_kernel_in_other_types(operator: Operator, dtype: torch.dtype, shim: Any) -> None:
+    case = Case(2, 8, 6, 7, 5)
+    inputs = operator.sample(case, dtype)
+    torch.testing.assert_close(operator.kernel(shim)(*inputs, 5), operator.kernel()(*inputs, 5))
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_shim_takes_an_empty_batch(operator: Operator, shim: Any) -> None:
+    assert operator.kernel(shim)(*operator.sample(Case(0, 4, 5, 5, 3)), 3).shape[0] == 0
+
+
+@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc to compile for sm_80 and sm_90")
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda s: s.name)
+def test_nvcc_compiles_without_warnings_or_spills(source: Path, tmp_path: Path) -> None:
+    toolchain = build.Toolchain(build.Toolchain.find("0").cxx, build.find_nvcc())
+    command = build.compile_command(source, tmp_path / "out.o", toolchain)
+    done = subprocess.run([*command, "-Werror", "all-warnings", "-Xptxas", "-v"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    spills = [line for line in done.stderr.splitlines() if "spill" in line and "0 bytes spill stores" not in line]
+    assert not spills, spills
+
+
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available() and "FAIL_WITHOUT_CUDA" not in os.environ, reason="needs a CUDA device"
+)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_cpu_equals_cuda(operator: Operator, case: Case, dtype: torch.dtype) -> None:
+    inputs = operator.sample(case, dtype)
+    ours = gradients(operator.kernel(), tuple(x.cuda() for x in inputs), case.footprint)
+    wanted = gradients(operator.kernel(), inputs, case.footprint)
+    for got, want in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), want)

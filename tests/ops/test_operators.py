@@ -1,0 +1,185 @@
+"""Every operator: kernel against reference, gradients, registration, memory layouts, edges, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from san import ops
+from san.ops import library
+from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
+
+assert library.load(), "the extension must build: these tests are about it"
+
+every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+HALF = [torch.float16, torch.bfloat16]
+
+
+@every_operator
+@every_case
+def test_matches_reference(operator: Operator, case: Case) -> None:
+    inputs = operator.sample(case)
+    ours = gradients(operator.kernel(), inputs, case.footprint)
+    wanted = gradients(operator.reference, inputs, case.footprint)
+    for got, want in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@every_operator
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(0, 3),
+    groups=st.integers(1, 3),
+    reach=st.integers(0, 4),
+    extra=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    seed=st.integers(0, 9),
+)
+def test_matches_reference_on_any_shape(
+    operator: Operator, batch: int, groups: int, reach: int, extra: tuple[int, int], seed: int
+) -> None:
+    case = Case(batch, 4 * groups, reach + extra[0], reach + extra[1], 2 * reach + 1)
+    inputs = operator.sample(case, seed=seed)
+    for got, want in zip(
+        gradients(operator.kernel(), inputs, case.footprint),
+        gradients(operator.reference, inputs, case.footprint),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@every_operator
+def test_gradcheck(operator: Operator) -> None:
+    case = Case(1, 4, 4, 3, 3)
+    inputs = tuple(x.requires_grad_() for x in operator.sample(case))
+    assert torch.autograd.gradcheck(operator.kernel(), (*inputs, case.footprint))
+
+
+@every_operator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(operator: Operator, dtype: torch.dtype) -> None:
+    case = Case(2, 4, 5, 4, 3)
+    inputs = tuple(x.requires_grad_() for x in operator.sample(case, dtype))
+    torch.library.opcheck(operator.kernel().default, (*inputs, case.footprint))  # type: ignore[attr-defined]
+
+
+@every_operator
+def test_opcheck_backward(operator: Operator) -> None:
+    case = Case(2, 4, 5, 4, 3)
+    inputs = operator.sample(case, torch.float32)
+    grad = torch.randn_like(operator.reference(*inputs, case.footprint))
+    backward = getattr(torch.ops.san, f"{operator.name}_backward").default
+    rest = inputs if operator.name == "aggregation" else (case.height, case.width)
+    torch.library.opcheck(backward, (grad, *rest, case.footprint))
+
+
+@every_operator
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@every_case
+def test_half_types_err_at_most_twice_as_much_as_torch(operator: Operator, case: Case, dtype: torch.dtype) -> None:
+    inputs = operator.sample(case, dtype)
+    exact = gradients(operator.reference, tuple(x.double() for x in inputs), case.footprint)
+    ours = gradients(operator.kernel(), inputs, case.footprint)
+    plain = gradients(operator.reference, inputs, case.footprint)
+    for got, torch_got, want in zip(ours, plain, exact, strict=True):
+        error, allowed = ((x.double() - want).abs().max().item() for x in (got, torch_got))
+        rounding = want.abs().max().item() * torch.finfo(dtype).eps / 2
+        assert error <= max(2 * allowed, rounding)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "offset": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+}
+
+
+@every_operator
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noncontiguous(operator: Operator, layout: str) -> None:
+    case = Case(2, 8, 6, 7, 5)
+    inputs = operator.sample(case)
+    arranged = tuple(LAYOUTS[layout](x) for x in inputs)
+    torch.testing.assert_close(
+        operator.kernel()(*arranged, case.footprint), operator.reference(*inputs, case.footprint), rtol=1e-12, atol=1e-12
+    )
+
+
+@every_operator
+def test_noncontiguous_gradient(operator: Operator) -> None:
+    case = Case(1, 4, 5, 5, 3)
+    leaves = [x.requires_grad_() for x in operator.sample(case)]
+    expanded = torch.ones((), dtype=torch.float64)
+    ours = torch.autograd.grad(operator.kernel()(*leaves, 3).sum(), leaves, expanded)
+    wanted = torch.autograd.grad(operator.reference(*leaves, 3).sum(), leaves, expanded)
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@every_operator
+def test_empty_batch(operator: Operator) -> None:
+    case = Case(0, 4, 5, 5, 3)
+    out, *grads = gradients(operator.kernel(), operator.sample(case), case.footprint)
+    assert out.shape[0] == 0
+    assert all(grad.shape[0] == 0 for grad in grads)
+
+
+@every_operator
+def test_same_bits_with_any_number_of_threads(operator: Operator) -> None:
+    case = Case(4, 16, 9, 9, 5)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(gradients(operator.kernel(), operator.sample(case, torch.float32), case.footprint))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@every_operator
+def test_compiles_to_one_graph(operator: Operator) -> None:
+    case = Case(2, 4, 5, 5, 3)
+    inputs = operator.sample(case, torch.float32)
+    function = getattr(ops, operator.name)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs, case.footprint), function(*inputs, case.footprint))
+
+
+MAP = torch.zeros(2, 8, 5, 5)
+WEIGHT = torch.zeros(2, 2, 9, 25)
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "three dimensions": (lambda: ops.unfold(MAP[0], 3), r"x must have 4 dimensions \[N, C, H, W\], not \[8, 5, 5\]"),
+    "integers": (lambda: ops.unfold(MAP.int(), 3), "x must be float16.* not torch.int32"),
+    "even footprint": (lambda: ops.unfold(MAP, 4), "must be odd and positive .* not 4"),
+    "large footprint": (lambda: ops.unfold(MAP, 11), "11x11 footprint needs a map of at least 6x6, not 5x5"),
+    "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"one shape, not \[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
+    "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "one dtype and device, not torch.float32 on cpu"),
+    "two devices": (lambda: ops.subtraction(MAP, MAP.to("meta"), 3), "torch.float32 on meta"),
+    "weight of another footprint": (lambda: ops.aggregation(MAP, WEIGHT, 5), r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]"),
+    "channels not shared evenly": (lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3), "8 channels .* multiple of the 3"),
+    "unknown backend": (lambda: ops.backend("fast").__enter__(), "'auto' or 'reference', not 'fast'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_rejects(what: str) -> None:
+    call, message = REFUSALS[what]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_rejects_a_large_footprint_below_python_too() -> None:
+    with pytest.raises(RuntimeError, match="11x11 footprint does not fit a 5x5 map"):
+        torch.ops.san.unfold(MAP, 11)
+
+
+def test_backend_reference_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: pytest.fail("the kernels were asked for"))
+    with ops.backend("reference"):
+        assert ops.unfold(MAP, 3).shape == (2, 8, 9, 25)
