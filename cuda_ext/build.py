@@ -83,7 +83,17 @@ def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool
         codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
         newest = CUDA_ARCHITECTURES[-1]
         codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # later GPUs compile this at load time
-        return [toolchain.nvcc, *NVCC_FLAGS, "-DUSE_CUDA", *codes, *include_flags(), "-c", str(source), "-o", str(output)]
+        return [
+            toolchain.nvcc,
+            *NVCC_FLAGS,
+            "-DUSE_CUDA",
+            *codes,
+            *include_flags(),
+            "-c",
+            str(source),
+            "-o",
+            str(output),
+        ]
     language = ["-x", "c++", "-DSAN_SHIM", "-DSAN_LIBRARY=san_shim"] if shim else []
     return [toolchain.cxx, *CXX_FLAGS, *include_flags(), *language, "-c", str(source), "-o", str(output)]
 
@@ -131,14 +141,11 @@ def digest(toolchain: Toolchain) -> str:
 
 
 def library() -> Path:
-    """Path of the built library: the one shipped in the wheel, else the cached one, built now if it is not there yet.
+    """Path of the library in the cache, built now if it is not there yet.
 
     Raises:
         BuildError: no compiler, or it failed.
     """
-    shipped = SOURCE_DIR / "libsan.so"
-    if shipped.exists():
-        return shipped
     toolchain = Toolchain.find()
     cache = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san"))
     folder = cache / f"ext-{digest(toolchain)}"

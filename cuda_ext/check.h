@@ -45,11 +45,12 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
 }  // namespace san
 
 // Runs the body with `scalar_t` bound to the tensor's C++ type.
-#define SAN_DISPATCH(TYPE, NAME, ...)                                                                            \
-  THO_DISPATCH_SWITCH(TYPE, NAME, THO_DISPATCH_CASE(torch::headeronly::ScalarType::Float, __VA_ARGS__)           \
-                                      THO_DISPATCH_CASE(torch::headeronly::ScalarType::Double, __VA_ARGS__)      \
-                                          THO_DISPATCH_CASE(torch::headeronly::ScalarType::Half, __VA_ARGS__)    \
-                                              THO_DISPATCH_CASE(torch::headeronly::ScalarType::BFloat16, __VA_ARGS__))
+#define SAN_DISPATCH(TYPE, NAME, ...)                                                             \
+  THO_DISPATCH_SWITCH(TYPE, NAME,                                                                 \
+                      THO_DISPATCH_CASE(torch::headeronly::ScalarType::Float, __VA_ARGS__)        \
+                          THO_DISPATCH_CASE(torch::headeronly::ScalarType::Double, __VA_ARGS__)   \
+                              THO_DISPATCH_CASE(torch::headeronly::ScalarType::Half, __VA_ARGS__) \
+                                  THO_DISPATCH_CASE(torch::headeronly::ScalarType::BFloat16, __VA_ARGS__))
 
 namespace san {
 

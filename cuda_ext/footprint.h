@@ -1,4 +1,5 @@
-// The one geometry: a square, odd footprint with reflection at the border, stride 1. Shared by the CPU and the CUDA kernels.
+// The one geometry: a square, odd footprint with reflection at the border, stride 1. Shared by the CPU and the CUDA
+// kernels.
 #pragma once
 #include <cstdint>
 

@@ -4,7 +4,6 @@
 // Shapes: N batch, C channels, R relation channels, G weight channels, H W map, P = H * W, K = kernel_size^2.
 #include <torch/csrc/stable/library.h>
 
-
 // Tests compile the same schemas again, as `san_shim`, for the CUDA sources run on the CPU.
 #ifndef SAN_LIBRARY
 #define SAN_LIBRARY san

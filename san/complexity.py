@@ -91,7 +91,7 @@ class _PaperCounter(TorchDispatchMode):
     """Sums PAPER_COUNTS over every operator that is dispatched."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

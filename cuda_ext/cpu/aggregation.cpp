@@ -1,7 +1,7 @@
 // aggregation, forward and backward. Definition: san/ops/reference.py.
 //
-// Parallel over images and weight channels: one task owns a weight channel g and the S value channels g, g + G, ... that
-// share it, so each weight is read once for S channels and no two tasks write the same gradient.
+// Parallel over images and weight channels: one task owns a weight channel g and the S value channels g, g + G, ...
+// that share it, so each weight is read once for S channels and no two tasks write the same gradient.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>

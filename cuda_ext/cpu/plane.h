@@ -1,5 +1,5 @@
-// One channel of one image on the CPU: padded by reflection once, so that every inner loop runs over a row with no border
-// case and the compiler can vectorise it.
+// One channel of one image on the CPU: padded by reflection once, so that every inner loop runs over a row with no
+// border case and the compiler can vectorise it.
 #pragma once
 #include <cstring>
 

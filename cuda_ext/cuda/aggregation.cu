@@ -1,7 +1,7 @@
 // aggregation, forward and backward. Definition: san/ops/reference.py.
 //
-// Forward: one thread per output pixel and channel. Backward: grad_weight has one thread per weight, which sums over the
-// channels that share it; grad_beta one per input pixel, which gathers from the outputs that read it. No atomics.
+// Forward: one thread per output pixel and channel. Backward: grad_weight has one thread per weight, which sums over
+// the channels that share it; grad_beta one per input pixel, which gathers from the outputs that read it. No atomics.
 #include <tuple>
 
 #include "launch.h"

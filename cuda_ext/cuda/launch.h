@@ -51,6 +51,6 @@ inline int blocks_for(int64_t elements) {
 }  // namespace san::cuda
 
 // A grid-stride loop over `elements`.
-#define SAN_FOR_EACH(index, elements)                                                        \
+#define SAN_FOR_EACH(index, elements)                                                      \
   for (int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < (elements); \
        index += int64_t(gridDim.x) * blockDim.x)

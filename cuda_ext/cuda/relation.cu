@@ -1,7 +1,8 @@
 // unfold and subtraction, forward and backward. Definition: san/ops/reference.py.
 //
-// Forward: one thread per output element, consecutive threads on consecutive pixels. Backward: one thread per input pixel
-// gathers from every output that read it, its mirror images included, so there are no atomics and sums have a fixed order.
+// Forward: one thread per output element, consecutive threads on consecutive pixels. Backward: one thread per input
+// pixel gathers from every output that read it, its mirror images included, so there are no atomics and sums have a
+// fixed order.
 #include <tuple>
 
 #include "launch.h"
@@ -28,8 +29,8 @@ __global__ void subtraction_kernel(const scalar_t* phi, const scalar_t* psi, Foo
     const int64_t plane = index / f.pixels() / f.positions() * f.pixels();
     const int64_t h = reflect(i / f.width + o / f.kernel_size - f.reach(), f.height);
     const int64_t w = reflect(i % f.width + o % f.kernel_size - f.reach(), f.width);
-    out[index] = static_cast<scalar_t>(static_cast<acc_t>(phi[plane + i]) -
-                                       static_cast<acc_t>(psi[plane + h * f.width + w]));
+    out[index] =
+        static_cast<scalar_t>(static_cast<acc_t>(phi[plane + i]) - static_cast<acc_t>(psi[plane + h * f.width + w]));
   }
 }
 

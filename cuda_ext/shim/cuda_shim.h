@@ -1,5 +1,5 @@
-// Runs __global__ code on the CPU: every block and thread in turn. Enough for kernels without shared memory, barriers and
-// shuffles. SAN_SHIM_REVERSE runs the threads backwards, which shows a kernel that depends on their order.
+// Runs __global__ code on the CPU: every block and thread in turn. Enough for kernels without shared memory, barriers
+// and shuffles. SAN_SHIM_REVERSE runs the threads backwards, which shows a kernel that depends on their order.
 #pragma once
 #include <cstdlib>
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import nn
 
 
@@ -13,6 +15,10 @@ def mapping(widths: tuple[int, ...]) -> nn.Sequential:
     """
     last = len(widths) - 2
     layers: list[nn.Module] = []
-    for step, (width_in, width_out) in enumerate(zip(widths, widths[1:], strict=False)):
-        layers += [nn.BatchNorm2d(width_in), nn.ReLU(inplace=True), nn.Conv2d(width_in, width_out, 1, bias=step == last)]
+    for step, (width_in, width_out) in enumerate(pairwise(widths)):
+        layers += [
+            nn.BatchNorm2d(width_in),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width_in, width_out, 1, bias=step == last),
+        ]
     return nn.Sequential(*layers)

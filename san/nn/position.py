@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from san import ops
 
 
-def coordinates(height: int, width: int, like: Tensor) -> Tensor:
-    """Coordinates in [-1, 1], width first: [1, 2, H, W]."""
-    across = torch.linspace(-1, 1, width, dtype=like.dtype, device=like.device).expand(height, width)
-    down = torch.linspace(-1, 1, height, dtype=like.dtype, device=like.device).unsqueeze(1).expand(height, width)
+def coordinates(like_NRHW: Tensor) -> Tensor:
+    """Coordinates in [-1, 1] of a map's pixels, width first: [1, 2, H, W], in the map's dtype and on its device."""
+    height, width = like_NRHW.shape[2:]
+    across = torch.linspace(-1, 1, width, dtype=like_NRHW.dtype, device=like_NRHW.device).expand(height, width)
+    down = torch.linspace(-1, 1, height, dtype=like_NRHW.dtype, device=like_NRHW.device).unsqueeze(1).expand(height, width)
     return torch.stack((across, down)).unsqueeze(0)
 
 
@@ -24,5 +25,5 @@ class RelativePosition(nn.Module):
 
     def forward(self, like_NRHW: Tensor, footprint: int) -> Tensor:
         """`like_NRHW` gives the map's size, dtype and device; its values are not read."""
-        p_12HW = self.linear(coordinates(*like_NRHW.shape[2:], like=like_NRHW))
+        p_12HW = self.linear(coordinates(like_NRHW))
         return ops.subtraction(p_12HW, p_12HW, footprint)

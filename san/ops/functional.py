@@ -102,7 +102,7 @@ def _kernels_run(x: Tensor) -> bool:
     return x.device.type in ("cpu", "cuda", "meta") and _kernels_chosen()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _kernels_chosen() -> bool:
     """A compiled graph keeps the back end that was chosen when it was traced."""
     return _backend.get() == "auto" and library.load()

@@ -34,9 +34,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_shim_matches_reference(
-    operator: Operator, case: Case, order: str, shim: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shim_matches_reference(operator: Operator, case: Case, order: str, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if order == "backwards":
         monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
     inputs = operator.sample(case)

@@ -107,7 +107,10 @@ def test_noncontiguous(operator: Operator, layout: str) -> None:
     inputs = operator.sample(case)
     arranged = tuple(LAYOUTS[layout](x) for x in inputs)
     torch.testing.assert_close(
-        operator.kernel()(*arranged, case.footprint), operator.reference(*inputs, case.footprint), rtol=1e-12, atol=1e-12
+        operator.kernel()(*arranged, case.footprint),
+        operator.reference(*inputs, case.footprint),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -161,8 +164,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"one shape, not \[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
     "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "one dtype and device, not torch.float32 on cpu"),
     "two devices": (lambda: ops.subtraction(MAP, MAP.to("meta"), 3), "torch.float32 on meta"),
-    "weight of another footprint": (lambda: ops.aggregation(MAP, WEIGHT, 5), r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]"),
-    "channels not shared evenly": (lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3), "8 channels .* multiple of the 3"),
+    "weight of another footprint": (
+        lambda: ops.aggregation(MAP, WEIGHT, 5),
+        r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]",
+    ),
+    "channels not shared evenly": (
+        lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3),
+        "8 channels .* multiple of the 3",
+    ),
     "unknown backend": (lambda: ops.backend("fast").__enter__(), "'auto' or 'reference', not 'fast'"),  # type: ignore[arg-type]
 }
 

@@ -1,0 +1,44 @@
+# Two commands: `make demo` and `make test`. Both set up what they need first; the second time they find it ready.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := experiments/grids/footprint.yaml --profile digits
+# Runs a step and prints and records how long it took.
+STEP = ./.ci/step
+
+.PHONY: demo test lint format setup gpu-check clean
+
+demo: setup
+	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
+	@$(STEP) "grid footprint" $(BIN)/san run $(DEMO)
+
+test: setup lint
+	@$(STEP) "tests" $(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run --Werror $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu')
+
+format: setup
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	@$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu')
+
+# On a machine with a GPU: the operators on CUDA against the CPU, and how fast they are. Needs torch, numpy, pytest, hypothesis.
+gpu-check:
+	FAIL_WITHOUT_CUDA=1 SAN_CUDA=1 $(PYTHON) -m pytest tests/ops
+	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.operators --device cuda
+
+setup: $(VENV)/.installed
+	@$(BIN)/python -m cuda_ext.build > /dev/null
+
+# torch comes first: deepspeed's build looks for it.
+$(VENV)/.installed: requirements.txt setup.py
+	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
+	@$(STEP) "torch" $(BIN)/pip install -q $$(grep -E '^(torch|setuptools|wheel)==' requirements.txt)
+	@$(STEP) "pinned dependencies" $(BIN)/pip install -q --no-build-isolation -r requirements.txt
+	@$(STEP) "the project itself" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) data runs build *.egg-info

@@ -1,0 +1,22 @@
+"""Where things run: Ray sessions, and sweeps of a function over many values.
+
+Here belongs what knows about processes, CPUs, GPUs and nodes. What is computed in them never does: this
+package takes any callable and any picklable values, and it is the only one that imports Ray.
+"""
+
+from cluster.errors import ClusterError
+from cluster.session import Node, Resources, session
+from cluster.sweep import Observer, Outcome, Placement, Report, concurrency, sweep
+
+__all__ = [
+    "ClusterError",
+    "Node",
+    "Observer",
+    "Outcome",
+    "Placement",
+    "Report",
+    "Resources",
+    "concurrency",
+    "session",
+    "sweep",
+]

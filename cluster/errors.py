@@ -1,0 +1,5 @@
+"""The one exception that users of this package are meant to read."""
+
+
+class ClusterError(ValueError):
+    """A request that the cluster cannot serve, said in one sentence."""

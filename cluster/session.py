@@ -1,0 +1,142 @@
+"""A session: being connected to a Ray cluster, and what that cluster has."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.worker
+
+from cluster.errors import ClusterError
+
+_log = logging.getLogger(__name__)
+
+# Read by Ray from the environment of the driver; Tune hands what its processes need on to them.
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",  # no tables of Tune's own
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is a KeyboardInterrupt, not the request for a last snapshot
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard copies of every metric
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; set, or Ray warns about it
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the same in a cell as in the driver
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What one machine of the cluster offers."""
+
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the cluster has, node by node, because a worker cannot spread over two nodes."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of all nodes."""
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(node.gpus for node in self.nodes)
+
+
+@contextmanager
+def session(address: str | None = None) -> Iterator[Resources]:
+    """Connects to a cluster for the length of a `with` block, and says what the cluster has.
+
+    With an address (`auto`, `host:6379`) that cluster is joined. Without one it is the cluster named by
+    `RAY_ADDRESS`, which is set inside a Ray job; failing that, a local cluster is started with the CPUs and
+    GPUs that this process may use, and is shut down at the end. Inside another session, that session is used.
+
+    An autoscaling cluster counts as what it is when it is asked.
+    """
+    if ray.is_initialized():
+        yield _resources()
+        return
+    _quieten()
+    try:
+        _connect(address or os.environ.get("RAY_ADDRESS") or None)
+        yield _resources()
+    finally:
+        # Ends the local cluster; for a joined one it ends what this driver started there.
+        ray.shutdown()
+
+
+def _quieten() -> None:
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+    # Ray prints the raylet's complaints on stdout, where the caller's tables go, and has no setting for that.
+    def complain(data: dict[str, Any], ignore_prefix: bool) -> None:
+        for line in data["lines"]:
+            _log.info("ray: %s", line)
+
+    ray._private.worker.print_to_stdstream = complain
+
+
+def _connect(address: str | None) -> None:
+    if address is None:
+        # Where the driver is killed, Ray's agents look for their head node that long before they end as well.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+        # The dashboard's processes cost CPU time, and nobody looks at a cluster that lives for one sweep.
+        ray.init(
+            address="local",
+            num_cpus=available_cpus(),
+            include_dashboard=False,
+            logging_level=logging.CRITICAL,
+            log_to_driver=False,
+        )
+        return
+    try:
+        _knock(address)
+        ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address!r}: check the address, or give none and unset RAY_ADDRESS "
+            "to run on this machine"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nothing listens at `host:port`, which Ray itself takes up to a minute to say."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _resources() -> Resources:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    return Resources(tuple(Node(int(has.get("CPU", 0)), int(has.get("GPU", 0))) for has in alive))
+
+
+def available_cpus() -> int:
+    """CPUs this process may use: its affinity mask, and the quota of its control group where there is one."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(affinity, int(_cgroup_quota(Path("/sys/fs/cgroup")) or affinity)))
+
+
+def _cgroup_quota(root: Path) -> float | None:
+    """CPUs granted by the control group mounted at `root` (version 2 or 1), None without a limit."""
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else max(1.0, float(quota) / float(period))

@@ -1,0 +1,230 @@
+"""A sweep: one function called for each of many values, as many at a time as the cluster holds.
+
+Ray Tune runs the cells and bounds how many run at once; inside each cell Ray Train starts the workers and
+connects them. Tune does not see what Train takes in its trials: the bound is computed here, from the nodes.
+"""
+
+import functools
+import pickle
+import tempfile
+import textwrap
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import ray
+import ray.train
+import ray.tune
+
+from cluster.errors import ClusterError
+from cluster.session import Resources, session
+
+Report = Callable[[Mapping[str, float]], None]
+V = TypeVar("V")
+
+# A driver of several workers computes nothing: it takes a sliver of a resource that only the head node has,
+# which leaves all CPUs to the workers and keeps the driver away from nodes that may be taken back.
+_DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one cell takes: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
+
+    workers: int = 1
+    cpus: int = 1
+    gpus: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
+            if (asked := getattr(self, name)) < least:
+                raise ClusterError(f"placement.{name} is {asked}: it must be at least {least}")
+
+    def __str__(self) -> str:
+        workers = _count(self.workers, "worker")
+        each = _count(self.cpus, "CPU") + (f" and {_count(self.gpus, 'GPU')}" if self.gpus else "")
+        return f"{workers} with {each}" + (" each" if self.workers > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a cell ended: `error` is None or one line, `traceback` is the whole story of that line."""
+
+    key: str
+    error: str | None = None
+    traceback: str = ""
+
+
+class Observer(Protocol):
+    """Follows a sweep. All methods are called in the driver process, by the thread that called `sweep`."""
+
+    def started(self, key: str) -> None:
+        """A cell has its resources; called again when it is retried."""
+
+    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
+        """The first worker of a cell has reported."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """A cell has ended for good."""
+
+
+def concurrency(placement: Placement, resources: Resources) -> int:
+    """How many cells run at once. A cell may spread over nodes, a worker may not."""
+    slots = [node.cpus // placement.cpus for node in resources.nodes]
+    if placement.gpus:
+        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
+    cells = sum(slots) // placement.workers
+    if cells == 0:
+        nodes = _count(len(resources.nodes), "node")
+        has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
+        raise ClusterError(
+            f"a cell needs {placement}, the cluster has {has}, room for {_count(sum(slots), 'such worker')}: "
+            "ask for less per cell or join a larger cluster"
+        )
+    return cells
+
+
+def sweep(
+    function: Callable[[V, Report], None],
+    values: Mapping[str, V],
+    placement: Placement,
+    *,
+    storage: Path | str,
+    observer: Observer,
+    retries: int = 1,
+) -> dict[str, Outcome]:
+    """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
+
+    The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
+    a report waits for all. A cell that raises or dies is started again up to `retries` times, from the
+    beginning: continuing is the function's own business. A cell that fails for good does not disturb the
+    others. Ctrl-C, or an observer that raises, ends the cells and the session, and is raised on.
+
+    `storage` is a directory that all nodes can reach. The sweep's own files there are gone when it returns:
+    a later sweep with the same keys starts afresh.
+
+    Several workers find torch.distributed initialised by Ray (gloo, or nccl with GPUs) and the rank variables
+    set. A lone worker finds neither: see `_train`.
+    """
+    if not values:
+        return {}
+    storage = Path(storage).resolve()
+    storage.mkdir(parents=True, exist_ok=True)
+    follower = _Follower(observer)
+    with session() as resources, tempfile.TemporaryDirectory(prefix="sweep-", dir=storage) as folder:
+        tuner = ray.tune.Tuner(
+            ray.tune.with_resources(_trainable(function, dict(values), placement, folder), _trial_resources(placement)),
+            param_space={"key": ray.tune.grid_search(list(values))},
+            tune_config=ray.tune.TuneConfig(max_concurrent_trials=concurrency(placement, resources)),
+            run_config=ray.tune.RunConfig(
+                name="tune",
+                storage_path=folder,
+                verbose=0,
+                callbacks=[follower],
+                failure_config=ray.tune.FailureConfig(max_failures=retries),
+            ),
+        )
+        try:
+            tuner.fit()
+        except BaseException:
+            ray.shutdown()  # Tune leaves its trials running
+            raise
+    return {key: follower.outcomes[key] for key in values}
+
+
+def _trial_resources(placement: Placement) -> dict[str, float]:
+    if placement.workers > 1:
+        return _DRIVER_RESOURCES
+    return {"CPU": placement.cpus, "GPU": placement.gpus}
+
+
+def _trainable(
+    function: Callable[[V, Report], None], values: dict[str, V], placement: Placement, folder: str
+) -> Callable[[dict[str, str]], None]:
+    """The function that Tune runs once per cell. Values stay out of Tune's grid, which looks into them."""
+
+    def cell(config: dict[str, str]) -> None:
+        key = config["key"]
+        # Train resumes a run whose name it has seen, so each attempt has a name of its own.
+        name = f"{key}-{uuid.uuid4().hex[:8]}"
+        _train(functools.partial(function, values[key]), placement, name, folder)
+
+    return cell
+
+
+def _train(call: Callable[[Report], None], placement: Placement, name: str, folder: str) -> None:
+    """Runs one cell inside its Tune trial; the only place where one worker and several differ.
+
+    A lone worker *is* the trial's process (Ray Train's local mode). A worker group for it would add actors
+    that only wait, and some 15 s of CPU time per cell to start them. The price: Ray neither sets RANK,
+    WORLD_SIZE and so on nor initialises torch.distributed there; a function that needs them sets them itself.
+    """
+    from ray.train.torch import TorchTrainer  # brings torch, which the driver of a sweep can do without
+
+    callbacks: list[Any] = []
+    if placement.workers == 1:
+        send = ray.tune.report
+        scaling = ray.train.ScalingConfig(num_workers=0)
+    else:
+        from ray.tune.integration.ray_train import TuneReportCallback
+
+        send = ray.train.report
+        callbacks.append(TuneReportCallback())  # type: ignore[no-untyped-call]
+        scaling = ray.train.ScalingConfig(
+            num_workers=placement.workers,
+            use_gpu=placement.gpus > 0,
+            resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
+        )
+
+    def worker() -> None:
+        # One level down, so that Tune's own entries in a result cannot be taken for metrics.
+        call(lambda metrics: send({"metrics": dict(metrics)}))
+
+    run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
+    TorchTrainer(worker, scaling_config=scaling, run_config=run).fit()
+
+
+class _Follower(ray.tune.Callback):
+    """Translates what Tune says about trials into what the observer hears about cells."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.outcomes: dict[str, Outcome] = {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.observer.started(trial.config["key"])
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
+        if "metrics" in result:
+            self.observer.progress(trial.config["key"], result["metrics"])
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._finish(Outcome(trial.config["key"]))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        # The trial's files on this machine; their copies in storage, for trial.get_error(), come later.
+        text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
+        error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
+        self._finish(Outcome(trial.config["key"], _reason(error, text), text))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.key] = outcome
+        self.observer.finished(outcome)
+
+
+def _reason(error: Exception | None, text: str) -> str:
+    """One line that says why a cell failed, from what Ray wrapped around it and the text of all attempts."""
+    if "Worker exit type" in text.rpartition("Failure #")[2]:
+        return "a worker process died without an exception: it ran out of memory, was killed or crashed"
+    cause = getattr(error, "cause", None) or error
+    if failures := getattr(cause, "worker_failures", None):
+        cause = failures[min(failures)]
+    words = "".join(traceback.format_exception_only(cause)) if cause else text.strip().splitlines()[-1]
+    return textwrap.shorten(words, 400)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,113 @@
+"""The command `san`. Exit codes: 0 all is well, 1 something failed or was interrupted, 2 a mistake in what was asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from cluster import ClusterError
+from experiments.errors import UserError
+from pipelines import DataError, prepare_digits
+from san.models import list_models, model_spec
+
+GRID = click.argument("grid", type=click.Path(path_type=Path))
+PROFILE = click.option(
+    "--profile", default="digits", show_default=True, help="digits (laptop) or imagenet (the paper's setting)"
+)
+RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Self-attention networks for image recognition: train a grid of questions, and answer it beside the paper."""
+
+
+@cli.command()
+@click.argument("pattern", default="*")
+@click.option("--json", "as_json", is_flag=True, help="a list of objects")
+def models(pattern: str, as_json: bool) -> None:
+    """List the named variants, such as those that match 'san*_pairwise'."""
+    names = list_models(pattern)
+    if as_json:
+        click.echo(json.dumps([{"name": name, "depths": model_spec(name).depths} for name in names]))
+        return
+    for name in names:
+        click.echo(f"{name:18s} blocks per stage {model_spec(name).depths}")
+
+
+@cli.group()
+def data() -> None:
+    """Data sets."""
+
+
+@data.command()
+@click.argument("name", type=click.Choice(["digits"]))
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("data/digits"))
+def prepare(name: str, folder: Path) -> None:
+    """Write an embedded data set as JPEGs in ImageNet's folder layout."""
+    click.echo(prepare_digits(folder))
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@PROFILE
+@RUNS
+@click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
+def run(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, address: str | None) -> None:
+    """Train what is missing of a grid and print its table; interrupted, the same command continues."""
+    from experiments.run import open_job
+    from experiments.run import run as run_job
+
+    try:
+        complete = run_job(open_job(grid, profile, overrides, runs), address)
+    except KeyboardInterrupt:
+        click.echo("interrupted: finished cells are kept, the same command continues", err=True)
+        sys.exit(1)
+    sys.exit(0 if complete else 1)
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@PROFILE
+@RUNS
+def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None) -> None:
+    """Print the table of what is finished, and draw its plot; trains nothing."""
+    from experiments.run import open_job, show
+
+    sys.exit(0 if show(open_job(grid, profile, overrides, runs)) else 1)
+
+
+@cli.command()
+@RUNS
+@click.option("--port", default=5000, show_default=True)
+def ui(runs: Path | None, port: int) -> None:
+    """Browse the runs: MLflow on the project's store, on this machine only."""
+    from experiments.run import default_runs_dir
+
+    store = (runs or default_runs_dir()).resolve() / "mlflow.db"
+    if not store.exists():
+        raise UserError(f"{store}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
+    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{store}"]
+    click.echo(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
+    subprocess.run([*mlflow, "--host", "127.0.0.1", "--port", str(port)], check=False)
+
+
+def main() -> None:
+    """Runs the command; a mistake of the user is shown as its text alone."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(1)
+    except (UserError, DataError, ClusterError) as error:
+        click.echo(f"san: {error}", err=True)
+        sys.exit(2)

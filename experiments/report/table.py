@@ -1,0 +1,120 @@
+"""The table of a grid: paper | ours | difference, for a terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+import san
+from experiments.grid import Grid, Trial
+from experiments.report.paper import PaperRow
+from experiments.tracking import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the table; None where a number is missing. Percent, millions, 1e9 multiply-accumulates."""
+
+    id: str
+    paper_top1: float | None
+    top1: float | None
+    """Mean over the finished seeds."""
+    difference: float | None
+    top5: float | None
+    seeds: int
+    """Finished seeds behind `top1`."""
+    paper_params: float | None
+    params: float
+    paper_flops: float | None
+    flops: float
+
+
+def lines(
+    grid: Grid,
+    trials: Sequence[Trial],
+    results: Mapping[str, Result],
+    paper: Mapping[str, PaperRow],
+    counts: Mapping[str, san.Complexity],
+) -> list[Line]:
+    """The table's rows in the grid's order. `params` and `flops` are those of the paper's setting."""
+    table = []
+    for row in grid.rows:
+        finished = [results[t.key].metrics for t in trials if t.row == row.id and _is_finished(results.get(t.key))]
+        top1, top5 = _mean(finished, "val/top1"), _mean(finished, "val/top5")
+        printed = paper.get(row.id, PaperRow())
+        difference = top1 - printed.top1 if top1 is not None and printed.top1 is not None else None
+        ours = counts[row.id]
+        table.append(
+            Line(
+                row.id,
+                printed.top1,
+                top1,
+                difference,
+                top5,
+                len(finished),
+                printed.params,
+                ours.params / 1e6,
+                printed.flops,
+                ours.flops_paper / 1e9,
+            )
+        )
+    return table
+
+
+def _is_finished(result: Result | None) -> bool:
+    return result is not None and result.finished
+
+
+def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
+    return statistics.fmean(m[name] for m in metrics) if metrics else None
+
+
+HEADINGS = ("row", "top-1 paper", "top-1 ours", "diff", "top-5 ours", "params M paper", "ours", "FLOPs G paper", "ours")
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """A line as the text of its cells, at the precision that the paper prints."""
+    return (
+        line.id,
+        _text(line.paper_top1, ".1f"),
+        _text(line.top1, ".1f"),
+        _text(line.difference, "+.1f"),
+        _text(line.top5, ".1f"),
+        _text(line.paper_params, ".1f"),
+        _text(line.params, ".1f"),
+        _text(line.paper_flops, ".1f"),
+        _text(line.flops, ".1f"),
+    )
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def as_text(table: Sequence[Line]) -> str:
+    """Columns lined up for a terminal."""
+    rows = [HEADINGS, *(cells(line) for line in table)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    text = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in rows
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+def as_markdown(table: Sequence[Line]) -> str:
+    """A Markdown table."""
+    rows = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *(cells(line) for line in table)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def as_csv(table: Sequence[Line]) -> str:
+    """Full precision, one column per field of `Line`."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [field.name for field in fields(Line)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(line) for line in table)
+    return out.getvalue()

@@ -1,0 +1,196 @@
+"""A grid, from plan to table."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import cluster
+from experiments import report
+from experiments.errors import UserError
+from experiments.grid import Grid, Trial, configs, read_grid, read_profile
+from experiments.progress import Progress
+from experiments.report import figures, table
+from experiments.report.paper import counts_at_paper_setting, paper_rows
+from experiments.tracking import Result, Tracker
+from experiments.trial import PROJECT_DIR, Workspace, open_data, run_trial
+from pipelines import Dataset
+
+__all__ = ["Job", "open_job", "report", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A grid under a profile, checked and expanded: everything that is known before anything runs."""
+
+    name: str
+    profile: str
+    grid: Grid
+    trials: tuple[Trial, ...]
+    workspace: Workspace
+
+    @property
+    def tracker(self) -> Tracker:
+        return Tracker(self.workspace.tracking_uri, self.name, self.profile)
+
+    @property
+    def placement(self) -> cluster.Placement:
+        """What each cell takes; a grid cannot change it from row to row."""
+        wanted = self.trials[0].config.placement
+        return cluster.Placement(wanted.workers, wanted.cpus, wanted.gpus)
+
+
+def default_runs_dir() -> Path:
+    """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
+    if "SAN_RUNS" in os.environ:
+        return Path(os.environ["SAN_RUNS"])
+    is_job_copy = "_ray_pkg_" in PROJECT_DIR.as_posix()
+    return Path.home() / ".san" / "runs" if is_job_copy else PROJECT_DIR / "runs"
+
+
+def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the paper's table, the images.
+
+    Raises:
+        UserError: all mistakes in the grid, the profile or the overrides, with their places.
+        DataError: images that cannot be used.
+    """
+    grid = read_grid(path)
+    try:
+        paper_rows(grid.table)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    checked = configs(path, grid, read_profile(profile), overrides)
+    digests: dict[str, str] = {}
+    for config in checked.values():
+        if config.data.root not in digests:
+            digests[config.data.root] = _digest(*open_data(config.data))
+    trials = tuple(
+        Trial(path.stem, profile, row, seed, config, digests[config.data.root])
+        for row, config in checked.items()
+        for seed in grid.seeds
+    )
+    runs = (runs or default_runs_dir()).resolve()
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs / 'mlflow.db'}"
+    return Job(path.stem, profile, grid, trials, Workspace(runs, uri))
+
+
+def _digest(train: Dataset, val: Dataset) -> str:
+    return f"{train.digest()}-{val.digest()}"
+
+
+def run(job: Job, address: str | None) -> bool:
+    """Trains what is missing, prints the table, draws the plot. Returns whether every cell is finished.
+
+    Raises:
+        UserError, ClusterError: what is asked for cannot be had here; nothing has been written then.
+        KeyboardInterrupt: stopped by the user; the next call continues.
+    """
+    runs = job.workspace.runs
+    with _only_one(runs / f"{job.name}-{job.profile}.lock"):
+        results = _known_results(job)
+        missing = {t.key: t for t in job.trials if not (t.key in results and results[t.key].finished)}
+        _say(_standing(job, missing))
+        if missing:
+            _train(job, missing, address)
+        return show(job)
+
+
+def _known_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already; a local database that does not exist yet is not made by looking."""
+    if job.workspace.tracking_uri.startswith("sqlite") and not (job.workspace.runs / "mlflow.db").exists():
+        return {}
+    return job.tracker.results()
+
+
+def _standing(job: Job, missing: dict[str, Trial]) -> str:
+    done = len(job.trials) - len(missing)
+    found = f", {done} finished before (taken from MLflow)" if done else ""
+    return f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train"
+
+
+def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
+    start = time.monotonic()
+    with cluster.session(address) as resources:
+        at_once = min(cluster.concurrency(job.placement, resources), len(missing))
+        _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
+        job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+        names = {key: trial.name for key, trial in missing.items()}
+        progress = Progress(names, {key: t.config.recipe.epochs for key, t in missing.items()})
+        try:
+            outcomes = cluster.sweep(
+                functools.partial(run_trial, job.workspace),
+                missing,
+                job.placement,
+                storage=job.workspace.runs / "sweeps",
+                observer=progress,
+            )
+        finally:
+            progress.close()
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            job.tracker.open(missing[outcome.key]).finish(outcome.error)
+            _keep_story(job, missing[outcome.key], outcome.traceback)
+    _say(f"trained {len(missing)} cells in {time.monotonic() - start:.0f} s")
+
+
+def _keep_story(job: Job, trial: Trial, story: str) -> None:
+    path = job.workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(story, encoding="utf-8")
+    _say(f"{trial.name}: the whole error is in {path}")
+
+
+def show(job: Job) -> bool:
+    """Prints the table of what is finished, writes it beside the plot; returns whether every cell is finished."""
+    results = _known_results(job)
+    paper, counts = paper_rows(job.grid.table), counts_at_paper_setting(job.grid)
+    lines = table.lines(job.grid, job.trials, results, paper, counts)
+    folder = job.workspace.runs / f"{job.name}-{job.profile}"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "table.md", folder / "table.csv"]
+    files[0].write_text(f"{_caption(job)}\n\n{table.as_markdown(lines)}\n", encoding="utf-8")
+    files[1].write_text(table.as_csv(lines), encoding="utf-8")
+    print(f"\n{_caption(job)}\n\n{table.as_text(lines)}\n", flush=True)
+    if job.grid.plot is not None and any(line.top1 is not None for line in lines):
+        files.append(folder / "plot.png")
+        figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
+        _say(f"plot: {files[-1]}")
+    if results:
+        job.tracker.log_report(files)
+    _say("browse the runs: san ui")
+    unfinished = [t.name for t in job.trials if not (t.key in results and results[t.key].finished)]
+    if unfinished:
+        _say(f"not finished: {', '.join(unfinished)}; the same command continues")
+    return not unfinished
+
+
+def _caption(job: Job) -> str:
+    train = job.trials[0].config.recipe
+    return (
+        f"{job.grid.question} Paper: ImageNet, table `{job.grid.table}`. Ours: profile `{job.profile}`, {train.epochs} epochs; "
+        f"params and FLOPs at the paper's setting."
+    )
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Holds the grid for this process; the lock is gone with the process, however it ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path}: another `san run` is at work on this grid; wait for it or stop it") from None
+        yield
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""MLflow: where runs are kept and found again; the only file that imports mlflow.
+
+One experiment per grid, one parent run per grid and profile, one child run per trial. A trial's run is found by its content
+hash, so a cell that is started again continues its run, and one that is finished is never trained twice.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from experiments.config import flat
+from experiments.errors import UserError
+from experiments.grid import Grid, Trial
+from experiments.training.metrics import Epoch
+from san import Complexity
+
+BATCH = 100  # most params or tags that one call may carry
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A trial's run as the tracker knows it."""
+
+    run_id: str
+    finished: bool
+    metrics: Mapping[str, float]
+
+
+class Tracker:
+    """A grid's experiment on a tracking server or in a local database.
+
+    Args:
+        uri: where MLflow keeps runs, such as `sqlite:///runs/mlflow.db` or `http://server:5000`.
+        grid: the grid's name, which is the experiment's.
+        profile: the profile's name.
+    """
+
+    def __init__(self, uri: str, grid: str, profile: str) -> None:
+        logging.getLogger("alembic").setLevel(logging.ERROR)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self.uri, self.grid, self.profile = uri, grid, profile
+        self.client = MlflowClient(tracking_uri=uri)
+
+    def prepare(self, grid: Grid, artifacts: Path) -> None:
+        """Makes database, experiment and parent run where they are missing. Called once, before any worker writes.
+
+        Raises:
+            UserError: the tracking server does not answer.
+        """
+        try:
+            if self.client.get_experiment_by_name(self.grid) is None:
+                local = self.uri.startswith("sqlite")
+                self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
+            if self._parent() is None:
+                tags = {
+                    "mlflow.runName": f"{self.grid}-{self.profile}",
+                    "san.grid": self.grid,
+                    "san.profile": self.profile,
+                }
+                tags |= {
+                    "san.role": "grid",
+                    "mlflow.note.content": f"{grid.question} Table `{grid.table}` of the paper.",
+                }
+                self.client.create_run(self._experiment_id(), tags=tags)
+        except MlflowException as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"MLflow at {self.uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI") from None
+
+    def results(self) -> dict[str, Result]:
+        """All runs of trials of this grid and profile, by content hash. Empty where nothing was ever tracked."""
+        if self.client.get_experiment_by_name(self.grid) is None:
+            return {}
+        runs = self._search("tags.`san.role` = 'trial'")
+        return {run.data.tags["san.trial"]: _result(run) for run in runs}
+
+    def open(self, trial: Trial) -> TrialRun:
+        """The run of a trial: continued where there is one, else made."""
+        found = self._search(f"tags.`san.trial` = '{trial.key}'")
+        if found:
+            self.client.update_run(found[0].info.run_id, status="RUNNING")
+            return TrialRun(self.client, found[0].info.run_id)
+        parent = self._parent()
+        assert parent is not None, "prepare() makes the parent run before any trial starts"
+        tags = {
+            "mlflow.runName": trial.name,
+            "mlflow.parentRunId": parent.info.run_id,
+            "san.role": "trial",
+            "san.trial": trial.key,
+            "san.grid": trial.grid,
+            "san.profile": trial.profile,
+            "san.row": trial.row,
+            "san.data_digest": trial.data_digest,
+            "san.git_commit": git_commit(),
+        }
+        run = self.client.create_run(self._experiment_id(), tags=tags)
+        return TrialRun(self.client, run.info.run_id)
+
+    def log_report(self, files: Iterable[Path]) -> None:
+        """Keeps the table and the plot with the grid's parent run."""
+        parent = self._parent()
+        assert parent is not None, "prepare() makes the parent run"
+        for file in files:
+            self.client.log_artifact(parent.info.run_id, str(file))
+        self.client.set_terminated(parent.info.run_id)
+
+    def _experiment_id(self) -> str:
+        experiment = self.client.get_experiment_by_name(self.grid)
+        assert experiment is not None, "prepare() makes the experiment before anything is tracked"
+        return str(experiment.experiment_id)
+
+    def _parent(self) -> Run | None:
+        found = self._search("tags.`san.role` = 'grid'")
+        return found[0] if found else None
+
+    def _search(self, where: str) -> list[Run]:
+        where = f"{where} and tags.`san.profile` = '{self.profile}'"
+        return list(self.client.search_runs([self._experiment_id()], where, max_results=10_000))
+
+
+def _result(run: Run) -> Result:
+    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics))
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """The child run of one trial, written by its first worker only."""
+
+    client: MlflowClient
+    run_id: str
+
+    def describe(self, trial: Trial, complexity: Complexity) -> None:
+        """Parameters, counts, resolved config and environment, once; a continued run has them already."""
+        run = self.client.get_run(self.run_id)
+        if "params" in run.data.metrics:
+            return
+        config = trial.config.model_dump(mode="json")
+        params = [Param(key, str(value)) for key, value in flat(config).items()] + [Param("seed", str(trial.seed))]
+        for first in range(0, len(params), BATCH):
+            self.client.log_batch(self.run_id, params=params[first : first + BATCH])
+        self.client.log_text(self.run_id, yaml.safe_dump(config, sort_keys=False), "config.yaml")
+        self.client.log_text(self.run_id, environment(), "environment.txt")
+        counts = {
+            "params": complexity.params,
+            "flops_paper": complexity.flops_paper,
+            "flops_actual": complexity.flops_actual,
+        }
+        self._log(counts, 0)
+
+    def log(self, history: Sequence[Epoch]) -> None:
+        """Logs the epochs that the run does not have yet: none is missing or doubled after a crash."""
+        logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
+        for epoch in history:
+            if epoch.epoch not in logged:
+                self._log(epoch.metrics(), epoch.epoch)
+
+    def finish(self, error: str | None = None) -> None:
+        """Ends the run; with an error it is marked as failed and carries the sentence."""
+        if error is not None:
+            self.client.log_batch(self.run_id, tags=[RunTag("san.error", error)])
+        self.client.set_terminated(self.run_id, status="FAILED" if error else "FINISHED")
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.run_id, metrics=[Metric(key, value, now, step) for key, value in values.items()])
+
+
+def git_commit() -> str:
+    """Commit of the project, `unknown` outside a checkout (as in a Ray job's copy)."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git here
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def environment() -> str:
+    """Hardware, Python and package versions, as text."""
+    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    lines = [f"python {platform.python_version()}", platform.platform(), f"{os.cpu_count()} CPUs, {device}"]
+    return "\n".join([*lines, "", *packages, ""])

@@ -1,0 +1,1 @@
+"""One training run: engine (DeepSpeed), loop, metrics, checkpoint."""

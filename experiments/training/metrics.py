@@ -1,0 +1,57 @@
+"""What an epoch is judged by, exact over any number of workers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One line of a run's history; `metrics()` gives it the names that the tracker shows."""
+
+    epoch: int
+    lr: float
+    train_loss: float
+    images_per_second: float
+    wait_share: float
+    """Share of the training time spent waiting for images, 0 to 1."""
+    val_loss: float
+    top1: float
+    """Percent."""
+    top5: float
+    """Percent."""
+
+    def metrics(self) -> dict[str, float]:
+        names = {
+            "train_loss": "train/loss",
+            "images_per_second": "train/images_per_second",
+            "wait_share": "train/wait_share",
+            "val_loss": "val/loss",
+            "top1": "val/top1",
+            "top5": "val/top5",
+        }
+        return {names.get(key, key): value for key, value in asdict(self).items() if key != "epoch"}
+
+
+class Accuracy:
+    """Sums loss, top-1 and top-5 hits over batches of any size; every image counts once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
+
+    def add(self, logits_NC: Tensor, labels_N: Tensor) -> None:
+        best = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
+        hits = best == labels_N.unsqueeze(1)
+        loss = cross_entropy(logits_NC.float(), labels_N, reduction="sum")
+        self.sums += torch.stack((loss, hits[:, 0].sum(), hits.sum(), hits.new_tensor(len(hits), dtype=torch.int64)))
+
+    def over_workers(self) -> tuple[float, float, float, int]:
+        """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers."""
+        dist.all_reduce(self.sums)
+        loss, top1, top5, images = self.sums.tolist()
+        return loss / images, 100 * top1 / images, 100 * top5 / images, int(images)

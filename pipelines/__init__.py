@@ -1,0 +1,17 @@
+"""Images to tensors: folders of encoded images in, normalised batches on a device out.
+
+Here belong: what a data set on disk is, the order in which its images are seen, and the one graph that
+decodes, crops and normalises them with NVIDIA DALI. Never here: models, losses, metrics, anything that knows
+what the images are for.
+
+DALI weighs about a gigabyte; it is loaded when the first epoch begins (`pipelines.graph`), not when this
+package is imported.
+"""
+
+from pipelines.augment import Transform
+from pipelines.dataset import Dataset
+from pipelines.digits import prepare_digits
+from pipelines.errors import DataError
+from pipelines.loader import Batch, Loader
+
+__all__ = ["Batch", "DataError", "Dataset", "Loader", "Transform", "prepare_digits"]

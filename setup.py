@@ -1,0 +1,38 @@
+"""Packaging. `pip install .` gives the library `san`, which needs only torch; the extra `experiments` gives the system.
+
+The kernels are compiled once, at first use, for the torch that is installed then (see cuda_ext/build.py).
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="san-attention",
+    version="0.1.0",
+    description="Self-attention networks for image recognition: fast operators, models, and studies with them",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["san*", "cuda_ext*", "pipelines*", "experiments*", "cluster*"]),
+    package_data={
+        "san": ["py.typed"],
+        "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
+        "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml"],
+    },
+    install_requires=["torch>=2.11"],
+    extras_require={
+        "experiments": [
+            "nvidia-dali-cuda120>=2.4",
+            "ray[default,train,tune]>=2.60",
+            "deepspeed>=0.19.5",
+            "mlflow>=3.17",
+            "pyyaml",
+            "pydantic>=2",
+            "click",
+            "tqdm",
+            "matplotlib",
+            "scikit-learn",
+            "pillow",
+        ],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format"],
+    },
+    entry_points={"console_scripts": ["san=experiments.cli:main"]},
+)

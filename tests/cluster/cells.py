@@ -1,0 +1,107 @@
+"""What the tests let cells do, and an observer that remembers; importable, like a real caller's functions."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster import Outcome, Placement, Report, session, sweep
+
+
+@dataclass(slots=True)
+class Memory:
+    """An observer that writes down what it hears."""
+
+    starts: list[str] = field(default_factory=list)
+    reports: list[tuple[str, dict[str, float]]] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def started(self, key: str) -> None:
+        self.starts.append(key)
+
+    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
+        self.reports.append((key, dict(metrics)))
+
+    def finished(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def of(self, key: str) -> list[dict[str, float]]:
+        return [metrics for reported, metrics in self.reports if reported == key]
+
+
+def timed(seconds: float, report: Report) -> None:
+    """Reports when it began and when it ended."""
+    report({"time": time.time()})
+    time.sleep(seconds)
+    report({"time": time.time()})
+
+
+def counting(last: int, report: Report) -> None:
+    for epoch in range(last):
+        report({"epoch": epoch})
+    if last == 0:
+        raise ValueError("nothing to count\nnot even to one")
+
+
+def dying(marker: str, report: Report) -> None:
+    """Dies without an exception, unless a first attempt could leave the marker."""
+    if not Path(marker).exists():
+        if Path(marker).parent.exists():
+            Path(marker).touch()
+        os._exit(3)
+    report({"survived": 1.0})
+
+
+def describing(value: str, report: Report) -> None:
+    """Reports what a lone worker sees."""
+    report(
+        {
+            "threads": float(os.environ["OMP_NUM_THREADS"]),
+            "ranked": float("RANK" in os.environ),
+            "same_folder": float(os.getcwd() == value),
+        }
+    )
+
+
+def reducing(value: float, report: Report) -> None:
+    """Sums the ranks over all workers."""
+    import torch
+    from torch import distributed
+
+    total = torch.tensor([value + float(os.environ["RANK"])])
+    distributed.all_reduce(total)
+    report({"sum": total.item(), "workers": float(os.environ["WORLD_SIZE"])})
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("rank one gives up")
+    distributed.barrier()
+
+
+def sleeping(seconds: float, report: Report) -> None:
+    report({"pid": os.getpid()})
+    time.sleep(seconds)
+
+
+class Shouting(Memory):
+    """Tells the parent of this process about every report."""
+
+    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
+        print("pid", int(metrics["pid"]), flush=True)
+
+
+def main(storage: str) -> None:
+    """The driver that the signal tests start: two cells that sleep."""
+    try:
+        with session():
+            sweep(sleeping, {"a": 60.0, "b": 60.0}, Placement(), storage=storage, observer=Shouting())
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    # The cells must be able to import their function: not from __main__.
+    from tests.cluster import cells
+
+    cells.main(sys.argv[1])

@@ -1,0 +1,13 @@
+"""One Ray session for all tests of the folder: starting one takes seconds."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cluster import Resources, session
+
+
+@pytest.fixture(scope="session")
+def resources() -> Iterator[Resources]:
+    with session() as resources:
+        yield resources

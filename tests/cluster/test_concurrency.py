@@ -1,0 +1,47 @@
+import pytest
+
+from cluster import ClusterError, Node, Placement, Resources, concurrency
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes", "cells"),
+    [
+        (Placement(), (Node(2, 0),), 2),
+        (Placement(cpus=2), (Node(5, 0),), 2),
+        (Placement(workers=2), (Node(4, 0),), 2),
+        (Placement(gpus=1), (Node(16, 2),), 2),
+        (Placement(cpus=8, gpus=1), (Node(16, 4),), 2),
+        (Placement(workers=8, cpus=4, gpus=1), (Node(64, 8), Node(64, 8)), 2),
+        (Placement(workers=16, cpus=4, gpus=1), (Node(64, 8), Node(64, 8)), 1),
+    ],
+)
+def test_cells_at_once(placement: Placement, nodes: tuple[Node, ...], cells: int) -> None:
+    assert concurrency(placement, Resources(nodes)) == cells
+
+
+def test_a_worker_does_not_spread_over_nodes() -> None:
+    assert concurrency(Placement(cpus=2), Resources((Node(3, 0), Node(3, 0)))) == 2
+
+
+def test_a_head_without_cpus_takes_no_cells() -> None:
+    assert concurrency(Placement(cpus=2), Resources((Node(0, 0), Node(4, 0)))) == 2
+
+
+def test_rejects_a_cell_that_does_not_fit() -> None:
+    with pytest.raises(ClusterError) as caught:
+        concurrency(Placement(workers=4), Resources((Node(2, 0),)))
+    assert str(caught.value) == (
+        "a cell needs 4 workers with 1 CPU each, the cluster has 2 CPUs and 0 GPUs on 1 node, "
+        "room for 2 such workers: ask for less per cell or join a larger cluster"
+    )
+
+
+def test_rejects_gpus_that_are_not_there() -> None:
+    with pytest.raises(ClusterError, match="needs 1 worker with 4 CPUs and 1 GPU, the cluster has 8 CPUs and 0"):
+        concurrency(Placement(cpus=4, gpus=1), Resources((Node(8, 0),)))
+
+
+@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus", 0), ("gpus", -1)])
+def test_rejects_impossible_placement(field: str, value: int) -> None:
+    with pytest.raises(ClusterError, match=f"placement.{field} is {value}"):
+        Placement(**{field: value})

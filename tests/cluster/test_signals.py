@@ -1,0 +1,64 @@
+"""Ctrl-C and the sudden death of the driver, with a driver that starts a local cluster of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MARK = "CLUSTER_TEST_MARK"
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that inherited the mark, whatever their parents are by now."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+def seconds_until_gone(mark: str, limit: float) -> float:
+    begin = time.monotonic()
+    while marked(mark) and time.monotonic() - begin < limit:
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A driver whose first cell has begun; whatever is left of it is killed."""
+    environment = os.environ | {MARK: str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "tests.cluster.cells", str(tmp_path)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("pid")
+    yield process
+    process.kill()
+    for pid in marked(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_no_process_survives_the_driver(driver: subprocess.Popen[str], tmp_path: Path, name: str) -> None:
+    assert len(marked(str(tmp_path))) > 3
+    if name == "SIGINT":
+        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
+        assert driver.wait(timeout=20) == 130
+        assert not list(tmp_path.iterdir())
+    else:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait(timeout=20)
+    seconds = seconds_until_gone(str(tmp_path), limit=20)
+    print(f"{name}: all processes gone after {seconds:.1f} s")
+    assert seconds < 15

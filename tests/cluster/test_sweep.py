@@ -1,0 +1,66 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster import Placement, Resources, sweep
+from tests.cluster import cells
+
+
+@pytest.fixture
+def memory(resources: Resources) -> cells.Memory:
+    return cells.Memory()
+
+
+def test_empty_sweep(tmp_path: Path) -> None:
+    assert sweep(cells.timed, {}, Placement(), storage=tmp_path, observer=cells.Memory()) == {}
+
+
+def test_two_cells_at_a_time(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+    if resources.cpus < 2:
+        pytest.skip("needs 2 CPUs")
+    # Two at a time on however many CPUs: each takes half of them.
+    values = dict.fromkeys("abcd", 1.5)
+    outcomes = sweep(cells.timed, values, Placement(cpus=resources.cpus // 2), storage=tmp_path, observer=memory)
+    assert list(outcomes) == list("abcd")
+    assert all(outcome.error is None for outcome in outcomes.values())
+    spans = {key: [report["time"] for report in memory.of(key)] for key in values}
+    alive = [sum(begin <= at < end for begin, end in spans.values()) for at, _ in spans.values()]
+    assert max(alive) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_in_order_and_failure_beside_success(memory: cells.Memory, tmp_path: Path) -> None:
+    values = {"good": 3, "bad": 0}
+    outcomes = sweep(cells.counting, values, Placement(), storage=tmp_path, observer=memory, retries=0)
+    assert memory.of("good") == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
+    assert outcomes["good"].error is None
+    assert outcomes["bad"].error == "ValueError: nothing to count not even to one"
+    assert "in counting" in outcomes["bad"].traceback
+    assert sorted(memory.starts) == ["bad", "good"]
+    assert {outcome.key: outcome for outcome in memory.outcomes} == outcomes
+
+
+def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    values = {"once": str(tmp_path / "marker"), "always": "/nowhere/marker"}
+    outcomes = sweep(cells.dying, values, Placement(), storage=tmp_path / "s", observer=memory, retries=1)
+    assert sorted(memory.starts) == ["always", "always", "once", "once"]
+    assert memory.reports == [("once", {"survived": 1.0})]
+    assert outcomes["once"].error is None
+    assert (outcomes["always"].error or "").startswith("a worker process died without an exception")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_lone_worker(memory: cells.Memory, tmp_path: Path) -> None:
+    sweep(cells.describing, {"cell": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
+    assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0}]
+
+
+def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+    if resources.cpus < 2:
+        pytest.skip("needs 2 CPUs")
+    pytest.importorskip("torch")
+    pair = Placement(workers=2)
+    outcomes = sweep(cells.reducing, {"cell": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
+    assert memory.of("cell") == [{"sum": 3.0, "workers": 2.0}]
+    assert outcomes["cell"].error == "RuntimeError: rank one gives up"

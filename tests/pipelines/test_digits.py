@@ -1,0 +1,90 @@
+"""The embedded data set: complete, always the same, safe to prepare from many processes."""
+
+import multiprocessing
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+
+from pipelines import DataError, Dataset, prepare_digits
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_digits(tmp_path_factory.mktemp("data") / "new" / "digits")
+
+
+@pytest.fixture
+def copy(digits: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(digits, tmp_path / "digits"))
+
+
+def test_counts(digits: Path) -> None:
+    train, val = Dataset.scan(digits, "train"), Dataset.scan(digits, "val")
+    assert train.classes == val.classes == tuple("0123456789")
+    assert (len(train), len(val)) == (1437, 360)
+    assert set(Counter(val.labels).values()) == {36}
+
+
+def test_every_image_once_under_its_digit(digits: Path) -> None:
+    files = sorted(digits.glob("*/*/*.jpg"), key=lambda file: file.name)
+    assert [int(file.stem) for file in files] == list(range(1797))
+    assert [int(file.parent.name) for file in files] == load_digits().target.tolist()
+
+
+def test_images_show_the_originals(digits: Path) -> None:
+    with Image.open(next(digits.glob("*/*/0042.jpg"))) as image:
+        assert (image.size, image.mode) == ((32, 32), "L")
+        small = np.asarray(image.resize((8, 8), Image.Resampling.BOX), np.float64)
+    assert np.abs(small - load_digits().images[42] * 255 / 16).mean() < 12
+
+
+def test_same_split_and_bytes_every_time(digits: Path, tmp_path: Path) -> None:
+    again = prepare_digits(tmp_path / "digits")
+    for split in ("train", "val"):
+        assert Dataset.scan(again, split).digest() == Dataset.scan(digits, split).digest()
+    # Pinned, so that results stay comparable over the years: the first validation images of digit 0.
+    assert [file.stem for file in sorted((digits / "val/0").iterdir())][:4] == [
+        "0048",
+        "0079",
+        "0335",
+        "0386",
+    ]
+
+
+def test_second_call_touches_nothing(copy: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in copy.rglob("*")}
+    assert prepare_digits(copy) == copy
+    assert {file: file.stat().st_mtime_ns for file in copy.rglob("*")} == before
+
+
+def test_concurrent_callers_agree(tmp_path: Path) -> None:
+    root = tmp_path / "digits"
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        assert pool.map(prepare_digits, [root] * 3) == [root] * 3
+    assert len(Dataset.scan(root, "val")) == 360
+    assert [entry.name for entry in tmp_path.iterdir()] == ["digits"]
+
+
+def test_fills_an_empty_folder(tmp_path: Path) -> None:
+    assert len(Dataset.scan(prepare_digits(tmp_path), "train")) == 1437
+
+
+@pytest.mark.parametrize("damage", ["train/3", "val", "digits.json"])
+def test_rejects_incomplete_folder(copy: Path, damage: str) -> None:
+    victim = copy / damage
+    victim.unlink() if victim.is_file() else shutil.rmtree(victim)
+    with pytest.raises(DataError, match=r"not a complete digits data set .* remove it or choose another"):
+        prepare_digits(copy)
+    assert not victim.exists()
+
+
+def test_rejects_foreign_folder(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("do not lose this")
+    with pytest.raises(DataError, match="not a complete digits data set"):
+        prepare_digits(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]

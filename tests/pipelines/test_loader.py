@@ -1,0 +1,249 @@
+"""Batches: exactly the right images, exactly repeatable, with the right numbers in them."""
+
+import sys
+import time
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from subprocess import run
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from pipelines import DataError, Dataset, Loader, Transform
+
+COUNT = 23
+PLAIN = Transform(
+    size=16,
+    resize=16,
+    crop_area=(0.3, 1.0),
+    flip=False,
+    mean=(0.0, 0.0, 0.0),
+    std=(1 / 255, 1 / 255, 1 / 255),
+)
+"""Gives pixel values 0..255 as they are."""
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="decoding on the GPU needs a CUDA device, and torch sees none"
+)
+
+
+def save(image: NDArray[np.uint8], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path, quality=95)
+
+
+@pytest.fixture
+def colours(tmp_path: Path) -> Path:
+    """Image i is of one colour, red = 10 i, in 3 classes, train and val alike."""
+    for split in ("train", "val"):
+        for index in range(COUNT):
+            colour = np.full((20, 30, 3), (10 * index, 7, 250), np.uint8)
+            save(colour, tmp_path / split / f"class{index % 3}" / f"{index:02d}.png")
+    return tmp_path
+
+
+@pytest.fixture
+def shades(tmp_path: Path) -> Path:
+    """Smooth images of odd sizes, dark on the left and bright on the right: a mirrored one is known."""
+    for index, (height, width) in enumerate([(40, 57), (61, 33), (48, 48), (90, 35)] * 4):
+        row, column = np.mgrid[0:height, 0:width]
+        grey = 20 + 215 * column / width
+        image = np.stack([grey, 255 * row / height, 128 + 90 * np.sin((row + 3 * index) / 7)], axis=-1)
+        save(image.astype(np.uint8), tmp_path / "train" / "one" / f"{index:02d}.png")
+    return tmp_path
+
+
+def loader(root: Path, split: str, batch: int = 5, rank: int = 0, world: int = 1, seed: int = 0) -> Loader:
+    data = Dataset.scan(root, split)
+    return Loader(data, PLAIN, train=split == "train", batch=batch, rank=rank, world=world, seed=seed)
+
+
+def indices_seen(one: Loader, epoch: int = 0) -> list[int]:
+    """Which images came, told from their colours; checks the labels on the way."""
+    seen: list[int] = []
+    for images, labels in one.epoch(epoch):
+        assert images.shape[1:] == (3, 16, 16)
+        assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+        assert len(images) == len(labels) > 0
+        found = [round(red / 10) for red in images[:, 0].mean(dim=(1, 2)).tolist()]
+        assert labels.tolist() == [index % 3 for index in found]
+        seen += found
+    return seen
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_each_image_once_over_ranks(colours: Path, split: str, world: int) -> None:
+    seen = [indices_seen(loader(colours, split, rank=rank, world=world)) for rank in range(world)]
+    assert sorted(chain.from_iterable(seen)) == list(range(COUNT))
+
+
+def test_validation_with_more_ranks_than_images_in_a_step(colours: Path) -> None:
+    seen = [indices_seen(loader(colours, "val", batch=2, rank=rank, world=3)) for rank in range(3)]
+    assert sorted(chain.from_iterable(seen)) == list(range(COUNT))
+    assert seen[2] == []
+
+
+def test_steps_and_batch_sizes(colours: Path) -> None:
+    one = loader(colours, "train", batch=5)
+    sizes = [len(batch.labels_N) for batch in one.epoch(0)]
+    assert len(sizes) == one.steps == 5
+    assert sorted(sizes) == [4, 4, 5, 5, 5]
+
+
+def test_validation_keeps_the_order(colours: Path) -> None:
+    by_class = [index for label in range(3) for index in range(label, COUNT, 3)]
+    assert indices_seen(loader(colours, "val")) == by_class
+
+
+def pixels(one: Loader, epoch: int) -> torch.Tensor:
+    return torch.cat([batch.images_NCHW for batch in one.epoch(epoch)])
+
+
+def test_epoch_after_restart_is_bit_identical(shades: Path) -> None:
+    running = loader(shades, "train", seed=4)
+    epochs = [pixels(running, epoch) for epoch in range(3)]
+    assert torch.equal(pixels(loader(shades, "train", seed=4), 2), epochs[2])
+
+
+def test_epoch_does_not_depend_on_threads_or_on_leaving_early(shades: Path) -> None:
+    one, many = loader(shades, "train"), loader(shades, "train")
+    many.threads = 3
+    next(many.epoch(0))
+    assert torch.equal(pixels(one, 1), pixels(many, 1))
+
+
+def test_epochs_and_seeds_differ(shades: Path) -> None:
+    one = loader(shades, "train")
+    assert not torch.equal(pixels(one, 0), pixels(one, 1))
+    assert not torch.equal(pixels(one, 0), pixels(loader(shades, "train", seed=1), 0))
+
+
+def test_crops_differ_between_epochs(shades: Path) -> None:
+    data = Dataset.scan(shades, "train")
+    single = Dataset(data.root, data.split, data.classes, data.paths[:1], data.labels[:1])
+    one = Loader(single, PLAIN, train=True, batch=1)
+    assert len({tuple(pixels(one, epoch).flatten().tolist()) for epoch in range(4)}) == 4
+
+
+def mirrored(one: Loader) -> list[bool]:
+    red = torch.cat([pixels(one, epoch) for epoch in range(4)])[:, 0]
+    return (red[:, :, 0].mean(1) > red[:, :, -1].mean(1)).tolist()
+
+
+def test_flip_mirrors_some_and_only_when_on(shades: Path) -> None:
+    one = loader(shades, "train")
+    assert not any(mirrored(one))
+    one.transform = Transform(size=16, resize=16, crop_area=(0.3, 1.0))
+    flips = mirrored(one)
+    assert len(flips) == 64 and 16 <= sum(flips) <= 48
+
+
+def test_normalises_with_mean_and_std(colours: Path) -> None:
+    one = loader(colours, "val")
+    one.transform = Transform(size=8, resize=9)
+    first = next(one.epoch(0)).images_NCHW[2]
+    colour = np.array([60, 7, 250]) / 255
+    expected = (colour - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    assert np.allclose(first.numpy(), expected[:, None, None], atol=1e-5)
+
+
+def pillow_validation(path: Path, size: int, resize: int) -> NDArray[np.float64]:
+    """The same with Pillow, CHW in 0..255. DALI rounds lengths (torchvision truncates: a pixel apart)."""
+    with Image.open(path) as image:
+        scale = resize / min(image.size)
+        width, height = (int(side * scale + 0.5) for side in image.size)
+        resized = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - size + 1) // 2, (height - size + 1) // 2
+    return np.asarray(resized.crop((left, top, left + size, top + size)), np.float64).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize(("size", "resize"), [(16, 16), (24, 28), (64, 72), (224, 256)])
+def test_validation_agrees_with_pillow(shades: Path, size: int, resize: int) -> None:
+    (shades / "train").rename(shades / "val")
+    one = loader(shades, "val")
+    one.transform = Transform(size=size, resize=resize, mean=PLAIN.mean, std=PLAIN.std)
+    ours = pixels(one, 0).numpy()
+    theirs = np.stack([pillow_validation(shades / path, size, resize) for path in one.dataset.paths])
+    assert np.abs(ours - theirs).mean() < 1
+
+
+def test_grayscale_jpeg_gets_three_channels(tmp_path: Path) -> None:
+    save(np.full((20, 20), 90, np.uint8), tmp_path / "val/a/1.jpg")
+    images = next(loader(tmp_path, "val").epoch(0)).images_NCHW
+    assert images.shape == (1, 3, 16, 16)
+    assert torch.allclose(images, torch.tensor(90.0), atol=1.5)
+
+
+def damaged(kind: str) -> bytes:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, "JPEG")
+    whole = file.getvalue()
+    return {"empty": b"", "text": b"no image", "header": whole[:300], "half": whole[: len(whole) // 2]}[kind]
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "header", "half"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_broken_image_is_named(colours: Path, split: str, kind: str) -> None:
+    (colours / split / "class1" / "13.png").write_bytes(damaged(kind))
+    with pytest.raises(DataError, match=rf"{split}/class1/13\.png cannot be decoded: expected"):
+        list(loader(colours, split).epoch(0))
+
+
+def test_vanished_image_is_named(colours: Path) -> None:
+    one = loader(colours, "val")
+    (colours / "val/class2/08.png").unlink()
+    with pytest.raises(DataError, match=r"val/class2/08\.png cannot be decoded"):
+        list(one.epoch(0))
+
+
+def test_batches_are_the_callers_own(shades: Path) -> None:
+    one = loader(shades, "train")
+    kept = [(batch.images_NCHW, batch.images_NCHW.clone()) for batch in one.epoch(0)]
+    assert all(torch.equal(held, copied) for held, copied in kept)
+
+
+def test_waited_counts_waiting_only(colours: Path) -> None:
+    one = loader(colours, "val")
+    began = time.perf_counter()
+    for _ in one.epoch(0):
+        time.sleep(0.05)
+    assert 0 < one.waited <= time.perf_counter() - began - 5 * 0.05
+
+
+def test_rejects_training_with_idle_ranks(colours: Path) -> None:
+    with pytest.raises(DataError, match=r"23 images with a global batch of 2 has steps of only 1 .* for 2 ranks"):
+        loader(colours, "train", batch=2, world=2)
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"rank": 2, "world": 2}, {"rank": -1}, {"seed": -1}])
+def test_rejects_impossible_settings(colours: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(DataError, match="A loader needs batch >= 1"):
+        loader(colours, "val", **wrong)
+
+
+def test_rejects_impossible_transform() -> None:
+    with pytest.raises(DataError, match=r"resize must be at least size \(224\), not 100; std must be"):
+        Transform(resize=100, std=(0.0, 1.0, 1.0))
+
+
+def test_import_is_light() -> None:
+    """A driver that only lists files must not pay for DALI."""
+    code = "import sys, pipelines; sys.exit(any(name.startswith('nvidia.dali') for name in sys.modules))"
+    root = Path(__file__).resolve().parents[2]
+    assert run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@needs_cuda
+def test_cuda_agrees_with_cpu(shades: Path) -> None:
+    data = Dataset.scan(shades, "train")
+    for train in (True, False):
+        on_cpu, on_cuda = (Loader(data, PLAIN, train=train, batch=5, device=torch.device(device)) for device in ("cpu", "cuda"))
+        for here, there in zip(on_cpu.epoch(1), on_cuda.epoch(1), strict=True):
+            assert there.images_NCHW.is_cuda and there.labels_N.is_cuda
+            assert torch.equal(here.labels_N, there.labels_N.cpu())
+            assert (here.images_NCHW - there.images_NCHW.cpu()).abs().mean() < 2

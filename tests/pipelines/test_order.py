@@ -1,0 +1,75 @@
+"""The arithmetic of who sees what: every image once, evenly, whatever the number of ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines import DataError, order
+
+counts = st.integers(min_value=0, max_value=300)
+batches = st.integers(min_value=1, max_value=70)
+worlds = st.integers(min_value=1, max_value=9)
+quick = settings(max_examples=60, deadline=None)
+
+
+def all_shares(count: int, batch: int, world: int) -> list[list[order.Indices]]:
+    """Shares as [rank][step]."""
+    sequence, steps = order.epoch_order(count, seed=3, epoch=5), order.steps(count, batch)
+    return [order.share(sequence, steps, rank, world) for rank in range(world)]
+
+
+@quick
+@given(counts, batches, worlds)
+def test_each_image_exactly_once(count: int, batch: int, world: int) -> None:
+    seen = [share for shares in all_shares(count, batch, world) for share in shares]
+    assert sorted(np.concatenate([np.empty(0, np.int64), *seen]).tolist()) == list(range(count))
+
+
+@quick
+@given(counts, batches, worlds)
+def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
+    shares = all_shares(count, batch, world)
+    assert {len(of_rank) for of_rank in shares} == {order.steps(count, batch)}
+    sizes = np.array([[len(share) for share in of_rank] for of_rank in shares])
+    whole = sizes.sum(axis=0)
+    if len(whole):
+        assert whole.max() <= batch and np.ptp(whole) <= 1
+        assert np.ptp(sizes, axis=0).max() <= 1
+
+
+@quick
+@given(counts, batches, worlds)
+def test_global_batches_are_the_same_for_any_world(count: int, batch: int, world: int) -> None:
+    together = [np.concatenate(parts).tolist() for parts in zip(*all_shares(count, batch, world), strict=True)]
+    alone = [share.tolist() for share in all_shares(count, batch, 1)[0]]
+    assert together == alone
+
+
+@quick
+@given(st.integers(1, 300), batches, worlds)
+def test_full_ranks_are_promised_exactly_where_they_hold(count: int, batch: int, world: int) -> None:
+    smallest = min(len(share) for of_rank in all_shares(count, batch, world) for share in of_rank)
+    if smallest >= 1:
+        order.require_full_ranks(count, batch, world)
+    else:
+        with pytest.raises(DataError, match=f"{count} images with a global batch of {batch} .* {world} ranks"):
+            order.require_full_ranks(count, batch, world)
+
+
+@quick
+@given(counts, st.integers(0, 2**40), st.integers(0, 1000))
+def test_epoch_order_is_a_repeatable_permutation(count: int, seed: int, epoch: int) -> None:
+    first, again = order.epoch_order(count, seed, epoch), order.epoch_order(count, seed, epoch)
+    assert first.dtype == np.int64 and np.array_equal(first, again)
+    assert sorted(first.tolist()) == list(range(count))
+
+
+def test_epoch_order_is_pinned() -> None:
+    """Old runs stay repeatable only while these numbers stay what they are."""
+    assert order.epoch_order(8, seed=1, epoch=2).tolist() == [6, 0, 7, 5, 1, 4, 3, 2]
+
+
+def test_epoch_order_differs_between_epochs_and_seeds() -> None:
+    orders = [order.epoch_order(100, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(one) for one in orders}) == 4
