@@ -89,9 +89,7 @@ def _quieten() -> None:
 
 def _connect(address: str | None) -> None:
     if address is None:
-        # Where the driver is killed, Ray's agents look for their head node that long before they end as well.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-        # The dashboard's processes cost CPU time, and nobody looks at a cluster that lives for one sweep.
+        # Starting the dashboard's dozen processes costs seconds, and nobody looks at a cluster of one sweep.
         ray.init(
             address="local",
             num_cpus=available_cpus(),

@@ -88,7 +88,7 @@ def concurrency(placement: Placement, resources: Resources) -> int:
 
 
 def sweep(
-    function: Callable[[V, Report], None],
+    function: Callable[[V, Report], object],
     values: Mapping[str, V],
     placement: Placement,
     *,
@@ -142,7 +142,7 @@ def _trial_resources(placement: Placement) -> dict[str, float]:
 
 
 def _trainable(
-    function: Callable[[V, Report], None], values: dict[str, V], placement: Placement, folder: str
+    function: Callable[[V, Report], object], values: dict[str, V], placement: Placement, folder: str
 ) -> Callable[[dict[str, str]], None]:
     """The function that Tune runs once per cell. Values stay out of Tune's grid, which looks into them."""
 

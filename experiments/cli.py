@@ -77,6 +77,25 @@ def run(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None,
 @OVERRIDES
 @PROFILE
 @RUNS
+@click.option("--json", "as_json", is_flag=True, help="a list of objects")
+def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, as_json: bool) -> None:
+    """Show the cells of a grid and which are finished; runs nothing."""
+    from experiments.run import open_job
+    from experiments.run import plan as plan_job
+
+    cells = plan_job(open_job(grid, profile, overrides, runs))
+    if as_json:
+        click.echo(json.dumps(cells))
+        return
+    for cell in cells:
+        click.echo(f"{cell['row']:24s} seed {cell['seed']}  {cell['key']}  {'finished' if cell['finished'] else 'to train'}")
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@PROFILE
+@RUNS
 def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
     from experiments.run import open_job, show
@@ -102,7 +121,7 @@ def ui(runs: Path | None, port: int) -> None:
 def main() -> None:
     """Runs the command; a mistake of the user is shown as its text alone."""
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="san", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)

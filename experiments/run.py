@@ -7,23 +7,19 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import cluster
-from experiments import report
 from experiments.errors import UserError
 from experiments.grid import Grid, Trial, configs, read_grid, read_profile
 from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
 from experiments.tracking import Result, Tracker
-from experiments.trial import PROJECT_DIR, Workspace, open_data, run_trial
-from pipelines import Dataset
-
-__all__ = ["Job", "open_job", "report", "run"]
+from experiments.trial import PROJECT_DIR, Workspace, data_digest, loaders, run_trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +64,10 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     checked = configs(path, grid, read_profile(profile), overrides)
-    digests: dict[str, str] = {}
     for config in checked.values():
-        if config.data.root not in digests:
-            digests[config.data.root] = _digest(*open_data(config.data))
+        loaders(config, seed=0, rank=0, world=config.placement.workers)
     trials = tuple(
-        Trial(path.stem, profile, row, seed, config, digests[config.data.root])
+        Trial(path.stem, profile, row, seed, config, data_digest(config.data.source, config.data.root))
         for row, config in checked.items()
         for seed in grid.seeds
     )
@@ -82,8 +76,13 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     return Job(path.stem, profile, grid, trials, Workspace(runs, uri))
 
 
-def _digest(train: Dataset, val: Dataset) -> str:
-    return f"{train.digest()}-{val.digest()}"
+def plan(job: Job) -> list[dict[str, object]]:
+    """The cells in order, each with its content hash and whether it is finished. Trains and writes nothing."""
+    results = _known_results(job)
+    return [
+        {"row": trial.row, "seed": trial.seed, "key": trial.key, "finished": _is_finished(results, trial)}
+        for trial in job.trials
+    ]
 
 
 def run(job: Job, address: str | None) -> bool:
@@ -96,7 +95,7 @@ def run(job: Job, address: str | None) -> bool:
     runs = job.workspace.runs
     with _only_one(runs / f"{job.name}-{job.profile}.lock"):
         results = _known_results(job)
-        missing = {t.key: t for t in job.trials if not (t.key in results and results[t.key].finished)}
+        missing = {trial.key: trial for trial in job.trials if not _is_finished(results, trial)}
         _say(_standing(job, missing))
         if missing:
             _train(job, missing, address)
@@ -108,6 +107,10 @@ def _known_results(job: Job) -> dict[str, Result]:
     if job.workspace.tracking_uri.startswith("sqlite") and not (job.workspace.runs / "mlflow.db").exists():
         return {}
     return job.tracker.results()
+
+
+def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
+    return trial.key in results and results[trial.key].finished
 
 
 def _standing(job: Job, missing: dict[str, Trial]) -> str:
@@ -166,7 +169,7 @@ def show(job: Job) -> bool:
     if results:
         job.tracker.log_report(files)
     _say("browse the runs: san ui")
-    unfinished = [t.name for t in job.trials if not (t.key in results and results[t.key].finished)]
+    unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return not unfinished

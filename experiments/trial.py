@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import san
-from experiments.config import DataConfig
+from experiments.config import DataConfig, TrialConfig
 from experiments.grid import Trial
 from experiments.tracking import Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
@@ -35,18 +36,25 @@ class Workspace:
         return self.runs / "checkpoints" / trial.key / "last.pt"
 
 
-def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
+@functools.cache
+def open_data(source: str, root: str) -> tuple[Dataset, Dataset]:
     """The training and validation images; the embedded set is written first where it is missing.
 
     Raises:
         DataError: a folder is missing, empty or has other classes; the text names it.
     """
-    root = PROJECT_DIR / config.root
-    if config.source == "digits":
-        prepare_digits(root)
-    train, val = Dataset.scan(root, "train"), Dataset.scan(root, "val")
+    folder = PROJECT_DIR / root
+    if source == "digits":
+        prepare_digits(folder)
+    train, val = Dataset.scan(folder, "train"), Dataset.scan(folder, "val")
     train.require_same_classes(val)
     return train, val
+
+
+@functools.cache
+def data_digest(source: str, root: str) -> str:
+    """Names the images: other files or sizes give another digest."""
+    return "-".join(dataset.digest() for dataset in open_data(source, root))
 
 
 def transform(config: DataConfig) -> Transform:
@@ -62,15 +70,16 @@ def transform(config: DataConfig) -> Transform:
     )
 
 
-def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> None:
+def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
     """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoint.
 
     Every worker of the cell calls this. `report` is called in all of them after each epoch, with the epoch's metrics.
+    Returns the trained model, which is the same on every worker.
     """
     config = trial.config
     rank, world = join_process_group()
     torch.set_num_threads(config.placement.cpus)
-    train, val = _loaders(trial, rank, world)
+    train, val = loaders(config, trial.seed, rank, world)
 
     torch.manual_seed(trial.seed)
     model = san.create_model(config.model.name, len(train.dataset.classes), **config.model.overrides)
@@ -99,25 +108,28 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     if run is not None:
         run.finish()
     dist.barrier()
+    return engine.model
 
 
-def _loaders(trial: Trial, rank: int, world: int) -> tuple[Loader, Loader]:
-    """The training and validation loaders of this worker."""
-    data, batch = trial.config.data, trial.config.recipe.batch
-    threads = max(1, min(trial.config.placement.cpus, len(os.sched_getaffinity(0))))
-    datasets = open_data(data)
-    train, val = (
-        Loader(
-            dataset,
-            transform(data),
-            train=training,
-            batch=batch,
-            rank=rank,
-            world=world,
-            seed=trial.seed,
-            threads=threads,
-            device=device(),
-        )
-        for dataset, training in zip(datasets, (True, False), strict=True)
+def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Loader, Loader]:
+    """The training and validation loaders of one worker.
+
+    Raises:
+        DataError: images, transform or batch cannot be used.
+    """
+    train, val = open_data(config.data.source, config.data.root)
+    return _loader(config, train, True, seed, rank, world), _loader(config, val, False, seed, rank, world)
+
+
+def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int) -> Loader:
+    return Loader(
+        dataset,
+        transform(config.data),
+        train=train,
+        batch=config.recipe.batch,
+        rank=rank,
+        world=world,
+        seed=seed,
+        threads=config.placement.cpus,
+        device=device(),
     )
-    return train, val

@@ -1,0 +1,70 @@
+"""What the tests of experiments share: small grids, a tracker's database, one process group."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from experiments.grid import Grid, read_grid
+from experiments.run import Job, open_job
+from experiments.tracking import Tracker
+from experiments.training.engine import join_process_group
+
+SMALL_GRID = Path(__file__).parent / "small.yaml"
+
+
+@pytest.fixture
+def write_grid(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a grid's text to a file."""
+
+    def write(text: str, name: str = "small.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(dedent(text))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def small_grid() -> Path:
+    return SMALL_GRID
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's database with its tables: making one takes seconds, copying it does not."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    tracker = Tracker(f"sqlite:///{folder / 'mlflow.db'}", "none", "none")
+    tracker.results()
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def open_small_job(small_grid: Path, tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
+    """A job on the small grid whose tracker is ready."""
+
+    def open_it(*overrides: str) -> Job:
+        runs = tmp_path / "runs"
+        runs.mkdir(exist_ok=True)
+        if not (runs / "mlflow.db").exists():
+            shutil.copy(empty_database, runs / "mlflow.db")
+        job = open_job(small_grid, "digits", overrides, runs)
+        job.tracker.prepare(job.grid, runs / "artifacts")
+        return job
+
+    return open_it
+
+
+@pytest.fixture
+def grid(small_grid: Path) -> Grid:
+    return read_grid(small_grid)
+
+
+@pytest.fixture(scope="session")
+def process_group() -> None:
+    """One torch.distributed group of this process alone; DeepSpeed cannot do with a second one."""
+    join_process_group()

@@ -1,0 +1,72 @@
+"""MLflow: one parent per grid, one run per trial through any number of starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from experiments.errors import UserError
+from experiments.grid import Grid
+from experiments.run import Job
+from experiments.tracking import Tracker
+from san import Complexity
+from tests.experiments.test_training import EPOCH
+
+
+def test_a_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    tracker, trial = job.tracker, job.trials[0]
+    history = (EPOCH, replace(EPOCH, epoch=1, top1=60.0))
+    first = tracker.open(trial)
+    first.describe(trial, Complexity(1, 2, 3))
+    first.log(history[:1])
+    second = job.tracker.open(trial)
+    second.describe(trial, Complexity(1, 2, 3))
+    second.log(history)
+    second.finish()
+    assert first.run_id == second.run_id
+    assert [m.value for m in tracker.client.get_metric_history(first.run_id, "val/top1")] == [50.0, 60.0]
+    assert list(tracker.results()) == [trial.key]
+    assert tracker.results()[trial.key].finished
+    assert tracker.results()[trial.key].metrics["val/top1"] == 60.0
+
+
+def test_prepare_twice_makes_one_parent(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    experiment = job.tracker.client.get_experiment_by_name("small")
+    assert experiment is not None
+    parents = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    assert [run.data.tags["mlflow.runName"] for run in parents] == ["small-digits"]
+    child = job.tracker.open(job.trials[0])
+    tags = job.tracker.client.get_run(child.run_id).data.tags
+    assert tags["mlflow.parentRunId"] == parents[0].info.run_id
+
+
+def test_profiles_do_not_meet(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    job.tracker.open(job.trials[0]).finish()
+    assert Tracker(job.workspace.tracking_uri, "small", "imagenet").results() == {}
+    assert Tracker(job.workspace.tracking_uri, "other", "digits").results() == {}
+
+
+def test_a_failed_trial_carries_its_error_and_can_go_on(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    run = job.tracker.open(job.trials[0])
+    run.finish("the loss is not finite")
+    failed = job.tracker.client.get_run(run.run_id)
+    assert failed.info.status == "FAILED"
+    assert failed.data.tags["san.error"] == "the loss is not finite"
+    assert not job.tracker.results()[job.trials[0].key].finished
+    assert job.tracker.open(job.trials[0]).run_id == run.run_id
+
+
+def test_rejects_a_server_that_does_not_answer(
+    grid: Grid, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    job = open_small_job()
+    with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 cannot be used: .*check MLFLOW_TRACKING_URI"):
+        Tracker("http://127.0.0.1:9", "small", "digits").prepare(grid, job.workspace.runs)

@@ -1,0 +1,185 @@
+"""Engine, metrics and checkpoint: the recipe is what it says, and a resumed run is the same run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from experiments.config import RecipeConfig
+from experiments.run import Job
+from experiments.training import engine as engine_module
+from experiments.training.checkpoint import Checkpoint
+from experiments.training.engine import Engine
+from experiments.training.metrics import Accuracy, Epoch
+from experiments.trial import run_trial
+
+RECIPE = RecipeConfig(epochs=2, batch=8, lr=0.5, momentum=0.9, weight_decay=1e-2, label_smoothing=0.1)
+EPOCH = Epoch(epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0)
+
+
+def silent(metrics: Mapping[str, float]) -> None:
+    """Reports nothing."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+
+
+@pytest.fixture
+def engine(process_group: None) -> Engine:
+    return Engine(network(), RECIPE, steps=3, micro_batch=8)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    # Large inputs make large gradients: clipping at 1.0, DeepSpeed's silent default, would show.
+    return [(50 * torch.randn(8, 6, generator=generator), torch.arange(8) % 4) for _ in range(6)]
+
+
+def test_engine_trains_like_plain_torch(engine: Engine) -> None:
+    plain = network()
+    sgd = torch.optim.SGD(plain.parameters(), lr=RECIPE.lr, momentum=0.9, weight_decay=1e-2)
+    for step, (x, labels) in enumerate(batches()):
+        sgd.param_groups[0]["lr"] = RECIPE.lr * (1 + math.cos(math.pi * step / 6)) / 2
+        assert engine.lr == pytest.approx(sgd.param_groups[0]["lr"])
+        loss = cross_entropy(plain(x), labels, label_smoothing=0.1)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        assert engine.train_step(x, labels) == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(engine.model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert engine.lr == pytest.approx(0)
+
+
+def test_deepspeed_compiles_nothing_at_start(engine: Engine) -> None:
+    import deepspeed
+
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__, "DeepSpeed renamed the switch that the engine sets"
+    assert not deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] or torch.cuda.is_available()
+
+
+def test_engine_state_round_trip(engine: Engine, tmp_path: Path) -> None:
+    first, second = batches()[:2]
+    engine.train_step(*first)
+    other = Engine(network(), RECIPE, steps=3, micro_batch=8)
+    torch.save(engine.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert engine.train_step(*second) == other.train_step(*second)
+    for ours, theirs in zip(engine.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_accuracy_counts_images_not_batches(process_group: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(37, 9, generator=generator), torch.randint(9, (37,), generator=generator)
+    accuracy = Accuracy(torch.device("cpu"))
+    for start, end in ((0, 16), (16, 32), (32, 37)):
+        accuracy.add(logits[start:end], labels[start:end])
+    loss, top1, top5, images = accuracy.over_workers()
+    ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
+    assert images == 37
+    assert loss == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-6)
+    assert top1 == pytest.approx(100 * int((ranks < 1).sum()) / 37)
+    assert top5 == pytest.approx(100 * int((ranks < 5).sum()) / 37)
+
+
+def test_accuracy_with_fewer_than_five_classes(process_group: None) -> None:
+    accuracy = Accuracy(torch.device("cpu"))
+    accuracy.add(torch.eye(3), torch.tensor([0, 1, 0]))
+    assert accuracy.over_workers()[1:] == (pytest.approx(200 / 3), 100.0, 3)
+
+
+def test_checkpoint_round_trip_and_foreign_key(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "last.pt"
+    saved = Checkpoint("abc", (EPOCH, replace(EPOCH, epoch=1)), {"model": {"w": torch.arange(3)}})
+    assert Checkpoint.load(path, "abc") is None
+    saved.save(path)
+    loaded = Checkpoint.load(path, "abc")
+    assert loaded is not None
+    assert loaded.history == saved.history
+    assert torch.equal(loaded.engine["model"]["w"], torch.arange(3))
+    assert Checkpoint.load(path, "other") is None
+
+
+def test_checkpoint_survives_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.pt"
+    Checkpoint("abc", (EPOCH,), {}).save(path)
+
+    def half(content: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        Checkpoint("abc", (EPOCH, EPOCH), {}).save(path)
+    loaded = Checkpoint.load(path, "abc")
+    assert loaded is not None
+    assert loaded.history == (EPOCH,)
+
+
+def test_resumed_trial_is_the_uninterrupted_one(
+    open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
+) -> None:
+    """Killed after its first epoch and started again: the same bits, one run, no epoch missing or doubled."""
+    job = open_small_job("recipe.epochs=2", "recipe.batch=256")
+    whole = replace(job.workspace, runs=job.workspace.runs / "whole")
+    first, second = (trial for trial in job.trials if trial.row in ("resnet26_3", "pairwise_3"))
+    expected = run_trial(whole, first, silent).state_dict()
+
+    def killed(metrics: Mapping[str, float]) -> None:
+        if metrics["epoch"] == 1:
+            raise KeyboardInterrupt
+
+    job.tracker.client.delete_run(job.tracker.results()[first.key].run_id)
+    with pytest.raises(KeyboardInterrupt):
+        run_trial(job.workspace, first, killed)
+    assert not job.tracker.results()[first.key].finished
+    resumed = run_trial(job.workspace, first, silent).state_dict()
+    for name, value in expected.items():
+        assert torch.equal(value, resumed[name]), name
+
+    result = job.tracker.results()[first.key]
+    assert result.finished
+    history = job.tracker.client.get_metric_history(result.run_id, "val/top1")
+    assert [metric.step for metric in history] == [0, 1]
+    assert second.key not in job.tracker.results()
+
+
+def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Job], process_group: None) -> None:
+    job = open_small_job("recipe.epochs=1", "recipe.batch=480")
+    reports: list[Mapping[str, float]] = []
+    run_trial(job.workspace, job.trials[0], reports.append)
+    run = job.tracker.client.get_run(job.tracker.results()[job.trials[0].key].run_id)
+    assert {"train/loss", "train/images_per_second", "train/wait_share", "val/loss", "val/top1", "val/top5", "lr"} <= set(
+        run.data.metrics
+    )
+    assert {"params", "flops_paper", "flops_actual"} <= set(run.data.metrics)
+    assert run.data.params["model.name"] == "san10_pairwise"
+    assert run.data.params["data.size"] == "24"
+    assert run.data.params["recipe.epochs"] == "1"
+    assert run.data.params["seed"] == "0"
+    assert run.data.tags["san.trial"] == job.trials[0].key
+    assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(run.data.tags)
+    artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
+    assert artifacts == {"config.yaml", "environment.txt"}
+    assert [report["epoch"] for report in reports] == [1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[..., Job], process_group: None) -> None:
+    job = open_small_job("recipe.epochs=1", "recipe.batch=480", "recipe.lr=1e30")
+    with pytest.raises(FloatingPointError, match=r"the loss of epoch 0 is .*: lower recipe.lr"):
+        run_trial(job.workspace, job.trials[0], silent)
+    assert not job.workspace.checkpoint(job.trials[0]).exists()
+
+
+def test_a_free_port_is_chosen_for_each_lone_worker() -> None:
+    assert 1024 < int(engine_module._free_port()) < 65536
