@@ -155,7 +155,7 @@ def _trainable(
     return cell
 
 
-def _train(call: Callable[[Report], None], placement: Placement, name: str, folder: str) -> None:
+def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
     """Runs one cell inside its Tune trial; the only place where one worker and several differ.
 
     A lone worker *is* the trial's process (Ray Train's local mode). A worker group for it would add actors
