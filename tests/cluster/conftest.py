@@ -7,7 +7,7 @@ import pytest
 from cluster import Resources, session
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def resources() -> Iterator[Resources]:
     with session() as resources:
         yield resources

@@ -1,0 +1,83 @@
+"""How fast the operators are: kernels against the reference (unfold) operators, side by side in one process.
+
+    python -m tests.benchmarks.operators [--device cpu|cuda] [--threads 2] [--repeats 9]
+
+Prints a Markdown table of medians and the ratio reference / kernel with its range over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import san
+from san import ops
+
+# Batch, channels of beta, side of the map, footprint: the shapes of SAN10's stages at 224x224.
+STAGES = {"stage 1": (8, 16, 112, 3), "stage 2": (8, 64, 56, 7), "stage 3": (8, 128, 28, 7), "stage 5": (8, 512, 7, 7)}
+
+
+def problems(device: str) -> dict[str, Callable[[], Any]]:
+    """Each calls forward and backward once."""
+    found: dict[str, Callable[[], Any]] = {}
+    for stage, (N, C, side, k) in STAGES.items():
+        beta = torch.randn(N, C, side, side, device=device, requires_grad=True)
+        weight = torch.randn(N, C // 8, k * k, side * side, device=device, requires_grad=True)
+        phi, psi = (torch.randn(N, C // 4, side, side, device=device, requires_grad=True) for _ in range(2))
+        relation = torch.randn(N, C // 4, k * k, side * side, device=device)
+        y = torch.randn(N, C, side, side, device=device)
+        found[f"aggregation, {stage}"] = step(ops.aggregation, (beta, weight), k, y)
+        found[f"subtraction, {stage}"] = step(ops.subtraction, (phi, psi), k, relation)
+        found[f"unfold, {stage}"] = step(ops.unfold, (psi,), k, relation)
+    for name in ("san10_pairwise", "san10_patchwise"):
+        model = san.create_model(name).to(device)
+        images = torch.randn(4, 3, 224, 224, device=device)
+        found[f"{name}, training step, batch 4"] = lambda model=model, images=images: model(images).sum().backward()
+    return found
+
+
+def step(
+    operator: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], k: int, grad: torch.Tensor
+) -> Callable[[], Any]:
+    return lambda: torch.autograd.grad(operator(*inputs, k), inputs, grad)
+
+
+def seconds(call: Callable[[], Any], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.repeats} repeats, float32\n")
+    print("| forward and backward | reference, ms | kernel, ms | ratio (range) |\n|---|---:|---:|---:|")
+    for name, call in problems(options.device).items():
+        times: dict[ops.Backend, list[float]] = {"reference": [], "auto": []}
+        for repeat in range(options.repeats + 1):
+            for backend in times:
+                with ops.backend(backend):
+                    elapsed = seconds(call, options.device)
+                if repeat:  # the first is the warm-up
+                    times[backend].append(elapsed)
+        ratios = [a / b for a, b in zip(times["reference"], times["auto"], strict=True)]
+        reference, kernel = (1000 * statistics.median(t) for t in times.values())
+        spread = f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"
+        print(f"| {name} | {reference:.1f} | {kernel:.1f} | {spread} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

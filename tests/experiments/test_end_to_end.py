@@ -1,0 +1,204 @@
+"""The main job with every real part: command, Ray, DALI, DeepSpeed, kernels, MLflow, table; and what it survives."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cluster
+from experiments.grid import Trial
+from experiments.run import Job, open_job
+from experiments.trial import PROJECT_DIR, Workspace, run_trial
+from tests.experiments.conftest import SMALL_GRID
+
+SAN = [sys.executable, "-m", "experiments"]
+OVERRIDES = ("recipe.epochs=3", "recipe.batch=64")
+
+
+class Driver:
+    """A `san run` of the small grid in a process of its own, in a process group of its own."""
+
+    def __init__(self, runs: Path) -> None:
+        self.log = runs.with_suffix(f".{time.monotonic_ns()}.log")
+        command = [*SAN, "run", str(SMALL_GRID), *OVERRIDES, "--runs", str(runs)]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+        with open(self.log, "w") as out:
+            self.process = subprocess.Popen(
+                command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 150) -> None:
+        limit = time.monotonic() + seconds
+        while not re.search(pattern, self.said):
+            assert self.process.poll() is None, f"ended before it said {pattern!r}:\n{self.said}"
+            assert time.monotonic() < limit, f"did not say {pattern!r} in {seconds} s:\n{self.said}"
+            time.sleep(0.05)
+
+    def finish(self) -> int:
+        return self.process.wait(timeout=240)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
+    drivers: list[Driver] = []
+
+    def launch() -> Driver:
+        drivers.append(Driver(tmp_path / "runs"))
+        return drivers[-1]
+
+    yield launch
+    for driver in drivers:
+        if driver.process.poll() is None:
+            os.killpg(driver.process.pid, signal.SIGKILL)
+
+
+def job_of(runs: Path) -> Job:
+    return open_job(SMALL_GRID, "digits", OVERRIDES, runs)
+
+
+def logged_epochs(job: Job) -> dict[str, list[int]]:
+    """For each run of a trial in MLflow: the steps that it has, in the order of logging."""
+    client = job.tracker.client
+    experiment = client.get_experiment_by_name("small")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+    return {
+        f"{run.data.tags['san.row']} {run.info.run_id}": [
+            metric.step for metric in client.get_metric_history(run.info.run_id, "val/top1")
+        ]
+        for run in runs
+    }
+
+
+@pytest.mark.slow
+def test_a_grid_survives_kill_and_interrupt_and_is_trained_once(start: Callable[[], Driver], tmp_path: Path) -> None:
+    killed = start()
+    killed.wait_for("pairwise_3 starts")
+    killed.wait_for("resnet26_3 starts")  # two cells at the same time
+    killed.wait_for("finished in")
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.finish()
+
+    interrupted = start()
+    interrupted.wait_for(r"\w+ starts")
+    assert re.search(r"3 cells, [12] finished before \(taken from MLflow\)", interrupted.said)
+    os.killpg(interrupted.process.pid, signal.SIGINT)
+    assert interrupted.finish() == 1
+    assert "interrupted: finished cells are kept, the same command continues" in interrupted.said
+    assert "Traceback" not in interrupted.said
+
+    last = start()
+    assert last.finish() == 0, last.said
+    job = job_of(tmp_path / "runs")
+    epochs = logged_epochs(job)
+    assert sorted(name.split()[0] for name in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
+    assert all(steps == [0, 1, 2] for steps in epochs.values()), epochs
+    assert all(result.finished for result in job.tracker.results().values())
+
+    again = start()
+    assert again.finish() == 0, again.said
+    assert "3 cells, 3 finished before (taken from MLflow), 0 to train" in again.said
+    assert again.said.count("top-1 paper") == 1
+    assert logged_epochs(job) == epochs
+
+    folder = tmp_path / "runs" / "small-digits"
+    rows = list(csv.DictReader((folder / "table.csv").open()))
+    assert [row["id"] for row in rows] == ["pairwise_3", "resnet26_3", "patchwise_3"]
+    assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]
+    assert all(float(row["top1"]) > 15 for row in rows)
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def train_and_keep(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> None:
+    """Trains a cell and leaves each worker's state behind."""
+    model = run_trial(workspace, trial, report)
+    torch.save(model.state_dict(), workspace.runs / f"rank{dist.get_rank()}.pt")
+
+
+class Silent:
+    """An observer that has nothing to say."""
+
+    def started(self, key: str) -> None: ...
+
+    def progress(self, key: str, metrics: Mapping[str, float]) -> None: ...
+
+    def finished(self, outcome: cluster.Outcome) -> None: ...
+
+
+@pytest.mark.slow
+def test_two_workers_end_with_the_same_weights_and_statistics(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job("placement.workers=2", "recipe.epochs=2", "recipe.batch=64")
+    trial = job.trials[0]
+    outcomes = cluster.sweep(
+        functools.partial(train_and_keep, job.workspace),
+        {trial.key: trial},
+        job.placement,
+        storage=job.workspace.runs,
+        observer=Silent(),
+        retries=0,
+    )
+    assert outcomes[trial.key].error is None, outcomes[trial.key].traceback
+    first, second = (torch.load(job.workspace.runs / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert any("running_mean" in name for name in first)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    metrics = job.tracker.results()[trial.key].metrics
+    assert (metrics["val/top1"] * 360 / 100) == pytest.approx(round(metrics["val/top1"] * 360 / 100), abs=1e-6)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[str]:
+    """A Ray head with its dashboard, as `ray start` makes it; yields the dashboard's address."""
+    ray = Path(sys.executable).parent / "ray"
+    environment = os.environ | {"PATH": f"{ray.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+    port, dashboard = "26379", "28265"
+    start = [ray, "start", "--head", "--port", port, "--dashboard-port", dashboard, "--num-cpus", "2", "--disable-usage-stats"]
+    subprocess.run(start, env=environment, check=True, capture_output=True)
+    yield f"http://127.0.0.1:{dashboard}"
+    subprocess.run([ray, "stop", "--force"], env=environment, check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_ray_job_submit(head: str, tmp_path: Path) -> None:
+    runtime_env = f'{{"env_vars": {{"SAN_RUNS": "{tmp_path / "runs"}"}}}}'
+    grid = SMALL_GRID.relative_to(PROJECT_DIR)
+    ray = Path(sys.executable).parent / "ray"
+    command = [ray, "job", "submit", "--address", head, "--working-dir", ".", "--runtime-env-json", runtime_env, "--"]
+    done = subprocess.run(
+        [
+            *command,
+            "python",
+            "-m",
+            "experiments",
+            "run",
+            str(grid),
+            "--profile",
+            "digits",
+            "recipe.epochs=1",
+            "recipe.batch=128",
+        ],
+        cwd=PROJECT_DIR,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"patchwise_3 +77\.4 +\d+\.\d", done.stdout)
+    results = open_job(SMALL_GRID, "digits", ("recipe.epochs=1", "recipe.batch=128"), tmp_path / "runs").tracker.results()
+    assert sum(result.finished for result in results.values()) == 3

@@ -1,0 +1,149 @@
+"""Named variants: every row builds, trains a step, counts; wrong names and fields are refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import san
+from experiments.report.paper import TABLES
+from san import ops
+from san.models import model_spec
+from san.ops import library
+
+SMALL = {"stages": 2, "width_factor": 0.5}
+EXACT = {"san10_pairwise": (10_531_848, 2_155_268_622), "san10_patchwise": (11_841_124, 1_865_421_568)}
+PRINTED = {row["id"]: row for table in ("comparison",) for row in yaml.safe_load(TABLES.read_text())[table]["rows"]}
+
+every_variant = pytest.mark.parametrize("name", san.list_models())
+
+
+def on_meta(name: str, **overrides: object) -> nn.Module:
+    with torch.device("meta"):
+        return san.create_model(name, **overrides)
+
+
+@every_variant
+def test_counts_as_printed(name: str) -> None:
+    counted = san.complexity(on_meta(name))
+    assert f"{counted.params / 1e6:.1f}" == str(PRINTED[name]["params"])
+    assert f"{counted.flops_paper / 1e9:.1f}" == str(PRINTED[name]["flops"])
+    assert counted.flops_actual > 1.5 * counted.flops_paper
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_counts_exactly(name: str) -> None:
+    counted = san.complexity(on_meta(name))
+    assert (counted.params, counted.flops_paper) == EXACT[name]
+
+
+@every_variant
+def test_trains_a_step(name: str) -> None:
+    torch.manual_seed(0)
+    model = san.create_model(name, 10, **SMALL)
+    images = torch.randn(4, 3, 24, 24)
+    loss = nn.functional.cross_entropy(model(images), torch.arange(4))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_variant
+def test_kernels_equal_the_reference(name: str) -> None:
+    torch.manual_seed(0)
+    model = san.create_model(name, 10, **SMALL).double().eval()
+    images = torch.randn(2, 3, 24, 28, dtype=torch.float64)
+    ours = model(images)
+    with ops.backend("reference"):
+        torch.testing.assert_close(ours, model(images))
+
+
+@every_variant
+def test_copies_and_states_round_trip(name: str) -> None:
+    model = san.create_model(name, 10, **SMALL).eval()
+    images = torch.randn(1, 3, 24, 24)
+    expected = model(images)
+    fresh = san.create_model(name, 10, **SMALL).eval()
+    fresh.load_state_dict(model.state_dict())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
+        assert torch.equal(copied(images), expected)
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise"])
+def test_bfloat16_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    model = san.create_model(name, 10, **SMALL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(torch.randn(4, 3, 24, 24))
+    logits.float().sum().backward()
+    assert logits.dtype == torch.bfloat16
+
+
+def test_pairwise_weights_sum_to_one_and_patchwise_do_not_have_to() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 7, 7)
+    pairwise = san.PairwiseAttention(32, footprint=5).weights(x)
+    assert pairwise.shape == (2, 1, 25, 49)
+    torch.testing.assert_close(pairwise.sum(2), torch.ones(2, 1, 49))
+    patchwise = san.PatchwiseAttention(32, footprint=5).weights(x)
+    assert patchwise.shape == (2, 1, 25, 49)
+    assert (patchwise < 0).any()
+
+
+def test_list_models_takes_a_pattern() -> None:
+    assert san.list_models("resnet*") == ["resnet26", "resnet38", "resnet50"]
+
+
+def test_stages_and_width_factor_keep_the_order_of_variants() -> None:
+    sizes = [san.complexity(on_meta(f"{name}", **SMALL), 24).params for name in san.list_models("san*_pairwise")]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 3
+
+
+REFUSALS = {
+    "unknown name": (("san11_pairwise", {}), r"unknown model 'san11_pairwise'; did you mean 'san1\d_pairwise'\?"),
+    "unknown field": (("resnet26", {"r1": 4}), "resnet26 has no field r1; its fields: depths, widths"),
+    "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
+    "too many stages": (("san10_pairwise", {"stages": 6}), "san10_pairwise: stages must be 1 to 5, not 6"),
+    "no width": (("san10_pairwise", {"width_factor": 0}), "width_factor must be positive, not 0"),
+    "channels not divided": (("san10_pairwise", {"width_factor": 0.25}), "16 channels cannot be divided by r1=16 and by"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_rejects(what: str) -> None:
+    (name, overrides), message = REFUSALS[what]
+    with pytest.raises(ValueError, match=message):
+        san.create_model(name, 10, **overrides)
+
+
+@pytest.mark.parametrize(("name", "least"), [("san10_pairwise", 128), ("san10_patchwise", 128), ("resnet26", 32)])
+def test_rejects_an_input_that_is_too_small(name: str, least: int) -> None:
+    spec = model_spec(name)
+    spec.check_input(least)
+    with pytest.raises(ValueError, match=str(least - 1) if name == "resnet26" else "footprint"):
+        spec.check_input(least - 1)
+
+
+def test_complexity_does_not_touch_the_model() -> None:
+    model = san.create_model("san10_pairwise", 10, **SMALL)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    san.complexity(model, (24, 32))
+    assert model.training
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_actual_flops_of_the_aggregation_are_counted() -> None:
+    assert library.load()
+    beta, weight = torch.zeros(2, 16, 5, 6, requires_grad=True), torch.zeros(2, 4, 9, 30)
+    with FlopCounterMode(display=False) as forward:
+        y = ops.aggregation(beta, weight, 3)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    assert forward.get_total_flops() == 2 * (2 * 16 * 30) * 9
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()

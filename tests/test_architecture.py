@@ -1,0 +1,63 @@
+"""The house: who may import whom. One heavy dependency, one door; arrows point one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
+ALLOWED = {
+    "cuda_ext": set(),
+    "san": {"cuda_ext"},
+    "pipelines": set(),
+    "cluster": set(),
+    "experiments": {"san", "pipelines", "cluster"},
+}
+DOORS = {
+    "nvidia": "pipelines/",
+    "ray": "cluster/",
+    "deepspeed": "experiments/training/engine.py",
+    "mlflow": "experiments/tracking.py",
+    "click": "experiments/cli.py",
+    "sklearn": "pipelines/digits.py",
+    "matplotlib": "experiments/report/figures.py",
+}
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_only_what_stands_below(path: Path) -> None:
+    place = path.relative_to(ROOT).as_posix()
+    folder = place.split("/")[0]
+    strangers = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
+    assert not strangers, f"{place} reaches into {strangers}"
+    for package, door in DOORS.items():
+        assert package not in imported(path) or place.startswith(door), f"{place} imports {package}; its door is {door}"
+
+
+def test_every_door_is_used() -> None:
+    for package, door in DOORS.items():
+        behind = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(door)]
+        assert any(package in imported(path) for path in behind), f"nothing behind {door} imports {package}"
+
+
+def test_import_san_needs_only_torch() -> None:
+    heavy = ["ray", "deepspeed", "mlflow", "nvidia.dali", "pydantic", "yaml", "sklearn", "matplotlib", "click"]
+    code = f"import sys, san; found = [m for m in {heavy} if m in sys.modules]; assert not found, found"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
