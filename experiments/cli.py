@@ -108,12 +108,15 @@ def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | No
 @click.option("--port", default=5000, show_default=True)
 def ui(runs: Path | None, port: int) -> None:
     """Browse the runs: MLflow on the project's store, on this machine only."""
-    from experiments.run import default_runs_dir
+    from experiments.run import default_runs_dir, has_store, tracking_uri
 
-    store = (runs or default_runs_dir()).resolve() / "mlflow.db"
-    if not store.exists():
-        raise UserError(f"{store}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
-    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{store}"]
+    uri = tracking_uri((runs or default_runs_dir()).resolve())
+    if uri.startswith("http"):
+        click.echo(f"{uri}  (the server of MLFLOW_TRACKING_URI)")
+        return
+    if not has_store(uri):
+        raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
+    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
     click.echo(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
     subprocess.run([*mlflow, "--host", "127.0.0.1", "--port", str(port)], check=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,16 @@ def default_runs_dir() -> Path:
     return Path.home() / ".san" / "runs" if is_job_copy else PROJECT_DIR / "runs"
 
 
+def tracking_uri(runs: Path) -> str:
+    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs / 'mlflow.db'}"
+
+
+def has_store(uri: str) -> bool:
+    """Whether anything can have been tracked there: a server, or a database that exists."""
+    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
+
+
 def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None) -> Job:
     """Reads and checks everything that a grid needs: its file, every row, the paper's table, the images.
 
@@ -72,8 +83,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
         for seed in grid.seeds
     )
     runs = (runs or default_runs_dir()).resolve()
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs / 'mlflow.db'}"
-    return Job(path.stem, profile, grid, trials, Workspace(runs, uri))
+    return Job(path.stem, profile, grid, trials, Workspace(runs, tracking_uri(runs)))
 
 
 def plan(job: Job) -> list[dict[str, object]]:
@@ -104,9 +114,7 @@ def run(job: Job, address: str | None) -> bool:
 
 def _known_results(job: Job) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
-    if job.workspace.tracking_uri.startswith("sqlite") and not (job.workspace.runs / "mlflow.db").exists():
-        return {}
-    return job.tracker.results()
+    return job.tracker.results() if has_store(job.workspace.tracking_uri) else {}
 
 
 def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
@@ -127,14 +135,15 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
         names = {key: trial.name for key, trial in missing.items()}
         progress = Progress(names, {key: t.config.recipe.epochs for key, t in missing.items()})
+        scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
         try:
             outcomes = cluster.sweep(
-                functools.partial(run_trial, job.workspace),
-                missing,
-                job.placement,
-                storage=job.workspace.runs / "sweeps",
-                observer=progress,
+                functools.partial(run_trial, job.workspace), missing, job.placement, storage=scratch, observer=progress
             )
+        except KeyboardInterrupt:
+            job.tracker.interrupted(missing.values())
+            raise
         finally:
             progress.close()
     for outcome in outcomes.values():
@@ -166,10 +175,10 @@ def show(job: Job) -> bool:
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {files[-1]}")
-    if results:
-        job.tracker.log_report(files)
-    _say("browse the runs: san ui")
     unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
+    if results:
+        job.tracker.log_report(files, complete=not unfinished)
+    _say("browse the runs: san ui")
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return not unfinished

@@ -65,7 +65,10 @@ class Tracker:
             if self.client.get_experiment_by_name(self.grid) is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
-            if self._parent() is None:
+            parent = self._parent()
+            if parent is not None:
+                self.client.update_run(parent.info.run_id, status="RUNNING")
+            else:
                 tags = {
                     "mlflow.runName": f"{self.grid}-{self.profile}",
                     "san.grid": self.grid,
@@ -109,13 +112,20 @@ class Tracker:
         run = self.client.create_run(self._experiment_id(), tags=tags)
         return TrialRun(self.client, run.info.run_id)
 
-    def log_report(self, files: Iterable[Path]) -> None:
-        """Keeps the table and the plot with the grid's parent run."""
+    def interrupted(self, trials: Iterable[Trial]) -> None:
+        """Marks the runs of trials that were stopped on the way."""
+        results = self.results()
+        for trial in trials:
+            if trial.key in results and not results[trial.key].finished:
+                self.client.set_terminated(results[trial.key].run_id, status="KILLED")
+
+    def log_report(self, files: Iterable[Path], complete: bool) -> None:
+        """Keeps the table and the plot with the grid's parent run, and ends that."""
         parent = self._parent()
         assert parent is not None, "prepare() makes the parent run"
         for file in files:
             self.client.log_artifact(parent.info.run_id, str(file))
-        self.client.set_terminated(parent.info.run_id)
+        self.client.set_terminated(parent.info.run_id, status="FINISHED" if complete else "FAILED")
 
     def _experiment_id(self) -> str:
         experiment = self.client.get_experiment_by_name(self.grid)

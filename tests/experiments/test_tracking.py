@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from experiments.errors import UserError
 from experiments.grid import Grid
-from experiments.run import Job
+from experiments.run import Job, open_job, plan
 from experiments.tracking import Tracker
 from san import Complexity
+from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
 
 
@@ -61,6 +64,28 @@ def test_a_failed_trial_carries_its_error_and_can_go_on(open_small_job: Callable
     assert failed.data.tags["san.error"] == "the loss is not finite"
     assert not job.tracker.results()[job.trials[0].key].finished
     assert job.tracker.open(job.trials[0]).run_id == run.run_id
+
+
+def test_the_environment_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_database: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{elsewhere}")
+    job = open_job(SMALL_GRID, "digits", (), tmp_path / "runs")
+    assert [cell["finished"] for cell in plan(job)] == [False] * 3
+    assert not elsewhere.exists()
+    shutil.copy(empty_database, elsewhere)
+    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    job.tracker.open(job.trials[1]).finish()
+    assert [cell["finished"] for cell in plan(job)] == [False, True, False]
+    assert not (tmp_path / "runs" / "mlflow.db").exists()
+
+
+def test_interrupted_trials_are_marked(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    done, stopped = (job.tracker.open(trial) for trial in job.trials[:2])
+    done.finish()
+    job.tracker.interrupted(job.trials)
+    status = [job.tracker.client.get_run(run.run_id).info.status for run in (done, stopped)]
+    assert status == ["FINISHED", "KILLED"]
 
 
 def test_rejects_a_server_that_does_not_answer(
