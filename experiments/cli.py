@@ -1,4 +1,7 @@
-"""The command `san`. Exit codes: 0 all is well, 1 something failed or was interrupted, 2 a mistake in what was asked."""
+"""The command `san`. Exit codes: 0 all is well, 1 something failed or was interrupted, 2 a mistake in what was asked.
+
+Commands import what they need when they run, so that help comes at once.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ from pathlib import Path
 
 import click
 
-from cluster import ClusterError
 from experiments.errors import UserError
-from pipelines import DataError, prepare_digits
-from san.models import list_models, model_spec
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
 PROFILE = click.option(
@@ -32,6 +32,8 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="a list of objects")
 def models(pattern: str, as_json: bool) -> None:
     """List the named variants, such as those that match 'san*_pairwise'."""
+    from san.models import list_models, model_spec
+
     names = list_models(pattern)
     if as_json:
         click.echo(json.dumps([{"name": name, "depths": model_spec(name).depths} for name in names]))
@@ -47,10 +49,13 @@ def data() -> None:
 
 @data.command()
 @click.argument("name", type=click.Choice(["digits"]))
-@click.argument("folder", type=click.Path(path_type=Path), default=Path("data/digits"))
-def prepare(name: str, folder: Path) -> None:
-    """Write an embedded data set as JPEGs in ImageNet's folder layout."""
-    click.echo(prepare_digits(folder))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+def prepare(name: str, folder: Path | None) -> None:
+    """Write an embedded data set as JPEGs in ImageNet's folder layout, by default where the profile looks for it."""
+    from experiments.config import PROJECT_DIR
+    from pipelines import prepare_digits
+
+    click.echo(prepare_digits(folder or PROJECT_DIR / "data" / name))
 
 
 @cli.command()
@@ -130,6 +135,16 @@ def main() -> None:
         sys.exit(2)
     except click.Abort:
         sys.exit(1)
-    except (UserError, DataError, ClusterError) as error:
+    except ValueError as error:
+        if not isinstance(error, _user_errors()):
+            raise
         click.echo(f"san: {error}", err=True)
         sys.exit(2)
+
+
+def _user_errors() -> tuple[type[ValueError], ...]:
+    """Imported late: `san --help` should not wait for Ray and torch."""
+    from cluster import ClusterError
+    from pipelines import DataError
+
+    return UserError, DataError, ClusterError

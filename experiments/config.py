@@ -7,11 +7,14 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from san.models import ModelSpec, model_spec
+
+PROJECT_DIR = Path(__file__).resolve().parent.parent
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]

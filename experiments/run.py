@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cluster
+from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.grid import Grid, Trial, configs, read_grid, read_profile
 from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
 from experiments.tracking import Result, Tracker
-from experiments.trial import PROJECT_DIR, Workspace, data_digest, loaders, run_trial
+from experiments.trial import Workspace, data_digest, loaders, run_trial
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import san
-from experiments.config import DataConfig, TrialConfig
+from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.grid import Trial
 from experiments.tracking import Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
@@ -20,8 +20,6 @@ from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import run_epoch
 from experiments.training.metrics import Epoch
 from pipelines import Dataset, Loader, Transform, prepare_digits
-
-PROJECT_DIR = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)

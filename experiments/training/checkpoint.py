@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,16 @@ class Checkpoint:
 
     @staticmethod
     def load(path: Path, key: str) -> Checkpoint | None:
-        """The checkpoint at `path`, or None where there is none of this trial."""
+        """The checkpoint at `path`, or None where there is none of this trial. One that cannot be read is set aside."""
         if not path.exists():
             return None
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+            aside = path.with_suffix(".broken")
+            path.replace(aside)
+            warnings.warn(f"{path} cannot be read ({type(error).__name__}); it is kept as {aside.name}, training starts anew", stacklevel=2)
+            return None
         if content["key"] != key:
             return None
         return Checkpoint(key, tuple(Epoch(**epoch) for epoch in content["history"]), content["engine"])

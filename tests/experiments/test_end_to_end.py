@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import cluster
+from experiments.config import PROJECT_DIR
 from experiments.grid import Trial
 from experiments.run import Job, open_job
-from experiments.trial import PROJECT_DIR, Workspace, run_trial
+from experiments.trial import Workspace, run_trial
 from tests.experiments.conftest import SMALL_GRID
 
 SAN = [sys.executable, "-m", "experiments"]

@@ -126,6 +126,17 @@ def test_checkpoint_survives_a_failed_write(tmp_path: Path, monkeypatch: pytest.
     assert loaded.history == (EPOCH,)
 
 
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_a_broken_checkpoint_is_set_aside(damage: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    Checkpoint("abc", (EPOCH,), {"model": {"w": torch.arange(1000)}}).save(path)
+    path.write_bytes(path.read_bytes()[:-700] if damage is None else damage)
+    with pytest.warns(UserWarning, match=r"last.pt cannot be read .* kept as last.broken, training starts anew"):
+        assert Checkpoint.load(path, "abc") is None
+    assert not path.exists()
+    assert (tmp_path / "last.broken").exists()
+
+
 def test_resumed_trial_is_the_uninterrupted_one(
     open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
 ) -> None:
