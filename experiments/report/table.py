@@ -23,6 +23,7 @@ class Line:
     top1: float | None
     """Mean over the finished seeds."""
     difference: float | None
+    """Only where the data are the paper's."""
     top5: float | None
     seeds: int
     """Finished seeds behind `top1`."""
@@ -45,7 +46,9 @@ def lines(
         finished = [results[t.key].metrics for t in trials if t.row == row.id and _is_finished(results.get(t.key))]
         top1, top5 = _mean(finished, "val/top1"), _mean(finished, "val/top5")
         printed = paper.get(row.id, PaperRow())
-        difference = top1 - printed.top1 if top1 is not None and printed.top1 is not None else None
+        difference = None
+        if trials[0].profile == "imagenet" and top1 is not None and printed.top1 is not None:
+            difference = top1 - printed.top1
         ours = counts[row.id]
         table.append(
             Line(
@@ -72,42 +75,46 @@ def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
     return statistics.fmean(m[name] for m in metrics) if metrics else None
 
 
-HEADINGS = ("row", "top-1 paper", "top-1 ours", "diff", "top-5 ours", "params M paper", "ours", "FLOPs G paper", "ours")
+# Heading, field of `Line`, form: at the precision that the paper prints.
+COLUMNS = (
+    ("row", "id", "s"),
+    ("top-1 paper", "paper_top1", ".1f"),
+    ("top-1 ours", "top1", ".1f"),
+    ("difference", "difference", "+.1f"),
+    ("top-5 ours", "top5", ".1f"),
+    ("params M paper", "paper_params", ".1f"),
+    ("ours", "params", ".1f"),
+    ("FLOPs G paper", "paper_flops", ".1f"),
+    ("ours", "flops", ".1f"),
+)
 
 
-def cells(line: Line) -> tuple[str, ...]:
-    """A line as the text of its cells, at the precision that the paper prints."""
-    return (
-        line.id,
-        _text(line.paper_top1, ".1f"),
-        _text(line.top1, ".1f"),
-        _text(line.difference, "+.1f"),
-        _text(line.top5, ".1f"),
-        _text(line.paper_params, ".1f"),
-        _text(line.params, ".1f"),
-        _text(line.paper_flops, ".1f"),
-        _text(line.flops, ".1f"),
-    )
+def _rows(table: Sequence[Line]) -> list[tuple[str, ...]]:
+    """Heading and lines as text; a column without any number is left out."""
+    columns = [
+        (heading, *(_text(getattr(line, field), form) for line in table))
+        for heading, field, form in COLUMNS
+        if any(getattr(line, field) is not None for line in table)
+    ]
+    return list(zip(*columns, strict=True))
 
 
-def _text(value: float | None, form: str) -> str:
+def _text(value: str | float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
 def as_text(table: Sequence[Line]) -> str:
     """Columns lined up for a terminal."""
-    rows = [HEADINGS, *(cells(line) for line in table)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-    text = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in rows
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(text)
+    rows = _rows(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def as_markdown(table: Sequence[Line]) -> str:
     """A Markdown table."""
-    rows = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *(cells(line) for line in table)]
+    rows = _rows(table)
+    rows.insert(1, ("---", *["---:"] * (len(rows[0]) - 1)))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

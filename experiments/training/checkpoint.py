@@ -44,7 +44,8 @@ class Checkpoint:
         except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
             aside = path.with_suffix(".broken")
             path.replace(aside)
-            warnings.warn(f"{path} cannot be read ({type(error).__name__}); it is kept as {aside.name}, training starts anew", stacklevel=2)
+            reason = type(error).__name__
+            warnings.warn(f"{path} cannot be read ({reason}); it is kept as {aside.name}, training starts anew", stacklevel=2)
             return None
         if content["key"] != key:
             return None

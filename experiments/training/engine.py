@@ -27,6 +27,8 @@ def join_process_group() -> tuple[int, int]:
         }
         for name, value in alone.items():
             os.environ.setdefault(name, value)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device())  # nccl would use the first GPU for every worker
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return dist.get_rank(), dist.get_world_size()
 
