@@ -30,7 +30,7 @@ gpu-check:
 	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.operators --device cuda
 
 setup: $(VENV)/.installed
-	@$(BIN)/python -m cuda_ext.build > /dev/null
+	@$(STEP) "kernels" $(BIN)/python -m cuda_ext.build
 
 # torch comes first: deepspeed's build looks for it.
 $(VENV)/.installed: requirements.txt setup.py
@@ -40,5 +40,6 @@ $(VENV)/.installed: requirements.txt setup.py
 	@$(STEP) "the project itself" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
+# Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) data runs build *.egg-info
+	rm -rf $(VENV) build *.egg-info

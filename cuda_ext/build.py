@@ -169,4 +169,7 @@ def _build_aloud(built: Path, toolchain: Toolchain) -> None:
 
 
 if __name__ == "__main__":
-    print(library())
+    try:
+        print(library())
+    except BuildError as error:
+        sys.exit(f"san: {error}")

@@ -5,6 +5,7 @@ Commands import what they need when they run, so that help comes at once.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -55,7 +56,11 @@ def prepare(name: str, folder: Path | None) -> None:
     from experiments.config import PROJECT_DIR
     from pipelines import prepare_digits
 
-    click.echo(prepare_digits(folder or PROJECT_DIR / "data" / name))
+    folder = folder or PROJECT_DIR / "data" / name
+    try:
+        click.echo(prepare_digits(folder))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
 
 
 @cli.command()
@@ -101,11 +106,17 @@ def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None
 @OVERRIDES
 @PROFILE
 @RUNS
-def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="a list of objects, one per row")
+def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, as_json: bool) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.run import open_job, show
+    from experiments.run import open_job, show, table_of
 
-    sys.exit(0 if show(open_job(grid, profile, overrides, runs)) else 1)
+    job = open_job(grid, profile, overrides, runs)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job)]))
+        return
+    _, complete = show(job)
+    sys.exit(0 if complete else 1)
 
 
 @cli.command()

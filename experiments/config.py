@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from san.models import ModelSpec, model_spec
 
@@ -38,19 +38,39 @@ class ModelConfig(BaseModel):
         return dict(self.model_extra or {})
 
     def spec(self) -> ModelSpec:
-        """The record of the model. Raises ValueError for an unknown name or field."""
-        return model_spec(self.name, self.overrides)
+        """The record of the model. Raises ValueError where `model_mistakes` finds any."""
+        hints = typing.get_type_hints(type(model_spec(self.name)))
+        values = self.overrides.items()
+        return model_spec(self.name, {k: TypeAdapter(hints[k]).validate_python(v) if k in hints else v for k, v in values})
 
-    @model_validator(mode="after")
-    def _fields_have_their_types(self) -> Self:
-        spec = self.spec()
-        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+
+def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
+    """Everything that keeps a model from being built for images of `size` pixels, as (path of the key, what is wrong)."""
+    try:
+        hints = typing.get_type_hints(type(model_spec(model.name)))
+    except ValueError as error:
+        yield "model.name", str(error)
+        return
+    fields = [field for field in hints if field != "name"]
+    found = False
+    for key, value in model.overrides.items():
+        if key not in fields:
+            found = True
+            yield f"model.{key}", _unknown(key, fields)
+            continue
         try:
-            TypeAdapter(type(spec)).validate_python(values)
+            TypeAdapter(hints[key]).validate_python(value)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
-        return self
+            found = True
+            yield f"model.{key}", _wrong(error.errors()[0])
+    if found:
+        return
+    try:
+        model.spec().check_input(size)
+        with torch.device("meta"):
+            model.spec().build(num_classes=2)
+    except ValueError as error:
+        yield "model", str(error)
 
 
 class DataConfig(Strict):
@@ -107,19 +127,34 @@ class TrialConfig(Strict):
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """Every mistake as (path of the key, what is wrong and what was expected)."""
     for item in error.errors():
-        loc, kind = item["loc"], item["type"]
+        loc = item["loc"]
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-        if kind == "extra_forbidden":
-            allowed = sorted(keys_at(schema, loc[:-1]))
-            near = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            yield path, f"unknown key{hint} Allowed: {', '.join(allowed)}"
-        elif kind == "missing":
-            yield path, "missing; it must be given"
-        elif kind == "value_error":
-            yield path, str(item["ctx"]["error"])
+        if item["type"] == "extra_forbidden":
+            yield path, _unknown(str(loc[-1]), keys_at(schema, loc[:-1]))
         else:
-            yield path, f"{item['msg'][0].lower()}{item['msg'][1:]}, not {item['input']!r}"
+            yield path, _wrong(item)
+
+
+def _unknown(key: str, allowed: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"unknown key{hint} Allowed: {', '.join(sorted(allowed))}"
+
+
+# What pydantic calls by names of Python's, in words of YAML's.
+PLAIN_WORDS = {
+    "missing": "missing; it must be given",
+    "model_type": "a mapping of keys was expected",
+    "dict_type": "a mapping of keys was expected",
+    "tuple_type": "a list was expected",
+}
+
+
+def _wrong(item: Any) -> str:
+    if item["type"] == "missing":
+        return PLAIN_WORDS["missing"]
+    expected = PLAIN_WORDS.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}"
+    return f"{expected}, not {item['input']!r}"
 
 
 def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
@@ -155,3 +190,16 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             result[f"{prefix}{key}"] = value
     return result
+
+
+def value_at(config: TrialConfig, path: str) -> Any:
+    """The value at a dotted path such as `recipe.lr` or `model.footprint`, defaults of the model's record included.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    first, _, rest = path.partition(".")
+    value: Any = config.model.spec() if first == "model" else getattr(config, first)
+    for part in rest.split("."):
+        value = getattr(value, part)
+    return value

@@ -5,27 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
 
-from experiments.config import Strict, TrialConfig, merged, mistakes
+from experiments.config import ModelConfig, Strict, TrialConfig, merged, mistakes, model_mistakes, value_at
 from experiments.errors import UserError
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 
 
-class Row(Strict):
-    """A line of the table: an id and what it changes."""
+class Layer(Strict):
+    """What a row, or all rows together, change of a trial's config."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: dict[str, Any] = Field(default={})
     data: dict[str, Any] = Field(default={})
     recipe: dict[str, Any] = Field(default={})
+
+
+class Row(Layer):
+    """A line of the table: an id and what it changes."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
 
 
 class Plot(Strict):
@@ -43,9 +48,9 @@ class Grid(Strict):
     table: str
     """Key of the paper's table whose rows have the same ids."""
     rows: tuple[Row, ...] = Field(min_length=1)
-    base: Row | None = None
-    """What all rows share; its `id` is not used."""
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    base: Layer = Layer()
+    """What all rows share."""
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
     plot: Plot | None = None
 
 
@@ -75,83 +80,195 @@ class Trial:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A checked grid: the config of every row as it is trained, and its model at the paper's setting."""
+
+    grid: Grid
+    configs: dict[str, TrialConfig]
+    full_size: dict[str, ModelConfig]
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [str(key) for i, key in enumerate(keys) if key in keys[:i]]
+        if twice:
+            raise yaml.MarkedYAMLError(problem=f"the key {twice[0]!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that must hold a mapping. Raises UserError naming file and line."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a grid's YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it is not text"
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path}{where}: not valid YAML: {problem}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: a mapping of keys was expected at the top, not {type(content).__name__}")
     return content
 
 
-def read_grid(path: Path) -> Grid:
-    """Reads and checks a grid's file. Raises UserError with every mistake in it."""
-    content = read_yaml(path)
-    try:
-        grid = Grid.model_validate(content)
-    except ValidationError as error:
-        raise UserError("\n".join(f"{path}: {key}: {what}" for key, what in mistakes(error, Grid))) from None
-    twice = [row for row, count in Counter(row.id for row in grid.rows).items() if count > 1]
-    if twice:
-        raise UserError(f"{path}: rows: each id must be used once, but {', '.join(twice)} is used more often")
-    return grid
-
-
-def read_profile(name: str) -> dict[str, Any]:
-    """The profile's layer of a trial's config. Raises UserError for an unknown one."""
-    path = PROFILES_DIR / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(p.stem for p in PROFILES_DIR.glob("*.yaml")))
-        raise UserError(f"unknown profile {name!r}; known: {known}")
-    return read_yaml(path)
+def profile_path(name: str) -> Path:
+    """The file of a profile. Raises UserError for an unknown one."""
+    known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"))}
+    if name not in known:
+        raise UserError(f"unknown profile {name!r}; known: {', '.join(known)}")
+    return known[name]
 
 
 def parse_override(text: str) -> dict[str, Any]:
     """`recipe.epochs=3` as a nested mapping. Raises UserError where there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise UserError(f"{text!r}: an override is written key.path=value, such as recipe.epochs=3")
+        raise UserError(f"override {text!r}: it is written key.path=value, such as recipe.epochs=3")
     try:
-        layer: Any = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UserError(f"{text!r}: the value is not valid YAML; quote it") from None
+        layer: Any = yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        raise UserError(f"override {text!r}: the value is not valid YAML; quote it") from None
     for part in reversed(key.split(".")):
         layer = {part: layer}
     return layer
 
 
-def configs(path: Path, grid: Grid, profile: dict[str, Any], overrides: Sequence[str]) -> dict[str, TrialConfig]:
-    """The checked config of every row: profile, then base, then the row, then overrides.
+def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collection[str]) -> Expanded:
+    """Reads a grid's file and checks every row of it: profile, then base, then the row, then overrides; later ones win.
 
     Raises:
-        UserError: every mistake of every row at once, with its key's path; one made everywhere is told once.
+        UserError: every mistake in the file, the profile and the overrides at once, each with its place and key;
+            `tables` are the names that the grid may give for its table.
     """
-    layers = [parse_override(text) for text in overrides]
+    wrong: list[str] = []
+    layers: dict[str, dict[str, Any]] = {}
+    for text in overrides:
+        try:
+            layers[text] = parse_override(text)
+        except UserError as error:
+            wrong.append(str(error))
+    grid = _readable(path, read_yaml(path), tables, wrong)
+    profile_file = profile_path(profile)
+    configs = _configs(_Layers(path, grid, profile_file, read_yaml(profile_file), layers), wrong)
+    if not wrong and grid.plot is not None:
+        wrong += _unplottable(path, grid.plot, configs)
+    if wrong:
+        raise UserError("\n".join(dict.fromkeys(wrong)))
+    models = [layer.get("model", {}) for layer in layers.values()]
+    full_size = {row.id: ModelConfig.model_validate(merged(grid.base.model, row.model, *models)) for row in grid.rows}
+    return Expanded(grid, configs, full_size)
+
+
+def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wrong: list[str]) -> Grid:
+    """The grid in a file; where it has mistakes, they are told and what can be read of it is returned, to be checked too."""
+    try:
+        grid = Grid.model_validate(content)
+    except ValidationError as error:
+        wrong += [f"{path}: {key}: {what}" for key, what in mistakes(error, Grid)]
+        rows = content.get("rows")
+        rows = [row for row in rows if _fits(Row, row)] if isinstance(rows, list) else []
+        base = content.get("base", {})
+        grid = Grid.model_construct(
+            question="",
+            table=str(content.get("table")),
+            rows=tuple(map(Row.model_validate, rows)),
+            base=Layer.model_validate(base if _fits(Layer, base) else {}),
+        )
+    if "table" in content and grid.table not in tables:
+        wrong.append(f"{path}: table: the paper has no table {grid.table!r}; its tables: {', '.join(tables)}")
+    for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
+        twice = [str(value) for value, count in Counter(values).items() if count > 1]
+        if twice:
+            wrong.append(f"{path}: {what} must be used once, but {', '.join(twice)} is used more often")
+    return grid
+
+
+def _fits(schema: type[Strict], value: object) -> bool:
+    try:
+        schema.model_validate(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Where a row's values come from, so that a mistake can be told with its place."""
+
+    path: Path
+    grid: Grid
+    profile_path: Path
+    profile: dict[str, Any]
+    overrides: dict[str, dict[str, Any]]
+
+    def values(self, row: Row) -> dict[str, Any]:
+        return merged(self.profile, self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *self.overrides.values())
+
+    def place(self, key: str, row: Row) -> str:
+        """The layer that gave the value at `key`."""
+        for text, layer in self.overrides.items():
+            if _has(layer, key):
+                return f"override {text!r}"
+        if not _has(row.model_dump(), key) and not _has(self.grid.base.model_dump(), key) and _has(self.profile, key):
+            return str(self.profile_path)
+        return str(self.path)
+
+
+def _has(layer: Any, key: str) -> bool:
+    """Whether a layer gives the value at a path of two or more keys; a path of one names a whole section."""
+    if "." not in key:
+        return False
+    for part in key.split("."):
+        part = part.split("[")[0]
+        if not isinstance(layer, dict) or part not in layer:
+            return False
+        layer = layer[part]
+    return True
+
+
+def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
+    """The config of every row that has no mistake; a mistake made in many rows is told once."""
     found: dict[str, TrialConfig] = {}
-    wrong: dict[tuple[str, str], list[str]] = {}
-    for row in grid.rows:
-        shared = grid.base.model_dump(exclude={"id"}) if grid.base else {}
-        values = merged(profile, shared, row.model_dump(exclude={"id"}), *layers)
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for row in layers.grid.rows:
+        values = layers.values(row)
+        mine: list[tuple[str, str]] = []
         try:
             found[row.id] = TrialConfig.model_validate(values)
-            found[row.id].model.spec().check_input(found[row.id].data.size)
         except ValidationError as error:
-            for mistake in mistakes(error, TrialConfig):
-                wrong.setdefault(mistake, []).append(row.id)
-        except ValueError as error:
-            wrong.setdefault(("model", str(error)), []).append(row.id)
-    if wrong:
-        raise UserError("\n".join(_told(path, grid, key, what, rows) for (key, what), rows in wrong.items()))
+            mine += mistakes(error, TrialConfig)
+        if _fits_model(values.get("model")):
+            size = found[row.id].data.size if row.id in found else 2**20  # what is not known is taken as large enough
+            mine += model_mistakes(ModelConfig.model_validate(values["model"]), size)
+        for key, what in mine:
+            told.setdefault((layers.place(key, row), key, what), []).append(row.id)
+    for (place, key, what), rows in told.items():
+        in_grid = place == str(layers.path)
+        every = len(rows) == len(layers.grid.rows) > 1
+        where = (": every row" if every else f": row {', '.join(rows)}") if in_grid else ""
+        wrong.append(f"{place}{where}: {key}: {what}")
     return found
 
 
-def _told(path: Path, grid: Grid, key: str, what: str, rows: list[str]) -> str:
-    where = "every row" if len(rows) == len(grid.rows) > 1 else f"row {', '.join(rows)}"
-    return f"{path}: {where}: {key}: {what}"
+def _fits_model(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
+
+
+def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> list[str]:
+    wrong = []
+    for name, kinds in (("x", (int, float)), ("series", (str, int, float))):
+        for row, config in configs.items():
+            try:
+                fits = isinstance(value_at(config, getattr(plot, name)), kinds)
+            except AttributeError:
+                fits = False
+            if not fits:
+                expected = "number" if name == "x" else "name or number"
+                wrong.append(f"{path}: plot.{name}: row {row} has no {expected} at {getattr(plot, name)!r}")
+                break
+    return wrong

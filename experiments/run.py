@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cluster
-from experiments.config import PROJECT_DIR
+from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
-from experiments.grid import Grid, Trial, configs, read_grid, read_profile
+from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
-from experiments.report.paper import counts_at_paper_setting, paper_rows
+from experiments.report.paper import counts_at_paper_setting, paper_rows, table_names
 from experiments.tracking import Result, Tracker
 from experiments.trial import Workspace, data_digest, loaders, run_trial
 
@@ -32,6 +32,8 @@ class Job:
     profile: str
     grid: Grid
     trials: tuple[Trial, ...]
+    full_size: Mapping[str, ModelConfig]
+    """Each row's model at the paper's setting."""
     workspace: Workspace
 
     @property
@@ -64,31 +66,26 @@ def has_store(uri: str) -> bool:
 
 
 def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None) -> Job:
-    """Reads and checks everything that a grid needs: its file, every row, the paper's table, the images.
+    """Reads and checks everything that a grid needs: its file, every row, the images.
 
     Raises:
-        UserError: all mistakes in the grid, the profile or the overrides, with their places.
+        UserError: all mistakes in the grid, the profile and the overrides, with their places.
         DataError: images that cannot be used.
     """
-    grid = read_grid(path)
-    try:
-        paper_rows(grid.table)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    checked = configs(path, grid, read_profile(profile), overrides)
-    for config in checked.values():
+    expanded = expand(path, profile, overrides, table_names())
+    for config in expanded.configs.values():
         loaders(config, seed=0, rank=0, world=config.placement.workers)
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data.source, config.data.root))
-        for row, config in checked.items()
-        for seed in grid.seeds
+        for row, config in expanded.configs.items()
+        for seed in expanded.grid.seeds
     )
     runs = (runs or default_runs_dir()).resolve()
-    return Job(path.stem, profile, grid, trials, Workspace(runs, tracking_uri(runs)))
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, Workspace(runs, tracking_uri(runs)))
 
 
 def plan(job: Job) -> list[dict[str, object]]:
-    """The cells in order, each with its content hash and whether it is finished. Trains and writes nothing."""
+    """The cells in order, each with its content hash and whether it is finished. Trains and tracks nothing."""
     results = _known_results(job)
     return [
         {"row": trial.row, "seed": trial.seed, "key": trial.key, "finished": _is_finished(results, trial)}
@@ -103,29 +100,29 @@ def run(job: Job, address: str | None) -> bool:
         UserError, ClusterError: what is asked for cannot be had here; nothing has been written then.
         KeyboardInterrupt: stopped by the user; the next call continues.
     """
-    runs = job.workspace.runs
-    with _only_one(runs / f"{job.name}-{job.profile}.lock"):
-        results = _known_results(job)
-        missing = {trial.key: trial for trial in job.trials if not _is_finished(results, trial)}
-        _say(_standing(job, missing))
-        if missing:
-            _train(job, missing, address)
-        return show(job)
+    results = _known_results(job)
+    missing = {trial.key: trial for trial in job.trials if not _is_finished(results, trial)}
+    done = sum(_is_finished(results, trial) for trial in job.trials)
+    found = f", {done} finished before (taken from MLflow)" if done else ""
+    _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
+    if missing:
+        _train(job, missing, address)
+    files, complete = show(job)
+    if missing:
+        job.tracker.log_report(files, complete)
+    return complete
 
 
 def _known_results(job: Job) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
-    return job.tracker.results() if has_store(job.workspace.tracking_uri) else {}
+    if not has_store(job.workspace.tracking_uri):
+        return {}
+    job.tracker.check()
+    return job.tracker.results()
 
 
 def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
-
-
-def _standing(job: Job, missing: dict[str, Trial]) -> str:
-    done = len(job.trials) - len(missing)
-    found = f", {done} finished before (taken from MLflow)" if done else ""
-    return f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train"
 
 
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
@@ -133,25 +130,29 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
         _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
-        job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        names = {key: trial.name for key, trial in missing.items()}
-        progress = Progress(names, {key: t.config.recipe.epochs for key, t in missing.items()})
-        scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
-        shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
-        try:
-            outcomes = cluster.sweep(
-                functools.partial(run_trial, job.workspace), missing, job.placement, storage=scratch, observer=progress
-            )
-        except KeyboardInterrupt:
-            job.tracker.interrupted(missing.values())
-            raise
-        finally:
-            progress.close()
-    for outcome in outcomes.values():
-        if outcome.error is not None:
-            job.tracker.open(missing[outcome.key]).finish(outcome.error)
-            _keep_story(job, missing[outcome.key], outcome.traceback)
+        with _only_one(job.workspace.runs / f"{job.name}-{job.profile}.lock"):
+            outcomes = _sweep(job, missing)
+            for outcome in outcomes.values():
+                if outcome.error is not None:
+                    job.tracker.open(missing[outcome.key]).finish(outcome.error)
+                    _keep_story(job, missing[outcome.key], outcome.traceback)
     _say(f"trained {len(missing)} cells in {time.monotonic() - start:.0f} s")
+
+
+def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
+    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
+    shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
+    names = {key: trial.name for key, trial in missing.items()}
+    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()})
+    train = functools.partial(run_trial, job.workspace)
+    try:
+        return cluster.sweep(train, missing, job.placement, storage=scratch, observer=progress)
+    except KeyboardInterrupt:
+        job.tracker.interrupted(missing.values())
+        raise
+    finally:
+        progress.close()
 
 
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
@@ -161,13 +162,17 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
     _say(f"{trial.name}: the whole error is in {path}")
 
 
-def show(job: Job) -> bool:
-    """Prints the table of what is finished, writes it beside the plot; returns whether every cell is finished."""
-    results = _known_results(job)
-    paper, counts = paper_rows(job.grid.table), counts_at_paper_setting(job.grid)
-    lines = table.lines(job.grid, job.trials, results, paper, counts)
+def table_of(job: Job) -> list[table.Line]:
+    """The table of what is finished."""
+    counts = counts_at_paper_setting(job.full_size)
+    return table.lines(job.grid, job.trials, _known_results(job), paper_rows(job.grid.table), counts)
+
+
+def show(job: Job) -> tuple[list[Path], bool]:
+    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether all is finished."""
+    lines = table_of(job)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     files = [folder / "table.md", folder / "table.csv"]
     files[0].write_text(f"{_caption(job)}\n\n{table.as_markdown(lines)}\n", encoding="utf-8")
     files[1].write_text(table.as_csv(lines), encoding="utf-8")
@@ -176,13 +181,26 @@ def show(job: Job) -> bool:
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {files[-1]}")
+    _say(f"browse the runs: {_command()} ui")
+    results = _known_results(job)
     unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
-    if results:
-        job.tracker.log_report(files, complete=not unfinished)
-    _say("browse the runs: san ui")
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
-    return not unfinished
+    return files, not unfinished
+
+
+def _command() -> str:
+    """How to call `san` from here."""
+    beside = Path(sys.executable).parent / "san"
+    on_path = shutil.which("san")
+    return "san" if on_path and Path(on_path).resolve() == beside.resolve() else os.path.relpath(beside)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder with --runs") from None
 
 
 def _caption(job: Job) -> str:
@@ -196,7 +214,7 @@ def _caption(job: Job) -> str:
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
     """Holds the grid for this process; the lock is gone with the process, however it ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     with open(path, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

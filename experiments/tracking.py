@@ -12,15 +12,21 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 import torch
 import yaml
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from sqlalchemy.exc import SQLAlchemyError
 
 from experiments.config import flat
 from experiments.errors import UserError
@@ -53,7 +59,22 @@ class Tracker:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         self.uri, self.grid, self.profile = uri, grid, profile
-        self.client = MlflowClient(tracking_uri=uri)
+        with _usable(uri):
+            self.client = MlflowClient(tracking_uri=uri)
+
+    def check(self) -> None:
+        """Asks once, before anything starts, whether the store can be used: the client itself would try for minutes.
+
+        Raises:
+            UserError: no server answers there, or it is no store of MLflow.
+        """
+        with _usable(self.uri):
+            if self.uri.startswith("http"):
+                try:
+                    urllib.request.urlopen(f"{self.uri.rstrip('/')}/health", timeout=10).close()
+                except urllib.error.HTTPError:
+                    pass  # something answers; what it refuses, the client will tell
+            self.client.get_experiment_by_name(self.grid)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:
         """Makes database, experiment and parent run where they are missing. Called once, before any worker writes.
@@ -61,27 +82,17 @@ class Tracker:
         Raises:
             UserError: the tracking server does not answer.
         """
-        try:
+        with _usable(self.uri):
             if self.client.get_experiment_by_name(self.grid) is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
             parent = self._parent()
             if parent is not None:
                 self.client.update_run(parent.info.run_id, status="RUNNING")
-            else:
-                tags = {
-                    "mlflow.runName": f"{self.grid}-{self.profile}",
-                    "san.grid": self.grid,
-                    "san.profile": self.profile,
-                }
-                tags |= {
-                    "san.role": "grid",
-                    "mlflow.note.content": f"{grid.question} Table `{grid.table}` of the paper.",
-                }
-                self.client.create_run(self._experiment_id(), tags=tags)
-        except MlflowException as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"MLflow at {self.uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI") from None
+                return
+            tags = {"mlflow.runName": f"{self.grid}-{self.profile}", "san.grid": self.grid, "san.profile": self.profile}
+            tags |= {"san.role": "grid", "mlflow.note.content": f"{grid.question} Table `{grid.table}` of the paper."}
+            self.client.create_run(self._experiment_id(), tags=tags)
 
     def results(self) -> dict[str, Result]:
         """All runs of trials of this grid and profile, by content hash. Empty where nothing was ever tracked."""
@@ -95,6 +106,8 @@ class Tracker:
         found = self._search(f"tags.`san.trial` = '{trial.key}'")
         if found:
             self.client.update_run(found[0].info.run_id, status="RUNNING")
+            if "san.error" in found[0].data.tags:
+                self.client.delete_tag(found[0].info.run_id, "san.error")
             return TrialRun(self.client, found[0].info.run_id)
         parent = self._parent()
         assert parent is not None, "prepare() makes the parent run before any trial starts"
@@ -139,6 +152,16 @@ class Tracker:
     def _search(self, where: str) -> list[Run]:
         where = f"{where} and tags.`san.profile` = '{self.profile}'"
         return list(self.client.search_runs([self._experiment_id()], where, max_results=10_000))
+
+
+@contextmanager
+def _usable(uri: str) -> Iterator[None]:
+    """Turns what MLflow and its database say of a store that cannot be used into one sentence."""
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"MLflow at {uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
 
 
 def _result(run: Run) -> Result:

@@ -19,7 +19,7 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import run_epoch
 from experiments.training.metrics import Epoch
-from pipelines import Dataset, Loader, Transform, prepare_digits
+from pipelines import DataError, Dataset, Loader, Transform, prepare_digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,13 @@ def open_data(source: str, root: str) -> tuple[Dataset, Dataset]:
         DataError: a folder is missing, empty or has other classes; the text names it.
     """
     folder = PROJECT_DIR / root
-    if source == "digits":
-        prepare_digits(folder)
-    train, val = Dataset.scan(folder, "train"), Dataset.scan(folder, "val")
+    try:
+        if source == "digits":
+            prepare_digits(folder)
+        train, val = Dataset.scan(folder, "train"), Dataset.scan(folder, "val")
+    except OSError as error:
+        where = f"{error.strerror}: {error.filename}"
+        raise DataError(f"{folder}: no images can be read or written there ({where}); give another data.root") from None
     train.require_same_classes(val)
     return train, val
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model, counted on the meta device: nothing is computed and no memory is taken.
+"""Parameters and FLOPs of a model, counted on a copy of it on the meta device: nothing is computed.
 
 Two counts that are never mixed:
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from san import ops
 from san.ops import library
 
 
@@ -39,12 +40,14 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
 
     Raises:
         ValueError: the input is too small for the model's footprints.
+        RuntimeError: the kernels cannot be built here; the reference operators cannot be told apart from the rest.
     """
     height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
-    library.load()
+    if not library.load():
+        raise RuntimeError("counting needs the compiled operators: install g++ (the warning above says what is missing)")
     meta = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, 3, height, width, device="meta")
-    with torch.no_grad(), FlopCounterMode(display=False) as actual, _PaperCounter() as paper:
+    with ops.backend("auto"), torch.no_grad(), FlopCounterMode(display=False) as actual, _PaperCounter() as paper:
         meta(image)
     params = sum(p.numel() for p in model.parameters())
     return Complexity(params, paper.total, actual.get_total_flops())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.config import value_at
 from experiments.grid import Plot, Trial
 from experiments.report.table import Line
 
@@ -28,7 +29,7 @@ def draw(plot: Plot, trials: Sequence[Trial], table: Sequence[Line], title: str,
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    places = {t.row: (_at(t.config.model_dump(), plot.series), _at(t.config.model_dump(), plot.x)) for t in trials}
+    places = {t.row: (str(value_at(t.config, plot.series)), value_at(t.config, plot.x)) for t in trials}
     panels = (("top1", f"ours, {trials[0].profile}"), ("paper_top1", "paper, ImageNet"))
     for axis, (field, heading) in zip(axes, panels, strict=True):
         for (name, points), (colour, marker, line) in zip(_series(table, places, field).items(), STYLES, strict=False):
@@ -51,11 +52,3 @@ def _series(table: Sequence[Line], places: Mapping[str, tuple[str, Any]], field:
             name, x = places[line.id]
             series[name].append((x, value))
     return series
-
-
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of a trial's config."""
-    value: Any = config
-    for part in path.split("."):
-        value = value[part]
-    return value

@@ -12,9 +12,7 @@ import torch
 import yaml
 
 import san
-from experiments.config import ModelConfig
-from experiments.errors import UserError
-from experiments.grid import Grid
+from experiments.config import ModelConfig, model_mistakes
 
 TABLES = Path(__file__).parent / "paper_tables.yaml"
 INPUT_SIZE, CLASSES = 224, 1000
@@ -36,25 +34,25 @@ def _tables() -> dict[str, Any]:
     return content
 
 
-def paper_rows(table: str) -> dict[str, PaperRow]:
-    """The rows of one table by id.
+def table_names() -> list[str]:
+    """The paper's tables of results."""
+    return list(_tables())
 
-    Raises:
-        UserError: the paper has no such table.
-    """
-    if table not in _tables():
-        raise UserError(f"table: the paper has no table {table!r}; its tables: {', '.join(_tables())}")
+
+def paper_rows(table: str) -> dict[str, PaperRow]:
+    """The rows of one table by id."""
     rows = _tables()[table]["rows"]
     return {row["id"]: PaperRow(**{key: row.get(key) for key in ("top1", "top5", "params", "flops")}) for row in rows}
 
 
-def counts_at_paper_setting(grid: Grid) -> Mapping[str, san.Complexity]:
-    """Parameters and FLOPs of every row for ImageNet at full size, whatever profile was trained. Instant: meta device."""
-    return {
-        row.id: _counts(ModelConfig.model_validate((grid.base.model if grid.base else {}) | row.model)) for row in grid.rows
-    }
+def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:
+    """Parameters and FLOPs of every row for ImageNet at full size, whatever profile was trained; None where a model does
+    not fit that setting. Instant: meta device."""
+    return {row: _counts(model) for row, model in models.items()}
 
 
-def _counts(model: ModelConfig) -> san.Complexity:
+def _counts(model: ModelConfig) -> san.Complexity | None:
+    if any(model_mistakes(model, INPUT_SIZE)):
+        return None
     with torch.device("meta"):
-        return san.complexity(san.create_model(model.name, CLASSES, **model.overrides), INPUT_SIZE)
+        return san.complexity(model.spec().build(CLASSES), INPUT_SIZE)

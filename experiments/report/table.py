@@ -28,9 +28,9 @@ class Line:
     seeds: int
     """Finished seeds behind `top1`."""
     paper_params: float | None
-    params: float
+    params: float | None
     paper_flops: float | None
-    flops: float
+    flops: float | None
 
 
 def lines(
@@ -38,7 +38,7 @@ def lines(
     trials: Sequence[Trial],
     results: Mapping[str, Result],
     paper: Mapping[str, PaperRow],
-    counts: Mapping[str, san.Complexity],
+    counts: Mapping[str, san.Complexity | None],
 ) -> list[Line]:
     """The table's rows in the grid's order. `params` and `flops` are those of the paper's setting."""
     table = []
@@ -50,20 +50,9 @@ def lines(
         if trials[0].profile == "imagenet" and top1 is not None and printed.top1 is not None:
             difference = top1 - printed.top1
         ours = counts[row.id]
-        table.append(
-            Line(
-                row.id,
-                printed.top1,
-                top1,
-                difference,
-                top5,
-                len(finished),
-                printed.params,
-                ours.params / 1e6,
-                printed.flops,
-                ours.flops_paper / 1e9,
-            )
-        )
+        params, flops = (ours.params / 1e6, ours.flops_paper / 1e9) if ours else (None, None)
+        accuracy = (printed.top1, top1, difference, top5, len(finished))
+        table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -21,6 +22,8 @@ def run_epoch(engine: Engine, train: Loader, val: Loader, epoch: int) -> Epoch:
     lr = engine.lr
     start = time.perf_counter()
     loss = _train(engine, train, epoch)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss of epoch {epoch} is {loss}; it began at learning rate {lr:.4g}: lower recipe.lr")
     seconds = time.perf_counter() - start
     engine.average_buffers()
     val_loss, top1, top5, _ = evaluate(engine.model, val)
@@ -34,10 +37,7 @@ def _train(engine: Engine, loader: Loader, epoch: int) -> float:
         loss = engine.train_step(images, labels)
         sums += torch.stack((loss.double() * len(labels), loss.new_tensor(len(labels), dtype=torch.float64)))
     dist.all_reduce(sums)
-    mean = float(sums[0] / sums[1])
-    if not torch.isfinite(sums[0]):
-        raise FloatingPointError(f"the loss of epoch {epoch} is {mean} at learning rate {engine.lr:.4g}: lower recipe.lr")
-    return mean
+    return float(sums[0] / sums[1])
 
 
 @torch.no_grad()

@@ -25,7 +25,9 @@ class ResNetSpec(ModelSpec):
     stem_width: int = 64
 
     def check_input(self, size: int) -> None:
-        """Zero padding takes any footprint; the stem and the stages only need a pixel to be left."""
+        """Zero padding takes any odd footprint; the stem and the stages only need a pixel to be left."""
+        if self.footprint < 1 or self.footprint % 2 == 0:
+            raise ValueError(f"{self.name}: a footprint must be odd and positive (3, 5, 7), not {self.footprint}")
         least = 2 ** (len(self.kept_depths()) + 1)
         if size < least:
             raise ValueError(f"{self.name} needs an input of at least {least} pixels, not {size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,8 +27,11 @@ class ModelSpec:
             raise ValueError(f"{self.name}: {len(self.depths)} depths but {len(self.widths)} widths; give one per stage")
         if self.stages is not None and not 1 <= self.stages <= len(self.depths):
             raise ValueError(f"{self.name}: stages must be 1 to {len(self.depths)}, not {self.stages}")
-        if self.width_factor <= 0:
+        if not 0 < self.width_factor < math.inf:
             raise ValueError(f"{self.name}: width_factor must be positive, not {self.width_factor}")
+        if not self.depths or min(self.depths) < 1 or min(self.scaled_widths()) < 1:
+            shape = f"depths {self.depths} and widths {self.scaled_widths()}"
+            raise ValueError(f"{self.name}: each stage needs a block and a channel, not {shape}")
 
     def kept_depths(self) -> tuple[int, ...]:
         """Blocks in each stage that is kept."""

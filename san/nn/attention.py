@@ -30,7 +30,7 @@ class VectorAttention(nn.Module):
 
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int) -> None:
         super().__init__()
-        if channels % r1 or channels % (r2 * share):
+        if min(r1, r2, share) < 1 or channels % r1 or channels % (r2 * share):
             raise ValueError(f"{channels} channels cannot be divided by r1={r1} and by r2 * share={r2 * share}")
         self.footprint = footprint
         self.relation_channels = channels // r1

@@ -99,10 +99,10 @@ def _check_alike(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
 
 def _kernels_run(x: Tensor) -> bool:
     """Where the choice between kernels and reference is made, for all operators."""
-    return x.device.type in ("cpu", "cuda", "meta") and _kernels_chosen()
+    return _kernels_chosen(x.device.type)
 
 
 @torch.compiler.assume_constant_result
-def _kernels_chosen() -> bool:
+def _kernels_chosen(device: str) -> bool:
     """A compiled graph keeps the back end that was chosen when it was traced."""
-    return _backend.get() == "auto" and library.load()
+    return _backend.get() == "auto" and library.load() and library.runs_on(device)

@@ -31,6 +31,21 @@ def load() -> bool:
     return True
 
 
+@functools.cache
+def runs_on(device: str) -> bool:
+    """Whether the loaded kernels serve a device type; CUDA once warned of, if they were built without it."""
+    if device in ("cpu", "meta"):
+        return True
+    if device == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key("san::unfold", "CUDA"):
+        warnings.warn(
+            "san runs on its slower reference operators on the GPU: the kernels were built without CUDA, "
+            "because nvcc was not found; install the CUDA toolkit or set CUDA_HOME",
+            stacklevel=2,
+        )
+        return False
+    return device == "cuda"
+
+
 def _unfolded(x: Tensor, kernel_size: int) -> Tensor:
     N, C, H, W = x.shape
     check_footprint(kernel_size, H, W)
@@ -53,7 +68,14 @@ def _register_unfold() -> None:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ops.unfold_backward(grad, ctx.height, ctx.width, ctx.kernel_size), None
 
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.kernel_size = inputs[3]
+
+    def double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ops.unfold(grad, ctx.kernel_size), None, None, None
+
     torch.library.register_autograd("san::unfold", backward, setup_context=setup)
+    torch.library.register_autograd("san::unfold_backward", double_backward, setup_context=setup_backward)
 
 
 def _register_subtraction() -> None:
@@ -72,7 +94,14 @@ def _register_subtraction() -> None:
         grad_phi, grad_psi = ops.subtraction_backward(grad, ctx.height, ctx.width, ctx.kernel_size)
         return grad_phi, grad_psi, None
 
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.kernel_size = inputs[3]
+
+    def double_backward(ctx: Any, grad_phi: Tensor, grad_psi: Tensor) -> tuple[Tensor, None, None, None]:
+        return ops.subtraction(grad_phi, grad_psi, ctx.kernel_size), None, None, None
+
     torch.library.register_autograd("san::subtraction", backward, setup_context=setup)
+    torch.library.register_autograd("san::subtraction_backward", double_backward, setup_context=setup_backward)
 
 
 def _register_aggregation() -> None:
@@ -95,7 +124,21 @@ def _register_aggregation() -> None:
         grad_beta, grad_weight = ops.aggregation_backward(grad, *ctx.saved_tensors, ctx.kernel_size)
         return grad_beta, grad_weight, None
 
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.kernel_size = inputs
+        ctx.save_for_backward(*tensors)
+
+    def double_backward(ctx: Any, to_beta: Tensor, to_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        # Forward is linear in beta and in weight, so its derivatives are itself with one of them replaced.
+        grad, beta, weight = ctx.saved_tensors
+        k = ctx.kernel_size
+        to_grad = ops.aggregation(to_beta, weight, k) + ops.aggregation(beta, to_weight, k)
+        grad_beta, _ = ops.aggregation_backward(grad, beta, to_weight, k)
+        _, grad_weight = ops.aggregation_backward(grad, to_beta, weight, k)
+        return to_grad, grad_beta, grad_weight, None
+
     torch.library.register_autograd("san::aggregation", backward, setup_context=setup)
+    torch.library.register_autograd("san::aggregation_backward", double_backward, setup_context=setup_backward)
 
     def flops(beta_shape: Any, weight_shape: Any, kernel_size: int, *, out_shape: Any = None) -> int:
         """Two FLOPs per multiply-accumulate: one per value channel, pixel and footprint position."""

@@ -9,7 +9,6 @@ from textwrap import dedent
 
 import pytest
 
-from experiments.grid import Grid, read_grid
 from experiments.run import Job, open_job
 from experiments.tracking import Tracker
 from experiments.training.engine import join_process_group
@@ -57,11 +56,6 @@ def open_small_job(small_grid: Path, tmp_path: Path, empty_database: Path) -> Ca
         return job
 
     return open_it
-
-
-@pytest.fixture
-def grid(small_grid: Path) -> Grid:
-    return read_grid(small_grid)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,16 @@ import csv
 import functools
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -163,24 +168,54 @@ def test_two_workers_end_with_the_same_weights_and_statistics(open_small_job: Ca
     assert (metrics["val/top1"] * 360 / 100) == pytest.approx(round(metrics["val/top1"] * 360 / 100), abs=1e-6)
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray head: its dashboard's address, and the environment in which its commands know its token."""
+
+    address: str
+    environment: dict[str, str]
+
+
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[str]:
-    """A Ray head with its dashboard, as `ray start` makes it; yields the dashboard's address."""
+def head(tmp_path: Path) -> Iterator[Head]:
+    """A Ray head with dashboard and token, as `ray start` makes it, beside any other."""
     ray = Path(sys.executable).parent / "ray"
     environment = os.environ | {"PATH": f"{ray.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
-    port, dashboard = "26379", "28265"
-    start = [ray, "start", "--head", "--port", port, "--dashboard-port", dashboard, "--num-cpus", "2", "--disable-usage-stats"]
-    subprocess.run(start, env=environment, check=True, capture_output=True)
-    yield f"http://127.0.0.1:{dashboard}"
-    subprocess.run([ray, "stop", "--force"], env=environment, check=False, capture_output=True)
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    dashboard = free_port()
+    start = [ray, "start", "--head", "--block", "--port", free_port(), "--dashboard-port", dashboard, "--num-cpus", "2"]
+    with open(tmp_path / "head.log", "w") as log:
+        process = subprocess.Popen(start, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    limit = time.monotonic() + 90
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{dashboard}/api/version", timeout=5).close()
+            break
+        except urllib.error.HTTPError:
+            break  # it asks for a token, so it is up; Ray's own commands know the token
+        except OSError:
+            assert process.poll() is None and time.monotonic() < limit, (tmp_path / "head.log").read_text()
+            time.sleep(0.5)
+    yield Head(f"http://127.0.0.1:{dashboard}", environment)
+    process.terminate()  # `ray start --block` ends what it started
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_ray_job_submit(head: str, tmp_path: Path) -> None:
+def test_ray_job_submit(head: Head, tmp_path: Path) -> None:
     runtime_env = f'{{"env_vars": {{"SAN_RUNS": "{tmp_path / "runs"}"}}}}'
     grid = SMALL_GRID.relative_to(PROJECT_DIR)
     ray = Path(sys.executable).parent / "ray"
-    command = [ray, "job", "submit", "--address", head, "--working-dir", ".", "--runtime-env-json", runtime_env, "--"]
+    command = [ray, "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env-json", runtime_env, "--"]
     done = subprocess.run(
         [
             *command,
@@ -195,6 +230,7 @@ def test_ray_job_submit(head: str, tmp_path: Path) -> None:
             "recipe.batch=128",
         ],
         cwd=PROJECT_DIR,
+        env=head.environment,
         capture_output=True,
         text=True,
         timeout=240,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.errors import UserError
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
 from experiments.run import Job, open_job
@@ -23,7 +22,7 @@ def tabled(job: Job, tops: dict[str, float], profile: str = "digits") -> list[ta
     results = {
         trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0}) for trial in trials if trial.row in tops
     }
-    return table.lines(job.grid, trials, results, paper_rows(job.grid.table), counts_at_paper_setting(job.grid))
+    return table.lines(job.grid, trials, results, paper_rows(job.grid.table), counts_at_paper_setting(job.full_size))
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
@@ -68,7 +67,7 @@ def test_seeds_are_averaged(write_grid: Callable[[str], Path], tmp_path: Path) -
     first, second = job.trials
     results = {first.key: Result("a", True, {"val/top1": 90.0, "val/top5": 99.0})}
     results[second.key] = Result("b", False, {"val/top1": 20.0, "val/top5": 50.0})
-    counts, paper = counts_at_paper_setting(job.grid), paper_rows("footprint")
+    counts, paper = counts_at_paper_setting(job.full_size), paper_rows("footprint")
     (line,) = table.lines(job.grid, job.trials, results, paper, counts)
     assert (line.top1, line.seeds) == (90.0, 1)  # an unfinished run does not count
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
@@ -85,7 +84,17 @@ def test_plot_is_a_picture(open_small_job: Callable[..., Job], tmp_path: Path) -
     assert path.stat().st_size > 10_000
 
 
-def test_rejects_an_unknown_table(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_grid("{question: q, table: footprints, rows: [{id: a, model: {name: resnet26}}]}")
-    with pytest.raises(UserError, match=r"small.yaml: table: the paper has no table 'footprints'; its tables: comparison"):
-        open_job(path, "digits", (), tmp_path)
+def test_counts_follow_an_override(small_grid: Path, tmp_path: Path) -> None:
+    plain, wide = (tabled(open_job(small_grid, "digits", o, tmp_path), {}) for o in ((), ("model.footprint=11",)))
+    assert [f"{line.flops:.1f}" for line in plain] == ["1.7", "2.4", "1.6"]
+    assert [f"{line.flops:.1f}" for line in wide][::2] == ["3.0", "2.3"]
+
+
+def test_a_model_that_does_not_fit_the_papers_setting_has_no_counts(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_grid("""
+        question: Too large for the last stage?
+        table: footprint
+        rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 15}}]
+    """)
+    (line,) = tabled(open_job(path, "digits", ("data.size=64", "data.resize=64"), tmp_path), {})
+    assert (line.params, line.flops, line.paper_params) == (None, None, 10.5)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import UserError
-from experiments.grid import Grid
 from experiments.run import Job, open_job, plan
 from experiments.tracking import Tracker
 from san import Complexity
@@ -88,10 +87,15 @@ def test_interrupted_trials_are_marked(open_small_job: Callable[..., Job]) -> No
     assert status == ["FINISHED", "KILLED"]
 
 
-def test_rejects_a_server_that_does_not_answer(
-    grid: Grid, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    job = open_small_job()
-    with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 cannot be used: .*check MLFLOW_TRACKING_URI"):
-        Tracker("http://127.0.0.1:9", "small", "digits").prepare(grid, job.workspace.runs)
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "foo://bar", "file:///nowhere/mlruns"])
+def test_rejects_a_store_that_cannot_be_used(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    job = open_job(SMALL_GRID, "digits", (), tmp_path / "runs")
+    with pytest.raises(UserError, match=rf"MLflow at {uri} cannot be used: .*; check MLFLOW_TRACKING_URI and --runs"):
+        plan(job)
+
+
+def test_rejects_a_broken_database(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"these bytes are no database" * 100)
+    with pytest.raises(UserError, match=r"mlflow.db cannot be used: .*not a database"):
+        plan(open_job(SMALL_GRID, "digits", (), tmp_path))

@@ -130,6 +130,12 @@ def test_rejects_an_input_that_is_too_small(name: str, least: int) -> None:
         spec.check_input(least - 1)
 
 
+def test_complexity_counts_the_same_under_any_backend() -> None:
+    expected = san.complexity(on_meta("san10_pairwise"))
+    with ops.backend("reference"):
+        assert san.complexity(on_meta("san10_pairwise")) == expected
+
+
 def test_complexity_does_not_touch_the_model() -> None:
     model = san.create_model("san10_pairwise", 10, **SMALL)
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from cuda_ext import build
+from san.ops import library
 
 
 def test_rejects_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +59,12 @@ def test_without_a_compiler_the_reference_runs_and_says_so(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", code], cwd=build.SOURCE_DIR.parent, env=env, capture_output=True, text=True)
     assert "torch.Size([1, 1, 9, 9])" in done.stdout
     assert "san runs on its slower reference operators: no C++ compiler found" in done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA, whose kernels are built without it")
+def test_a_gpu_without_cuda_kernels_gets_the_reference_and_is_told() -> None:
+    assert library.load()
+    library.runs_on.cache_clear()
+    with pytest.warns(UserWarning, match="reference operators on the GPU: the kernels were built without CUDA"):
+        assert not library.runs_on("cuda")
+    assert library.runs_on("cpu")

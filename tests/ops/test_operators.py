@@ -61,6 +61,13 @@ def test_gradcheck(operator: Operator) -> None:
 
 
 @every_operator
+def test_gradgradcheck(operator: Operator) -> None:
+    case = Case(1, 4, 3, 4, 3)
+    inputs = tuple(x.requires_grad_() for x in operator.sample(case))
+    assert torch.autograd.gradgradcheck(operator.kernel(), (*inputs, case.footprint))
+
+
+@every_operator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(operator: Operator, dtype: torch.dtype) -> None:
     case = Case(2, 4, 5, 4, 3)
