@@ -59,7 +59,6 @@ def test_a_lone_worker(memory: cells.Memory, tmp_path: Path) -> None:
 def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
-    pytest.importorskip("torch")
     pair = Placement(workers=2)
     outcomes = sweep(cells.reducing, {"cell": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
     assert memory.of("cell") == [{"sum": 3.0, "workers": 2.0}]
