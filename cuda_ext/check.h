@@ -34,6 +34,15 @@ inline void check_unfolded(const Tensor& x, const Footprint& footprint, const ch
                   " must be [N, C, ", footprint.positions(), ", ", footprint.pixels(), "]");
 }
 
+// phi and psi of dot, [N, R, H, W], whose channels fall into `groups` groups of equal size.
+inline void check_dot(const Tensor& phi, const Tensor& psi, int64_t groups) {
+  check_map(phi, "phi");
+  check_same(phi, psi, "phi and psi");
+  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have one shape");
+  STD_TORCH_CHECK(groups > 0 && phi.size(1) % groups == 0, "phi's ", phi.size(1), " channels must be a multiple of the ",
+                  groups, " groups");
+}
+
 inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Footprint& footprint) {
   check_same(beta, weight, "beta and weight");
   check_unfolded(weight, footprint, "weight");

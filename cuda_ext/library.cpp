@@ -16,6 +16,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SAN_LIBRARY, m) {
   // phi, psi [N, R, H, W] -> phi_i - psi_j [N, R, K, P]
   m.def("subtraction(Tensor phi, Tensor psi, int kernel_size) -> Tensor");
   m.def("subtraction_backward(Tensor grad, int height, int width, int kernel_size) -> (Tensor, Tensor)");
+  // phi, psi [N, R, H, W] -> sum over the channels c of group c % G of phi_i * psi_j [N, G, K, P], G = groups
+  m.def("dot(Tensor phi, Tensor psi, int kernel_size, int groups) -> Tensor");
+  m.def("dot_backward(Tensor grad, Tensor phi, Tensor psi, int kernel_size) -> (Tensor, Tensor)");
   // beta [N, C, H, W], weight [N, G, K, P] -> sum_j weight_{c % G, j} beta_{c, j} [N, C, H, W]
   m.def("aggregation(Tensor beta, Tensor weight, int kernel_size) -> Tensor");
   m.def("aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -> (Tensor, Tensor)");

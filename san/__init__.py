@@ -6,6 +6,15 @@ Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVP
 from san import ops
 from san.complexity import Complexity, complexity
 from san.models import create_model, list_models
-from san.nn import PairwiseAttention, PatchwiseAttention
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention
 
-__all__ = ["Complexity", "PairwiseAttention", "PatchwiseAttention", "complexity", "create_model", "list_models", "ops"]
+__all__ = [
+    "Complexity",
+    "PairwiseAttention",
+    "PatchwiseAttention",
+    "ScalarAttention",
+    "complexity",
+    "create_model",
+    "list_models",
+    "ops",
+]

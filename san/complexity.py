@@ -1,11 +1,12 @@
-"""Parameters and FLOPs of a model, counted on a copy of it on the meta device: nothing is computed.
+"""Parameters and FLOPs of a model and of its stages, counted on a copy of it on the meta device: nothing is computed.
 
 Two counts that are never mixed:
 
 - *paper*, the convention of the released code's counter: one per multiply-accumulate of Linear, convolution and aggregation;
   one per output element for a convolution's bias (the classifier's is left out, as there); two per element for an affine
   BatchNorm; one per element for ReLU; one per input element for pooling; one per element of an elementwise relation and of
-  p_i - p_j. Softmax and residual additions are not counted.
+  p_i - p_j. Softmax, residual additions and the inner products of dot, star and clique are not counted; the inner products of
+  the scalar baseline are.
 - *actual*, what the machine does: two FLOPs per multiply-accumulate of matrix products, convolutions and our operators, from
   `torch.utils.flop_counter`.
 """
@@ -23,16 +24,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from san import ops
+from san.models.spec import Trunk
+from san.nn import ScalarAttention
 from san.ops import library
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Parameters and FLOPs of one part of a model, for one image."""
+
+    name: str
+    params: int
+    flops_paper: int
+    flops_actual: int
+
+
+@dataclass(frozen=True, slots=True)
 class Complexity:
-    """`params` in numbers; `flops_paper` and `flops_actual` for one image."""
+    """`params` in numbers; `flops_paper` and `flops_actual` for one image; `stages` adds up to them."""
 
     params: int
     flops_paper: int
     flops_actual: int
+    stages: tuple[Part, ...]
+    """Stem, stages and head of our models; the children of any other module."""
 
 
 def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Complexity:
@@ -48,9 +63,34 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
     meta = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, 3, height, width, device="meta")
     with ops.backend("auto"), torch.no_grad(), FlopCounterMode(display=False) as actual, _PaperCounter() as paper:
+        paper.watch(meta)
+        parts = _Parts(meta, lambda: (paper.total, actual.get_total_flops()))
         meta(image)
-    params = sum(p.numel() for p in model.parameters())
-    return Complexity(params, paper.total, actual.get_total_flops())
+    stages = parts.counted()
+    params = sum(p.numel() for p in meta.parameters())
+    return Complexity(params, paper.total, actual.get_total_flops(), stages)
+
+
+class _Parts:
+    """Notes the counters whenever another part of the model starts; what runs between two parts belongs to the earlier one."""
+
+    def __init__(self, model: nn.Module, read: Callable[[], tuple[int, int]]) -> None:
+        named = {name: [child] for name, child in model.named_children()}
+        self.modules = model.parts() if isinstance(model, Trunk) else named
+        self.read = read
+        self.started: list[tuple[str, int, int]] = []
+        for name, modules in self.modules.items():
+            for module in modules:
+                module.register_forward_pre_hook(lambda module, args, name=name: self.started.append((name, *read())))
+
+    def counted(self) -> tuple[Part, ...]:
+        flops = {name: [0, 0] for name in self.modules}
+        ends = [*self.started[1:], ("", *self.read())]
+        for (name, *start), (_, *end) in zip(self.started, ends, strict=True):
+            for count, (before, after) in enumerate(zip(start, end, strict=True)):
+                flops[name][count] += after - before
+        params = {name: sum(p.numel() for m in modules for p in m.parameters()) for name, modules in self.modules.items()}
+        return tuple(Part(name, params[name], *counts) for name, counts in flops.items())
 
 
 def _numel(x: Any) -> int:
@@ -66,6 +106,11 @@ def _linear(args: tuple[Any, ...], out: Tensor) -> int:  # addmm(bias, x, weight
     return out.numel() * args[1].shape[1]
 
 
+def _dot(args: tuple[Any, ...], out: Tensor) -> int:  # dot(phi, psi, kernel_size, groups)
+    """The Hadamard relation, a group per channel, is elementwise; inner products are not counted."""
+    return out.numel() if args[3] == args[0].shape[1] else 0
+
+
 def _per_input(times: int) -> Callable[[tuple[Any, ...], Any], int]:
     return lambda args, out: times * _numel(args[0])
 
@@ -74,8 +119,10 @@ def _per_output(args: tuple[Any, ...], out: Any) -> int:
     return _numel(out)
 
 
+Counts = dict[str, Callable[[tuple[Any, ...], Any], int]]
+
 # The paper's count for each operator that a model runs; those not listed count nothing.
-PAPER_COUNTS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
+PAPER_COUNTS: Counts = {
     "aten::convolution": _convolution,
     "aten::addmm": _linear,
     "aten::native_batch_norm": _per_input(2),
@@ -86,20 +133,41 @@ PAPER_COUNTS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
     "aten::max_pool2d_with_indices": _per_input(1),
     "aten::mean": _per_input(1),
     "san::subtraction": _per_output,
+    "san::dot": _dot,
     "san::aggregation": lambda args, out: out.numel() * args[2] ** 2,
+}
+# What counts inside scalar attention besides: phi_i^T psi_j, and phi_i^T r_{j-i}.
+SCALAR_COUNTS: Counts = {
+    "san::dot": lambda args, out: args[0].numel() * args[2] ** 2,
+    "aten::bmm": lambda args, out: out.numel() * args[0].shape[2],
 }
 
 
 class _PaperCounter(TorchDispatchMode):
-    """Sums PAPER_COUNTS over every operator that is dispatched."""
+    """Sums the paper's counts over every operator that is dispatched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self.counts = PAPER_COUNTS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = PAPER_COUNTS.get(func._schema.name)
+        count = self.counts.get(func._schema.name)
         if count is not None:
             self.total += count(args, out)
         return out
+
+    def watch(self, model: nn.Module) -> None:
+        """Counts by `SCALAR_COUNTS` inside scalar attention."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.counts = PAPER_COUNTS | SCALAR_COUNTS
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            self.counts = PAPER_COUNTS
+
+        for module in model.modules():
+            if isinstance(module, ScalarAttention):
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from fnmatch import fnmatchcase
 
-from torch import nn
-
+from san.choice import choose
 from san.models.resnet import ResNetSpec
-from san.models.san import SANSpec
-from san.models.spec import ModelSpec
+from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
+from san.models.spec import ModelSpec, Trunk
 
 VARIANTS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
-        SANSpec(name="san10_pairwise", attention="pairwise", depths=(2, 1, 2, 4, 1)),
-        SANSpec(name="san10_patchwise", attention="patchwise", depths=(2, 1, 2, 4, 1)),
-        SANSpec(name="san15_pairwise", attention="pairwise", depths=(3, 2, 3, 5, 2)),
-        SANSpec(name="san15_patchwise", attention="patchwise", depths=(3, 2, 3, 5, 2)),
-        SANSpec(name="san19_pairwise", attention="pairwise", depths=(3, 3, 4, 6, 3)),
-        SANSpec(name="san19_patchwise", attention="patchwise", depths=(3, 3, 4, 6, 3)),
+        PairwiseSpec(name="san10_pairwise", depths=(2, 1, 2, 4, 1)),
+        PatchwiseSpec(name="san10_patchwise", depths=(2, 1, 2, 4, 1)),
+        ScalarSpec(name="san10_scalar", depths=(2, 1, 2, 4, 1)),
+        PairwiseSpec(name="san15_pairwise", depths=(3, 2, 3, 5, 2)),
+        PatchwiseSpec(name="san15_patchwise", depths=(3, 2, 3, 5, 2)),
+        PairwiseSpec(name="san19_pairwise", depths=(3, 3, 4, 6, 3)),
+        PatchwiseSpec(name="san19_patchwise", depths=(3, 3, 4, 6, 3)),
         ResNetSpec(name="resnet26", depths=(1, 2, 4, 1)),
         ResNetSpec(name="resnet38", depths=(2, 3, 5, 2)),
         ResNetSpec(name="resnet50", depths=(3, 4, 6, 3)),
@@ -39,11 +38,7 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     Raises:
         ValueError: unknown name or field, with the names that exist.
     """
-    if name not in VARIANTS:
-        near = difflib.get_close_matches(name, VARIANTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown model {name!r}{hint} Known: {', '.join(VARIANTS)}")
-    spec = VARIANTS[name]
+    spec = choose("model", name, VARIANTS)
     fields = [field.name for field in dataclasses.fields(spec) if field.name != "name"]
     unknown = sorted(set(overrides or {}) - set(fields))
     if unknown:
@@ -53,12 +48,15 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]
 
 
-def create_model(name: str, num_classes: int = 1000, **overrides: object) -> nn.Module:
+def create_model(name: str, num_classes: int = 1000, *, features_only: bool = False, **overrides: object) -> Trunk:
     """Builds a named variant with fresh weights: images [N, 3, H, W] to logits [N, num_classes].
 
-    Any field of the variant's record may be overridden: `create_model("san10_pairwise", footprint=9)`.
+    Any field of the variant's record may be overridden: `create_model("san10_pairwise", footprint=9)`. With `features_only` the
+    model is a backbone: it has no head and answers with the map of every stage, [N, model.channels[s], H / r, W / r] with
+    r = model.reductions[s]; a classifier's weights load into it but for the head.
 
     Raises:
         ValueError: unknown name or field, or numbers that do not fit together.
     """
-    return model_spec(name, overrides).build(num_classes)
+    spec = model_spec(name, overrides)
+    return spec.build_backbone() if features_only else spec.build(num_classes)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from san.models.spec import ModelSpec
+from san.models.spec import ModelSpec, Trunk
+from san.nn import GlobalAveragePool
+from san.ops.footprint import check_side
 
 EXPANSION = 4  # a bottleneck's output channels over its inner channels
 
@@ -26,8 +28,7 @@ class ResNetSpec(ModelSpec):
 
     def check_input(self, size: int) -> None:
         """Zero padding takes any odd footprint; the stem and the stages only need a pixel to be left."""
-        if self.footprint < 1 or self.footprint % 2 == 0:
-            raise ValueError(f"{self.name}: a footprint must be odd and positive (3, 5, 7), not {self.footprint}")
+        check_side(self.footprint)
         least = 2 ** (len(self.kept_depths()) + 1)
         if size < least:
             raise ValueError(f"{self.name} needs an input of at least {least} pixels, not {size}")
@@ -35,12 +36,16 @@ class ResNetSpec(ModelSpec):
     def build(self, num_classes: int) -> ResNet:
         return ResNet(self, num_classes)
 
+    def build_backbone(self) -> ResNetBackbone:
+        return ResNetBackbone(self)
+
 
 class Bottleneck(nn.Module):
     """1x1 down, k x k with the stride, 1x1 up, each with BatchNorm; + identity or a 1x1 projection."""
 
     def __init__(self, width_in: int, width: int, stride: int, footprint: int) -> None:
         super().__init__()
+        check_side(footprint)
         inner = width // EXPANSION
         self.conv1 = nn.Conv2d(width_in, inner, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(inner)
@@ -59,14 +64,16 @@ class Bottleneck(nn.Module):
         return relu(self.bn3(self.conv3(y)) + identity, inplace=True)
 
 
-class ResNet(nn.Module):
-    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+class ResNetTrunk(Trunk):
+    """7x7 convolution with stride 2, 3x3 max pool with stride 2, then stages of bottlenecks."""
 
-    def __init__(self, spec: ResNetSpec, num_classes: int) -> None:
+    def __init__(self, spec: ResNetSpec) -> None:
         super().__init__()
         self.spec = spec
         stem = int(spec.stem_width * spec.width_factor)
         widths = spec.scaled_widths()
+        self.channels = (stem, *widths)
+        self.reductions = tuple(2**step for step in range(1, len(widths) + 2))
         self.conv1 = nn.Conv2d(3, stem, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(stem)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
@@ -77,16 +84,49 @@ class ResNet(nn.Module):
             first = Bottleneck(width_in, width, 1 if i == 0 else 2, spec.footprint)
             rest = [Bottleneck(width, width, 1, spec.footprint) for _ in range(depth - 1)]
             self.add_module(name, nn.Sequential(first, *rest))
-        self.fc = nn.Linear(widths[-1], num_classes)
-        self._initialise()
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
+        """He's initialisation of every convolution."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, x_N3HW: Tensor) -> Tensor:
-        x_NCHW = self.maxpool(relu(self.bn1(self.conv1(x_N3HW)), inplace=True))
+    def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
+        """The map after the first convolution, then those of the stages."""
+        maps = [relu(self.bn1(self.conv1(x_N3HW)), inplace=True)]
+        x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:
             x_NCHW = self.get_submodule(name)(x_NCHW)
-        return self.fc(x_NCHW.mean((2, 3)))
+            maps.append(x_NCHW)
+        return tuple(maps)
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        stages = {f"stage{number}": [self.get_submodule(name)] for number, name in enumerate(self.stage_names, start=1)}
+        return {"stem": [self.conv1, self.bn1, self.maxpool], **stages}
+
+
+class ResNetBackbone(ResNetTrunk):
+    """Images [N, 3, H, W] to the map of the first convolution and of each stage."""
+
+    def __init__(self, spec: ResNetSpec) -> None:
+        super().__init__(spec)
+        self.initialise()
+
+    def forward(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
+        return self.features(x_N3HW)
+
+
+class ResNet(ResNetTrunk):
+    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+
+    def __init__(self, spec: ResNetSpec, num_classes: int) -> None:
+        super().__init__(spec)
+        self.pool = GlobalAveragePool()
+        self.fc = nn.Linear(self.channels[-1], num_classes)
+        self.initialise()
+
+    def forward(self, x_N3HW: Tensor) -> Tensor:
+        return self.fc(self.pool(self.features(x_N3HW)[-1]))
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        return {**super().parts(), "head": [self.pool, self.fc]}

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-from san.models.spec import ModelSpec
-from san.nn import ATTENTION, SelfAttentionBlock
+from san.models.spec import ModelSpec, Trunk
+from san.nn import (
+    GlobalAveragePool,
+    PairwiseAttention,
+    PatchwiseAttention,
+    ScalarAttention,
+    SelfAttention,
+    SelfAttentionBlock,
+)
 from san.ops.footprint import check_footprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SANSpec(ModelSpec):
-    """A SAN by numbers; the defaults are the paper's. Stage 1 keeps a 3x3 footprint, the others have `footprint`."""
+    """A SAN by numbers; the defaults are the paper's. Stage 1 keeps a 3x3 footprint, the others have `footprint`.
 
-    attention: Literal["pairwise", "patchwise"]
+    The kinds of attention differ in their fields, so each has a record of its own below.
+    """
+
     footprint: int = 7
     widths: tuple[int, ...] = (64, 256, 512, 1024, 2048)
     r1: int = 16
     r2: int = 4
-    share: int = 8
 
     def footprints(self) -> tuple[int, ...]:
         """Side of the footprint for each stage, in pixels."""
@@ -37,8 +44,72 @@ class SANSpec(ModelSpec):
             except ValueError as error:
                 raise ValueError(f"stage {stage} of {self.name} at input size {size}: {error}") from None
 
+    def attention(self, channels: int, footprint: int) -> SelfAttention:
+        """The attention of one block."""
+        raise NotImplementedError
+
     def build(self, num_classes: int) -> SAN:
         return SAN(self, num_classes)
+
+    def build_backbone(self) -> SANBackbone:
+        return SANBackbone(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairwiseSpec(SANSpec):
+    """SAN with pairwise attention."""
+
+    share: int = 8
+    relation: str = "subtraction"
+    mapping: str = "LRL"
+    transformation: str = "distinct"
+    position: str = "relative"
+
+    def attention(self, channels: int, footprint: int) -> PairwiseAttention:
+        return PairwiseAttention(
+            channels,
+            footprint,
+            r1=self.r1,
+            r2=self.r2,
+            share=self.share,
+            relation=self.relation,
+            mapping=self.mapping,
+            transformation=self.transformation,
+            position=self.position,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchwiseSpec(SANSpec):
+    """SAN with patchwise attention."""
+
+    share: int = 8
+    relation: str = "concatenation"
+    mapping: str = "LRL"
+    transformation: str = "distinct"
+
+    def attention(self, channels: int, footprint: int) -> PatchwiseAttention:
+        return PatchwiseAttention(
+            channels,
+            footprint,
+            r1=self.r1,
+            r2=self.r2,
+            share=self.share,
+            relation=self.relation,
+            mapping=self.mapping,
+            transformation=self.transformation,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarSpec(SANSpec):
+    """SAN with scalar attention: the stand-alone self-attention baseline of section 5.3."""
+
+    r1: int = 4
+    heads: int = 8
+
+    def attention(self, channels: int, footprint: int) -> ScalarAttention:
+        return ScalarAttention(channels, footprint, r1=self.r1, r2=self.r2, heads=self.heads)
 
 
 class Stage(nn.Module):
@@ -46,32 +117,58 @@ class Stage(nn.Module):
 
     def __init__(self, width_in: int, width: int, depth: int, footprint: int, spec: SANSpec) -> None:
         super().__init__()
-        attention = ATTENTION[spec.attention]
         self.linear = nn.Conv2d(width_in, width, 1, bias=False)
-        self.blocks = nn.Sequential(
-            *(SelfAttentionBlock(width, attention(width, footprint, spec.r1, spec.r2, spec.share)) for _ in range(depth))
-        )
+        self.blocks = nn.Sequential(*(SelfAttentionBlock(width, spec.attention(width, footprint)) for _ in range(depth)))
         self.norm = nn.BatchNorm2d(width)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return relu(self.norm(self.blocks(self.linear(max_pool2d(x_NCHW, 2)))), inplace=True)
 
 
-class SAN(nn.Module):
-    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+class SANTrunk(Trunk):
+    """Linear stem at the image's resolution, then stages that halve it."""
 
-    def __init__(self, spec: SANSpec, num_classes: int) -> None:
+    def __init__(self, spec: SANSpec) -> None:
         super().__init__()
         self.spec = spec
         widths = spec.scaled_widths()
+        self.channels = widths
+        self.reductions = tuple(2**stage for stage in range(1, len(widths) + 1))
         self.stem = nn.Conv2d(3, widths[0], 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(widths[0])
         rows = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
         self.stages = nn.ModuleList(Stage(width_in, width, depth, k, spec) for width_in, width, depth, k in rows)
-        self.head = nn.Linear(widths[-1], num_classes)
 
-    def forward(self, x_N3HW: Tensor) -> Tensor:
+    def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         x_NCHW = relu(self.stem_norm(self.stem(x_N3HW)), inplace=True)
+        maps = []
         for stage in self.stages:
             x_NCHW = stage(x_NCHW)
-        return self.head(x_NCHW.mean((2, 3)))
+            maps.append(x_NCHW)
+        return tuple(maps)
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        stages: dict[str, list[nn.Module]] = {f"stage{number}": [stage] for number, stage in enumerate(self.stages, start=1)}
+        return {"stem": [self.stem, self.stem_norm], **stages}
+
+
+class SANBackbone(SANTrunk):
+    """Images [N, 3, H, W] to the map of each stage."""
+
+    def forward(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
+        return self.features(x_N3HW)
+
+
+class SAN(SANTrunk):
+    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+
+    def __init__(self, spec: SANSpec, num_classes: int) -> None:
+        super().__init__(spec)
+        self.pool = GlobalAveragePool()
+        self.head = nn.Linear(self.channels[-1], num_classes)
+
+    def forward(self, x_N3HW: Tensor) -> Tensor:
+        return self.head(self.pool(self.features(x_N3HW)[-1]))
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        return {**super().parts(), "head": [self.pool, self.head]}

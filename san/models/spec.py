@@ -1,11 +1,47 @@
-"""What every model's record has: a name, stages, and the two ways to make it smaller without changing its kind."""
+"""What all models share: a record of numbers, and a trunk of stages under a classifier's head or used as a backbone."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+
+class Trunk(nn.Module):
+    """Stem and stages of a network.
+
+    Attributes:
+        channels: C of each map of `features`.
+        reductions: side of the image over the side of each map.
+    """
+
+    channels: tuple[int, ...]
+    reductions: tuple[int, ...]
+
+    def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
+        """The maps that the stages answer with, largest first."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The modules that make up the stem, each stage and the head, by the names that tables print."""
+        raise NotImplementedError
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What a field of a record may hold, by its annotation.
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda value: isinstance(value, str), "a name"),
+    "int": (_is_whole, "a whole number"),
+    "int | None": (lambda value: value is None or _is_whole(value), "a whole number or None"),
+    "float": (lambda value: _is_whole(value) or isinstance(value, float), "a number"),
+    "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(_is_whole, value)), "a list of whole numbers"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +59,10 @@ class ModelSpec:
     width_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            holds, words = KINDS[str(field.type)]
+            if not holds(getattr(self, field.name)):
+                raise ValueError(f"{self.name}: {field.name} must be {words}, not {getattr(self, field.name)!r}")
         if len(self.depths) != len(self.widths):
             raise ValueError(f"{self.name}: {len(self.depths)} depths but {len(self.widths)} widths; give one per stage")
         if self.stages is not None and not 1 <= self.stages <= len(self.depths):
@@ -45,6 +85,10 @@ class ModelSpec:
         """Raises ValueError where a square input of `size` pixels is too small for the model."""
         raise NotImplementedError
 
-    def build(self, num_classes: int) -> nn.Module:
-        """The model with fresh weights, images [N, 3, H, W] to logits [N, num_classes]."""
+    def build(self, num_classes: int) -> Trunk:
+        """The classifier with fresh weights, images [N, 3, H, W] to logits [N, num_classes]."""
+        raise NotImplementedError
+
+    def build_backbone(self) -> Trunk:
+        """The same without its head, images [N, 3, H, W] to the maps of `Trunk.features`; parameters keep their names."""
         raise NotImplementedError

@@ -1,6 +1,13 @@
-"""Modules: attention of both kinds and the residual block around it."""
+"""Modules: attention of all kinds and the residual block around it."""
 
-from san.nn.attention import ATTENTION, PairwiseAttention, PatchwiseAttention, VectorAttention
-from san.nn.block import SelfAttentionBlock
+from san.nn.attention import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention
+from san.nn.block import GlobalAveragePool, SelfAttentionBlock
 
-__all__ = ["ATTENTION", "PairwiseAttention", "PatchwiseAttention", "SelfAttentionBlock", "VectorAttention"]
+__all__ = [
+    "GlobalAveragePool",
+    "PairwiseAttention",
+    "PatchwiseAttention",
+    "ScalarAttention",
+    "SelfAttention",
+    "SelfAttentionBlock",
+]

@@ -1,7 +1,7 @@
-"""Vector self-attention, pairwise and patchwise (sections 3.1 and 3.2).
+"""Self-attention over footprints: vector attention, pairwise and patchwise (sections 3.1 and 3.2), and scalar attention.
 
-Shapes: N batch, C channels, R = C / r1 relation channels, M = C / r2 value channels, G = M / share weight channels, H W map,
-P = H * W output positions, K = footprint^2 positions of a footprint.
+Shapes: N batch, C channels, R = C / r1 relation channels, M = C / r2 value channels, G weight channels, H W map, P = H * W output
+positions, K = footprint^2 positions of a footprint. Value channel c uses weight channel c % G.
 """
 
 from __future__ import annotations
@@ -10,83 +10,202 @@ import torch
 from torch import Tensor, nn
 
 from san import ops
-from san.nn.mapping import mapping
-from san.nn.position import RelativePosition
+from san.choice import ChoiceError, choose
+from san.nn.mapping import MAPPINGS, gamma
+from san.nn.position import CHANNELS, POSITIONS, Position
+from san.nn.relation import PAIRWISE, PATCHWISE, Relation
+from san.ops.footprint import check_side
+
+TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
+    "distinct": ("phi", "psi", "beta"),
+    "phi_eq_psi": ("phi", "phi", "beta"),
+    "phi_eq_psi_eq_beta": ("beta", "beta", "beta"),
+}
+"""Which Linear layer serves as phi, as psi and as beta (table "transformation")."""
+
+HIDDEN_REDUCTION = 16
+"""C over the hidden channels of a pairwise mapping; they do not follow r1."""
 
 
-class VectorAttention(nn.Module):
-    """What both kinds share: the transformations phi, psi, beta, and the aggregation of beta by the weights.
+class SelfAttention(nn.Module):
+    """What all kinds share: the transformations phi, psi, beta, and the aggregation of beta by the weights.
 
     Args:
-        channels: C, a multiple of `r1` and of `r2 * share`.
+        channels: C, a multiple of `r1` and of `r2`.
         footprint: side of the square footprint R(i) in pixels, odd.
         r1: reduction of phi and psi.
         r2: reduction of beta.
-        share: value channels that share one attention weight.
+        transformation: which of phi, psi, beta are one Linear layer, a key of `TRANSFORMATIONS`.
 
     Raises:
-        ValueError: channels that the reductions do not divide.
+        ValueError: an even footprint, channels that the reductions do not divide, or an unknown name.
     """
 
-    def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int) -> None:
+    def __init__(self, channels: int, footprint: int, r1: int, r2: int, transformation: str = "distinct") -> None:
         super().__init__()
-        if min(r1, r2, share) < 1 or channels % r1 or channels % (r2 * share):
-            raise ValueError(f"{channels} channels cannot be divided by r1={r1} and by r2 * share={r2 * share}")
+        check_side(footprint)
+        if min(r1, r2) < 1 or channels % r1 or channels % r2:
+            raise ValueError(f"{channels} channels cannot be divided by r1={r1} and by r2={r2}")
         self.footprint = footprint
         self.relation_channels = channels // r1
         self.value_channels = channels // r2
-        self.weight_channels = self.value_channels // share
-        self.phi = nn.Conv2d(channels, self.relation_channels, 1)
-        self.psi = nn.Conv2d(channels, self.relation_channels, 1)
-        self.beta = nn.Conv2d(channels, self.value_channels, 1)
+        self.roles = choose("transformation", transformation, TRANSFORMATIONS)
+        if self.roles[0] == "beta" and r1 != r2:
+            sentence = f"transformation {transformation!r} needs r1 = r2 (the paper's 4), not r1={r1} and r2={r2}"
+            raise ChoiceError("transformation", sentence)
+        for role, width in (("phi", channels // r1), ("psi", channels // r1), ("beta", channels // r2)):
+            if role in self.roles:
+                self.add_module(role, nn.Conv2d(channels, width, 1))
 
-    def weights(self, x_NCHW: Tensor) -> Tensor:
+    def transform(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """phi [N, R, H, W], psi [N, R, H, W] and beta [N, M, H, W]; each Linear layer is run once."""
+        maps = {role: self.get_submodule(role)(x_NCHW) for role in dict.fromkeys(self.roles)}
+        phi, psi, beta = self.roles
+        return maps[phi], maps[psi], maps[beta]
+
+    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """The attention weights alpha, [N, G, K, P]."""
         raise NotImplementedError
 
+    def weights(self, x_NCHW: Tensor) -> Tensor:
+        """The attention weights alpha for an input, [N, G, K, P]."""
+        phi, psi, _ = self.transform(x_NCHW)
+        return self.weigh(phi, psi)
+
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Maps [N, C, H, W] to [N, M, H, W]."""
-        beta_NMHW = self.beta(x_NCHW)
+        phi, psi, beta_NMHW = self.transform(x_NCHW)
         # Under autocast the softmax answers in float32 while beta is a half type.
-        weight_NGKP = self.weights(x_NCHW).to(beta_NMHW.dtype)
+        weight_NGKP = self.weigh(phi, psi).to(beta_NMHW.dtype)
         return ops.aggregation(beta_NMHW, weight_NGKP, self.footprint)
+
+
+class VectorAttention(SelfAttention):
+    """Attention weights that vary along the channels: gamma(delta), shared by `share` value channels each.
+
+    Args:
+        share: S, value channels that share one attention weight; G = M / S.
+        mapping: layers of gamma, a key of `MAPPINGS`.
+    """
+
+    def __init__(
+        self, channels: int, footprint: int, r1: int, r2: int, share: int, mapping: str, transformation: str
+    ) -> None:
+        super().__init__(channels, footprint, r1, r2, transformation)
+        if share < 1 or self.value_channels % share:
+            raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by share={share}")
+        self.weight_channels = self.value_channels // share
+        self.hidden = choose("mapping", mapping, MAPPINGS)
 
     def extra_repr(self) -> str:
         return f"footprint={self.footprint}, values={self.value_channels}, weights={self.weight_channels}"
 
 
 class PairwiseAttention(VectorAttention):
-    """y_i = sum_j softmax_j(gamma([phi_i - psi_j, p_i - p_j])) * beta_j (equations 1 and 2, subtraction relation)."""
+    """y_i = sum_j softmax_j(gamma([delta(x_i, x_j), position])) * beta_j (equations 1 and 2).
 
-    def __init__(self, channels: int, footprint: int = 7, r1: int = 16, r2: int = 4, share: int = 8) -> None:
-        super().__init__(channels, footprint, r1, r2, share)
-        self.position = RelativePosition()
-        self.gamma = mapping((self.relation_channels + 2, self.relation_channels, self.weight_channels))
+    Args:
+        relation: delta, a key of `san.nn.relation.PAIRWISE`.
+        position: what is told of the places of i and j, a key of `POSITIONS`.
+    """
 
-    def weights(self, x_NCHW: Tensor) -> Tensor:
+    def __init__(
+        self,
+        channels: int,
+        footprint: int = 7,
+        *,
+        r1: int = 16,
+        r2: int = 4,
+        share: int = 8,
+        relation: str = "subtraction",
+        mapping: str = "LRL",
+        transformation: str = "distinct",
+        position: str = "relative",
+    ) -> None:
+        super().__init__(channels, footprint, r1, r2, share, mapping, transformation)
+        row = choose("relation", relation, PAIRWISE)
+        self.relation = relation
+        self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
+        if self.hidden and channels % HIDDEN_REDUCTION:
+            raise ValueError(f"{channels} channels cannot be divided by {HIDDEN_REDUCTION} for the hidden layers of {mapping}")
+        d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
+        self.gamma = gamma((d, *[channels // HIDDEN_REDUCTION] * self.hidden, self.weight_channels))
+
+    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, so the weights of a pixel sum to one in each weight channel: [N, G, K, P]."""
-        phi, psi = self.phi(x_NCHW), self.psi(x_NCHW)
-        relation_NRKP = ops.subtraction(phi, psi, self.footprint)
-        position_12KP = self.position(phi, self.footprint)
-        position_N2KP = position_12KP.expand(relation_NRKP.shape[0], -1, -1, -1)
-        return self.gamma(torch.cat((relation_NRKP, position_N2KP), 1)).softmax(dim=2)
+        relation_NdKP = PAIRWISE[self.relation].delta(phi_NRHW, psi_NRHW, self.footprint)
+        if self.position is not None:
+            position_12KP = self.position(phi_NRHW, self.footprint)
+            relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(relation_NdKP.shape[0], -1, -1, -1)), 1)
+        return self.gamma(relation_NdKP).softmax(dim=2)
 
 
 class PatchwiseAttention(VectorAttention):
-    """y_i = sum_j gamma([phi_i, psi_j for all j])_j * beta_j (equations 4 and 5, concatenation relation); no softmax."""
+    """y_i = sum_j gamma(delta(patch))_j * beta_j (equations 4 and 5): the weights see the whole patch; no softmax.
 
-    def __init__(self, channels: int, footprint: int = 7, r1: int = 16, r2: int = 4, share: int = 8) -> None:
-        super().__init__(channels, footprint, r1, r2, share)
+    Args:
+        relation: delta, a key of `san.nn.relation.PATCHWISE`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        footprint: int = 7,
+        *,
+        r1: int = 16,
+        r2: int = 4,
+        share: int = 8,
+        relation: str = "concatenation",
+        mapping: str = "LRL",
+        transformation: str = "distinct",
+    ) -> None:
+        super().__init__(channels, footprint, r1, r2, share, mapping, transformation)
+        choose("relation", relation, PATCHWISE)
+        self.relation = relation
         K, R, G = footprint**2, self.relation_channels, self.weight_channels
-        self.gamma = mapping((R * (K + 1), G, K * G))
+        self.gamma = gamma((self.row.channels(R, K), *(R, G)[2 - self.hidden :], K * G))
 
-    def weights(self, x_NCHW: Tensor) -> Tensor:
+    @property
+    def row(self) -> Relation:
+        """The relation of this module's name and transformation."""
+        row = PATCHWISE[self.relation]
+        is_shared = self.roles[0] == self.roles[1]
+        return row.when_shared if is_shared and row.when_shared is not None else row
+
+    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
-        phi_NR1P = self.phi(x_NCHW).flatten(2).unsqueeze(2)
-        psi_NRKP = ops.unfold(self.psi(x_NCHW), self.footprint)
-        patch_N1P = torch.cat((phi_NR1P, psi_NRKP.flatten(1, 2).unsqueeze(2)), 1)
-        return self.gamma(patch_N1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
+        patch_Nd1P = self.row.delta(phi_NRHW, psi_NRHW, self.footprint)
+        return self.gamma(patch_Nd1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
 
 
-# The kinds of attention by name: the one place to add another.
-ATTENTION: dict[str, type[VectorAttention]] = {"pairwise": PairwiseAttention, "patchwise": PatchwiseAttention}
+class ScalarAttention(SelfAttention):
+    """y_i = sum_j softmax_j(phi_i^T (psi_j + r_{j-i})) * beta_j in each head: stand-alone self-attention, the scalar baseline.
+
+    One weight per head and pair. r is learned: half of the channels from the row that j - i spans, half from the column.
+    Source: Ramachandran et al., "Stand-Alone Self-Attention in Vision Models", NeurIPS 2019 (arXiv:1906.05909), sections 3.1, 3.2.
+
+    Args:
+        heads: groups of channels, which divide C / r1 and C / r2; C / r1 must be even.
+    """
+
+    def __init__(self, channels: int, footprint: int = 7, *, r1: int = 4, r2: int = 4, heads: int = 8) -> None:
+        super().__init__(channels, footprint, r1, r2)
+        R, M = self.relation_channels, self.value_channels
+        if heads < 1 or R % heads or M % heads or R % 2:
+            raise ValueError(f"{R} relation and {M} value channels cannot be divided by heads={heads} and into two halves")
+        self.weight_channels = heads
+        self.rows = nn.Parameter(torch.empty(R // 2, footprint, 1))
+        self.columns = nn.Parameter(torch.empty(R // 2, 1, footprint))
+        nn.init.normal_(self.rows, std=R**-0.5)
+        nn.init.normal_(self.columns, std=R**-0.5)
+
+    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
+        """Softmax over the footprint, [N, heads, K, P]."""
+        k, heads = self.footprint, self.weight_channels
+        offset_RK = torch.cat((self.rows.expand(-1, k, k), self.columns.expand(-1, k, k))).flatten(1).to(phi_NRHW.dtype)
+        phi_NSGP, offset_SGK = phi_NRHW.flatten(2).unflatten(1, (-1, heads)), offset_RK.unflatten(0, (-1, heads))
+        content_NGKP = ops.dot(phi_NRHW, psi_NRHW, k, heads)
+        return (content_NGKP + torch.einsum("nsgp,sgk->ngkp", phi_NSGP, offset_SGK)).softmax(dim=2)
+
+    def extra_repr(self) -> str:
+        return f"footprint={self.footprint}, values={self.value_channels}, heads={self.weight_channels}"

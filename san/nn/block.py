@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from san.nn.attention import VectorAttention
+from san.nn.attention import SelfAttention
 
 
 class SelfAttentionBlock(nn.Module):
     """Residual block: BN, ReLU, attention, BN, ReLU, Linear back to C channels, + identity. Keeps [N, C, H, W]."""
 
-    def __init__(self, channels: int, attention: VectorAttention) -> None:
+    def __init__(self, channels: int, attention: SelfAttention) -> None:
         super().__init__()
         self.norm1 = nn.BatchNorm2d(channels)
         self.attention = attention
@@ -21,3 +21,10 @@ class SelfAttentionBlock(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         y_NMHW = self.attention(relu(self.norm1(x_NCHW), inplace=True))
         return x_NCHW + self.linear(relu(self.norm2(y_NMHW), inplace=True))
+
+
+class GlobalAveragePool(nn.Module):
+    """[N, C, H, W] to [N, C]."""
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return x_NCHW.mean((2, 3))

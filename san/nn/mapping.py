@@ -6,9 +6,12 @@ from itertools import pairwise
 
 from torch import nn
 
+MAPPINGS = {"L": 0, "LRL": 1, "LRLRL": 2}
+"""Number of hidden layers by the paper's names: L a Linear layer, R a ReLU."""
 
-def mapping(widths: tuple[int, ...]) -> nn.Sequential:
-    """gamma as BatchNorm, ReLU, Linear for each step of `widths`; only the last Linear has a bias.
+
+def gamma(widths: tuple[int, ...]) -> nn.Sequential:
+    """BatchNorm, ReLU, Linear for each step of `widths`; only the last Linear has a bias.
 
     `widths` = (d, G) is the paper's `L`; (d, hidden, G) its default `LRL`. Works on [N, d, K, P] and on [N, d, 1, P]: the
     Linear layers are 1x1 convolutions.

@@ -1,11 +1,16 @@
-"""Position encoding of pairwise attention (section 3.1, "Position encoding")."""
+"""Position encoding of pairwise attention (section 3.1, "Position encoding", and table "position")."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from san import ops
+
+CHANNELS = 2
+"""Channels of a position feature."""
 
 
 def coordinates(like_NRHW: Tensor) -> Tensor:
@@ -16,14 +21,25 @@ def coordinates(like_NRHW: Tensor) -> Tensor:
     return torch.stack((across, down)).unsqueeze(0)
 
 
-class RelativePosition(nn.Module):
-    """p_i - p_j over the footprint, where p is a trainable linear map of the coordinates: [1, 2, K, P]."""
+def _relative(p_12HW: Tensor, footprint: int) -> Tensor:
+    """p_i - p_j."""
+    return ops.subtraction(p_12HW, p_12HW, footprint)
 
-    def __init__(self) -> None:
+
+# What is concatenated to the relation, [1, 2, K, P], from the position features p [1, 2, H, W]; absolute is p_j.
+POSITIONS: dict[str, Callable[[Tensor, int], Tensor] | None] = {"none": None, "absolute": ops.unfold, "relative": _relative}
+
+
+class Position(nn.Module):
+    """Position features over the footprint, where p is a trainable linear map of the coordinates: [1, 2, K, P]."""
+
+    def __init__(self, encoding: str) -> None:
         super().__init__()
-        self.linear = nn.Conv2d(2, 2, 1)
+        self.encoding = encoding
+        self.linear = nn.Conv2d(CHANNELS, CHANNELS, 1)
 
     def forward(self, like_NRHW: Tensor, footprint: int) -> Tensor:
         """`like_NRHW` gives the map's size, dtype and device; its values are not read."""
-        p_12HW = self.linear(coordinates(like_NRHW))
-        return ops.subtraction(p_12HW, p_12HW, footprint)
+        encode = POSITIONS[self.encoding]
+        assert encode is not None, "attention without position has no such module"
+        return encode(self.linear(coordinates(like_NRHW)), footprint)

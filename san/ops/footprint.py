@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 
+def check_side(kernel_size: int) -> None:
+    """Refuses a footprint without a pixel in its middle.
+
+    Raises:
+        ValueError: even or non-positive `kernel_size`.
+    """
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"a footprint must be odd and positive (1, 3, 5, ...), not {kernel_size}")
+
+
 def check_footprint(kernel_size: int, height: int, width: int) -> None:
     """Refuses a footprint that a map cannot carry.
 
@@ -11,8 +21,7 @@ def check_footprint(kernel_size: int, height: int, width: int) -> None:
     Raises:
         ValueError: even or non-positive `kernel_size`, or a map [H, W] that is too small; the text names both.
     """
-    if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"a footprint must be odd and positive (1, 3, 5, ...), not {kernel_size}")
+    check_side(kernel_size)
     least = kernel_size // 2 + 1
     if height < least or width < least:
         raise ValueError(

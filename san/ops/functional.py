@@ -51,15 +51,34 @@ def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or devices differ, or the footprint does not fit the map.
     """
-    _check_map(phi_NRHW, "phi")
-    _check_map(psi_NRHW, "psi")
-    _check_alike(phi_NRHW, psi_NRHW, "phi", "psi")
-    if phi_NRHW.shape != psi_NRHW.shape:
-        raise ValueError(f"phi and psi must have one shape, not {list(phi_NRHW.shape)} and {list(psi_NRHW.shape)}")
-    check_footprint(kernel_size, *phi_NRHW.shape[2:])
+    _check_pair(phi_NRHW, psi_NRHW, kernel_size)
     if _kernels_run(phi_NRHW):
         return torch.ops.san.subtraction(phi_NRHW, psi_NRHW, kernel_size)
     return reference.subtraction(phi_NRHW, psi_NRHW, kernel_size)
+
+
+def summation(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
+    """The summation relation phi_i + psi_j over the footprint, [N, R, K, P] (section 3.1). Raises like `subtraction`."""
+    return subtraction(phi_NRHW, -psi_NRHW, kernel_size)
+
+
+def hadamard(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
+    """The Hadamard relation phi_i * psi_j over the footprint, [N, R, K, P] (section 3.1). Raises like `dot`."""
+    return dot(phi_NRHW, psi_NRHW, kernel_size, groups=phi_NRHW.shape[1])
+
+
+def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -> Tensor:
+    """The inner products phi_i^T psi_j over the footprint, [N, groups, K, P] (section 3.1); channel c is of group c % groups.
+
+    Raises:
+        ValueError: shapes, dtypes or devices differ, the footprint does not fit the map, or `groups` does not divide R.
+    """
+    _check_pair(phi_NRHW, psi_NRHW, kernel_size)
+    if groups < 1 or phi_NRHW.shape[1] % groups != 0:
+        raise ValueError(f"phi's {phi_NRHW.shape[1]} channels must be a multiple of the {groups} groups")
+    if _kernels_run(phi_NRHW):
+        return torch.ops.san.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
+    return reference.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
 
 
 def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
@@ -90,6 +109,15 @@ def _check_map(x: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, not {x.dtype}")
 
 
+def _check_pair(phi: Tensor, psi: Tensor, kernel_size: int) -> None:
+    _check_map(phi, "phi")
+    _check_map(psi, "psi")
+    _check_alike(phi, psi, "phi", "psi")
+    if phi.shape != psi.shape:
+        raise ValueError(f"phi and psi must have one shape, not {list(phi.shape)} and {list(psi.shape)}")
+    check_footprint(kernel_size, *phi.shape[2:])
+
+
 def _check_alike(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
     if a.dtype != b.dtype or a.device != b.device:
         raise ValueError(
@@ -104,5 +132,7 @@ def _kernels_run(x: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _kernels_chosen(device: str) -> bool:
-    """A compiled graph keeps the back end that was chosen when it was traced."""
+    """A compiled graph keeps the back end that was chosen when it was traced; an exported one runs where `san` is not."""
+    if torch.compiler.is_exporting():
+        return False
     return _backend.get() == "auto" and library.load() and library.runs_on(device)

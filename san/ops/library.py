@@ -27,6 +27,7 @@ def load() -> bool:
         return False
     _register_unfold()
     _register_subtraction()
+    _register_dot()
     _register_aggregation()
     return True
 
@@ -102,6 +103,53 @@ def _register_subtraction() -> None:
 
     torch.library.register_autograd("san::subtraction", backward, setup_context=setup)
     torch.library.register_autograd("san::subtraction_backward", double_backward, setup_context=setup_backward)
+
+
+def _register_dot() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::dot")
+    def _(phi: Tensor, psi: Tensor, kernel_size: int, groups: int) -> Tensor:
+        return _unfolded(phi[:, :groups], kernel_size)
+
+    @torch.library.register_fake("san::dot_backward")
+    def _(grad: Tensor, phi: Tensor, psi: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+        return phi.new_empty(phi.shape), psi.new_empty(psi.shape)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        phi, psi, ctx.kernel_size, _ = inputs
+        ctx.save_for_backward(phi, psi)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_phi, grad_psi = ops.dot_backward(grad, *ctx.saved_tensors, ctx.kernel_size)
+        return grad_phi, grad_psi, None, None
+
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.kernel_size = inputs
+        ctx.save_for_backward(*tensors)
+
+    def double_backward(ctx: Any, to_phi: Tensor, to_psi: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        # Forward is linear in phi and in psi, so its derivatives are itself with one of them replaced.
+        grad, phi, psi = ctx.saved_tensors
+        k, groups = ctx.kernel_size, grad.shape[1]
+        to_grad = ops.dot(to_phi, psi, k, groups) + ops.dot(phi, to_psi, k, groups)
+        grad_phi, _ = ops.dot_backward(grad, phi, to_psi, k)
+        _, grad_psi = ops.dot_backward(grad, to_phi, psi, k)
+        return to_grad, grad_phi, grad_psi, None
+
+    torch.library.register_autograd("san::dot", backward, setup_context=setup)
+    torch.library.register_autograd("san::dot_backward", double_backward, setup_context=setup_backward)
+
+    def flops(phi_shape: Any, psi_shape: Any, kernel_size: int, groups: int, *, out_shape: Any = None) -> int:
+        """Two FLOPs per multiply-accumulate; none where every channel is its own group: that is elementwise."""
+        N, R, H, W = phi_shape
+        return 0 if groups == R else 2 * int(N * R * H * W * kernel_size**2)
+
+    def flops_backward(grad_shape: Any, phi_shape: Any, psi_shape: Any, kernel_size: int, *, out_shape: Any = None) -> int:
+        return 2 * flops(phi_shape, psi_shape, kernel_size, grad_shape[1])
+
+    register_flop_formula(ops.dot)(flops)
+    register_flop_formula(ops.dot_backward)(flops_backward)
 
 
 def _register_aggregation() -> None:

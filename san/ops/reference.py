@@ -3,7 +3,8 @@
 Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVPR 2020 (arXiv:2004.13621), section 3.
 
 Shapes: N batch, C channels, R relation channels, G weight channels, H W map, P = H * W output positions i,
-K = kernel_size^2 footprint positions j (row by row).
+K = kernel_size^2 footprint positions j (row by row). Written without in-place tricks and data-dependent shapes, so that it
+also is what a model exports (`torch.export`, ONNX).
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
 def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     """delta(x_i, x_j) = phi(x_i) - psi(x_j), section 3.1: [N, R, K, P]."""
     return phi_NRHW.flatten(2).unsqueeze(2) - unfold(psi_NRHW, kernel_size)
+
+
+def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int) -> Tensor:
+    """delta(x_i, x_j) = phi(x_i)^T psi(x_j) within each group of channels, section 3.1: [N, groups, K, P].
+
+    Channel c belongs to group c % groups. One group is the dot product, a group per channel the Hadamard product.
+    """
+    center = phi_NRHW.flatten(2).unflatten(1, (-1, groups))  # [N, S, groups, P]
+    around = unfold(psi_NRHW, kernel_size).unflatten(1, (-1, groups))  # [N, S, groups, K, P]
+    return torch.einsum("nsgp,nsgkp->ngkp", center, around)
 
 
 def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:

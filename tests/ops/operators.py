@@ -49,27 +49,55 @@ class Operator:
     name: str
     reference: Callable[..., Tensor]
     inputs: Callable[[Case, torch.Generator, torch.dtype], tuple[Tensor, ...]]
+    saves_inputs: bool
+    """Whether the backward operator takes the inputs again, or only the size of their maps."""
+    groups: Callable[[Case], int] | None = None
+    label: str = ""
 
     def sample(self, case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, ...]:
         return self.inputs(case, torch.Generator().manual_seed(seed), dtype)
 
+    def rest(self, case: Case) -> tuple[int, ...]:
+        """The arguments behind the tensors."""
+        return (case.footprint,) if self.groups is None else (case.footprint, self.groups(case))
+
     def kernel(self, namespace: Any = None) -> Callable[..., Tensor]:
         return getattr(namespace or torch.ops.san, self.name)
 
+    def backward(self, grad: Tensor, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        """The backward operator and its arguments."""
+        rest = inputs if self.saves_inputs else (case.height, case.width)
+        return getattr(namespace or torch.ops.san, f"{self.name}_backward"), (grad, *rest, case.footprint)
+
     def __str__(self) -> str:
-        return self.name
+        return self.label or self.name
+
+
+def _one(case: Case, g: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (case.map(g, dtype),)
+
+
+def _two(case: Case, g: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return case.map(g, dtype), case.map(g, dtype)
+
+
+def _weighted(case: Case, g: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return case.map(g, dtype), case.weight(g, dtype)
 
 
 OPERATORS = [
-    Operator("unfold", reference.unfold, lambda case, g, dtype: (case.map(g, dtype),)),
-    Operator("subtraction", reference.subtraction, lambda case, g, dtype: (case.map(g, dtype), case.map(g, dtype))),
-    Operator("aggregation", reference.aggregation, lambda case, g, dtype: (case.map(g, dtype), case.weight(g, dtype))),
+    Operator("unfold", reference.unfold, _one, False),
+    Operator("subtraction", reference.subtraction, _two, False),
+    Operator("dot", reference.dot, _two, True, lambda case: 1),
+    Operator("dot", reference.dot, _two, True, lambda case: case.channels // 2, "dot in groups"),
+    Operator("dot", reference.dot, _two, True, lambda case: case.channels, "hadamard"),
+    Operator("aggregation", reference.aggregation, _weighted, True),
 ]
 
 
-def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], footprint: int) -> list[Tensor]:
+def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: int) -> list[Tensor]:
     """Output and input gradients under a fixed random cotangent."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*leaves, footprint)
+    out = function(*leaves, *rest)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]

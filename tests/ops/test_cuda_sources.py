@@ -38,11 +38,11 @@ def test_shim_matches_reference(operator: Operator, case: Case, order: str, shim
     if order == "backwards":
         monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
     inputs = operator.sample(case)
-    out, *grads = gradients(operator.reference, inputs, case.footprint)
-    torch.testing.assert_close(operator.kernel(shim)(*inputs, case.footprint), out, rtol=1e-12, atol=1e-12)
+    out, *grads = gradients(operator.reference, inputs, *operator.rest(case))
+    torch.testing.assert_close(operator.kernel(shim)(*inputs, *operator.rest(case)), out, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    rest = inputs if operator.name == "aggregation" else (case.height, case.width)
-    ours = getattr(shim, f"{operator.name}_backward")(cotangent, *rest, case.footprint)
+    backward, arguments = operator.backward(cotangent, inputs, case, shim)
+    ours = backward(*arguments)
     for got, want in zip(ours if isinstance(ours, tuple) else (ours,), grads, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -52,12 +52,13 @@ def test_shim_matches_reference(operator: Operator, case: Case, order: str, shim
 def test_shim_equals_cpu_kernel_in_other_types(operator: Operator, dtype: torch.dtype, shim: Any) -> None:
     case = Case(2, 8, 6, 7, 5)
     inputs = operator.sample(case, dtype)
-    torch.testing.assert_close(operator.kernel(shim)(*inputs, 5), operator.kernel()(*inputs, 5))
+    torch.testing.assert_close(operator.kernel(shim)(*inputs, *operator.rest(case)), operator.kernel()(*inputs, *operator.rest(case)))
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 def test_shim_takes_an_empty_batch(operator: Operator, shim: Any) -> None:
-    assert operator.kernel(shim)(*operator.sample(Case(0, 4, 5, 5, 3)), 3).shape[0] == 0
+    case = Case(0, 4, 5, 5, 3)
+    assert operator.kernel(shim)(*operator.sample(case), *operator.rest(case)).shape[0] == 0
 
 
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc to compile for sm_80 and sm_90")
@@ -82,7 +83,7 @@ needs_cuda = pytest.mark.skipif(
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 def test_cpu_equals_cuda(operator: Operator, case: Case, dtype: torch.dtype) -> None:
     inputs = operator.sample(case, dtype)
-    ours = gradients(operator.kernel(), tuple(x.cuda() for x in inputs), case.footprint)
-    wanted = gradients(operator.kernel(), inputs, case.footprint)
+    ours = gradients(operator.kernel(), tuple(x.cuda() for x in inputs), *operator.rest(case))
+    wanted = gradients(operator.kernel(), inputs, *operator.rest(case))
     for got, want in zip(ours, wanted, strict=True):
         torch.testing.assert_close(got.cpu(), want)

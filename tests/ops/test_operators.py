@@ -25,8 +25,8 @@ HALF = [torch.float16, torch.bfloat16]
 @every_case
 def test_matches_reference(operator: Operator, case: Case) -> None:
     inputs = operator.sample(case)
-    ours = gradients(operator.kernel(), inputs, case.footprint)
-    wanted = gradients(operator.reference, inputs, case.footprint)
+    ours = gradients(operator.kernel(), inputs, *operator.rest(case))
+    wanted = gradients(operator.reference, inputs, *operator.rest(case))
     for got, want in zip(ours, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -46,8 +46,8 @@ def test_matches_reference_on_any_shape(
     case = Case(batch, 4 * groups, reach + extra[0], reach + extra[1], 2 * reach + 1)
     inputs = operator.sample(case, seed=seed)
     for got, want in zip(
-        gradients(operator.kernel(), inputs, case.footprint),
-        gradients(operator.reference, inputs, case.footprint),
+        gradients(operator.kernel(), inputs, *operator.rest(case)),
+        gradients(operator.reference, inputs, *operator.rest(case)),
         strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -57,14 +57,14 @@ def test_matches_reference_on_any_shape(
 def test_gradcheck(operator: Operator) -> None:
     case = Case(1, 4, 4, 3, 3)
     inputs = tuple(x.requires_grad_() for x in operator.sample(case))
-    assert torch.autograd.gradcheck(operator.kernel(), (*inputs, case.footprint))
+    assert torch.autograd.gradcheck(operator.kernel(), (*inputs, *operator.rest(case)))
 
 
 @every_operator
 def test_gradgradcheck(operator: Operator) -> None:
     case = Case(1, 4, 3, 4, 3)
     inputs = tuple(x.requires_grad_() for x in operator.sample(case))
-    assert torch.autograd.gradgradcheck(operator.kernel(), (*inputs, case.footprint))
+    assert torch.autograd.gradgradcheck(operator.kernel(), (*inputs, *operator.rest(case)))
 
 
 @every_operator
@@ -72,17 +72,16 @@ def test_gradgradcheck(operator: Operator) -> None:
 def test_opcheck(operator: Operator, dtype: torch.dtype) -> None:
     case = Case(2, 4, 5, 4, 3)
     inputs = tuple(x.requires_grad_() for x in operator.sample(case, dtype))
-    torch.library.opcheck(operator.kernel().default, (*inputs, case.footprint))  # type: ignore[attr-defined]
+    torch.library.opcheck(operator.kernel().default, (*inputs, *operator.rest(case)))  # type: ignore[attr-defined]
 
 
 @every_operator
 def test_opcheck_backward(operator: Operator) -> None:
     case = Case(2, 4, 5, 4, 3)
     inputs = operator.sample(case, torch.float32)
-    grad = torch.randn_like(operator.reference(*inputs, case.footprint))
-    backward = getattr(torch.ops.san, f"{operator.name}_backward").default
-    rest = inputs if operator.name == "aggregation" else (case.height, case.width)
-    torch.library.opcheck(backward, (grad, *rest, case.footprint))
+    grad = torch.randn_like(operator.reference(*inputs, *operator.rest(case)))
+    backward, arguments = operator.backward(grad, inputs, case)
+    torch.library.opcheck(backward.default, arguments)
 
 
 @every_operator
@@ -90,9 +89,9 @@ def test_opcheck_backward(operator: Operator) -> None:
 @every_case
 def test_half_types_err_at_most_twice_as_much_as_torch(operator: Operator, case: Case, dtype: torch.dtype) -> None:
     inputs = operator.sample(case, dtype)
-    exact = gradients(operator.reference, tuple(x.double() for x in inputs), case.footprint)
-    ours = gradients(operator.kernel(), inputs, case.footprint)
-    plain = gradients(operator.reference, inputs, case.footprint)
+    exact = gradients(operator.reference, tuple(x.double() for x in inputs), *operator.rest(case))
+    ours = gradients(operator.kernel(), inputs, *operator.rest(case))
+    plain = gradients(operator.reference, inputs, *operator.rest(case))
     for got, torch_got, want in zip(ours, plain, exact, strict=True):
         error, allowed = ((x.double() - want).abs().max().item() for x in (got, torch_got))
         rounding = want.abs().max().item() * torch.finfo(dtype).eps / 2
@@ -114,8 +113,8 @@ def test_noncontiguous(operator: Operator, layout: str) -> None:
     inputs = operator.sample(case)
     arranged = tuple(LAYOUTS[layout](x) for x in inputs)
     torch.testing.assert_close(
-        operator.kernel()(*arranged, case.footprint),
-        operator.reference(*inputs, case.footprint),
+        operator.kernel()(*arranged, *operator.rest(case)),
+        operator.reference(*inputs, *operator.rest(case)),
         rtol=1e-12,
         atol=1e-12,
     )
@@ -126,15 +125,15 @@ def test_noncontiguous_gradient(operator: Operator) -> None:
     case = Case(1, 4, 5, 5, 3)
     leaves = [x.requires_grad_() for x in operator.sample(case)]
     expanded = torch.ones((), dtype=torch.float64)
-    ours = torch.autograd.grad(operator.kernel()(*leaves, 3).sum(), leaves, expanded)
-    wanted = torch.autograd.grad(operator.reference(*leaves, 3).sum(), leaves, expanded)
+    ours = torch.autograd.grad(operator.kernel()(*leaves, *operator.rest(case)).sum(), leaves, expanded)
+    wanted = torch.autograd.grad(operator.reference(*leaves, *operator.rest(case)).sum(), leaves, expanded)
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
 @every_operator
 def test_empty_batch(operator: Operator) -> None:
     case = Case(0, 4, 5, 5, 3)
-    out, *grads = gradients(operator.kernel(), operator.sample(case), case.footprint)
+    out, *grads = gradients(operator.kernel(), operator.sample(case), *operator.rest(case))
     assert out.shape[0] == 0
     assert all(grad.shape[0] == 0 for grad in grads)
 
@@ -146,7 +145,7 @@ def test_same_bits_with_any_number_of_threads(operator: Operator) -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(gradients(operator.kernel(), operator.sample(case, torch.float32), case.footprint))
+        results.append(gradients(operator.kernel(), operator.sample(case, torch.float32), *operator.rest(case)))
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -158,7 +157,7 @@ def test_compiles_to_one_graph(operator: Operator) -> None:
     inputs = operator.sample(case, torch.float32)
     function = getattr(ops, operator.name)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs, case.footprint), function(*inputs, case.footprint))
+    torch.testing.assert_close(compiled(*inputs, *operator.rest(case)), function(*inputs, *operator.rest(case)))
 
 
 MAP = torch.zeros(2, 8, 5, 5)

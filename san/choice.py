@@ -1,0 +1,30 @@
+"""Choosing a row of a registry by name, with one clear sentence where there is none."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+Row = TypeVar("Row")
+
+
+class ChoiceError(ValueError):
+    """A field that holds no name of its registry."""
+
+    def __init__(self, field: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.field = field
+
+
+def choose(field: str, name: str, registry: Mapping[str, Row]) -> Row:
+    """The row of that name.
+
+    Raises:
+        ChoiceError: unknown name, with those that exist.
+    """
+    if not isinstance(name, str) or name not in registry:
+        near = difflib.get_close_matches(str(name), registry, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ChoiceError(field, f"unknown {field} {name!r}{hint} Known: {', '.join(registry)}")
+    return registry[name]

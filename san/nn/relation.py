@@ -1,0 +1,71 @@
+"""The relation delta (sections 3.1 and 3.2): one row per relation, the one place to add another.
+
+Shapes: phi, psi [N, R, H, W]; K footprint positions; P = H * W output positions. A pairwise relation answers with d channels for
+each pair (i, j), [N, d, K, P]; a patchwise one with d channels for each patch, [N, d, 1, P].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from san import ops
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A row: how many channels delta has, and delta itself."""
+
+    channels: Callable[[int, int], int]
+    """d, from R relation channels and K footprint positions."""
+    delta: Callable[[Tensor, Tensor, int], Tensor]
+    """(phi, psi, side of the footprint) to delta."""
+    when_shared: Relation | None = None
+    """What stands in where phi and psi are one transformation, if that makes a difference."""
+
+
+def _pairs(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
+    """[phi_i, psi_j]: [N, 2R, K, P]."""
+    phi_NR1P = phi_NRHW.flatten(2).unsqueeze(2)
+    return torch.cat((phi_NR1P.expand(-1, -1, footprint**2, -1), ops.unfold(psi_NRHW, footprint)), 1)
+
+
+def _patch(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
+    """[psi_j for all j]: [N, R * K, 1, P]."""
+    return ops.unfold(psi_NRHW, footprint).flatten(1, 2).unsqueeze(2)
+
+
+def _center_and_patch(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
+    """[phi_i, psi_j for all j]: [N, R * (K + 1), 1, P]."""
+    phi_NR1P = phi_NRHW.flatten(2).unsqueeze(2)
+    return torch.cat((phi_NR1P, _patch(phi_NRHW, psi_NRHW, footprint)), 1)
+
+
+def _star(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
+    """phi_i^T psi_j for all j: [N, K, 1, P]."""
+    return ops.dot(phi_NRHW, psi_NRHW, footprint).transpose(1, 2)
+
+
+def _clique(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
+    """phi_j^T psi_k for all j and k: [N, K * K, 1, P]."""
+    phi_NRKP, psi_NRKP = ops.unfold(phi_NRHW, footprint), ops.unfold(psi_NRHW, footprint)
+    return torch.einsum("nrjp,nrkp->njkp", phi_NRKP, psi_NRKP).flatten(1, 2).unsqueeze(2)
+
+
+PAIRWISE: dict[str, Relation] = {
+    "summation": Relation(lambda R, K: R, ops.summation),
+    "subtraction": Relation(lambda R, K: R, ops.subtraction),
+    "concatenation": Relation(lambda R, K: 2 * R, _pairs),
+    "hadamard": Relation(lambda R, K: R, ops.hadamard),
+    "dot": Relation(lambda R, K: 1, ops.dot),
+}
+
+PATCHWISE: dict[str, Relation] = {
+    "star": Relation(lambda R, K: K, _star),
+    "clique": Relation(lambda R, K: K * K, _clique),
+    # With phi = psi, x_i would stand in the vector twice.
+    "concatenation": Relation(lambda R, K: R * (K + 1), _center_and_patch, Relation(lambda R, K: R * K, _patch)),
+}
