@@ -21,6 +21,8 @@ PROFILE = click.option(
 )
 RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+SEEDS = click.option("--seeds", type=click.IntRange(min=1), metavar="N", help="seeds 0 to N-1 instead of the grid's")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,17 +32,45 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("pattern", default="*")
-@click.option("--json", "as_json", is_flag=True, help="a list of objects")
+@AS_JSON
 def models(pattern: str, as_json: bool) -> None:
-    """List the named variants, such as those that match 'san*_pairwise'."""
+    """List the named variants, such as those that match 'san*_pairwise', with their fields, which can be overridden."""
     from san.models import list_models, model_spec
 
-    names = list_models(pattern)
+    records = [dataclasses.asdict(model_spec(name)) for name in list_models(pattern)]
     if as_json:
-        click.echo(json.dumps([{"name": name, "depths": model_spec(name).depths} for name in names]))
+        click.echo(json.dumps(records))
         return
-    for name in names:
-        click.echo(f"{name:18s} blocks per stage {model_spec(name).depths}")
+    for record in records:
+        name = record.pop("name")
+        click.echo(" ".join([f"{name:16s}", *(f"{key}={_as_value(value)}" for key, value in record.items())]))
+
+
+def _as_value(value: object) -> str:
+    """As it would be written in an override."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+@cli.command()
+@click.argument("name", required=False)
+@OVERRIDES
+@click.option(
+    "--grid", type=click.Path(path_type=Path), help="every row of this grid, at full size, beside the paper's numbers"
+)
+@click.option("--size", type=click.IntRange(min=1), default=224, show_default=True, help="side of the image in pixels")
+@click.option("--stages", is_flag=True, help="a line per stage too; always so for one model")
+@AS_JSON
+def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
+    """Count parameters and FLOPs: of one model (with overrides such as footprint=9), of a grid's rows, or of all variants."""
+    if name is not None and grid is not None:
+        raise UserError(f"complexity takes a model or a grid, not both: leave out {name!r} or --grid")
+    from experiments import counts
+
+    if name is not None:
+        lines = counts.of_variant(name, overrides, size)
+    else:
+        lines = counts.of_variants(size) if grid is None else counts.of_grid(grid, size)
+    click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages or name is not None))
 
 
 @cli.group()
@@ -68,14 +98,17 @@ def prepare(name: str, folder: Path | None) -> None:
 @OVERRIDES
 @PROFILE
 @RUNS
+@SEEDS
 @click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
-def run(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, address: str | None) -> None:
+def run(
+    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, address: str | None
+) -> None:
     """Train what is missing of a grid and print its table; interrupted, the same command continues."""
     from experiments.run import open_job
     from experiments.run import run as run_job
 
     try:
-        complete = run_job(open_job(grid, profile, overrides, runs), address)
+        complete = run_job(open_job(grid, profile, overrides, runs, range(seeds or 0)), address)
     except KeyboardInterrupt:
         click.echo("interrupted: finished cells are kept, the same command continues", err=True)
         sys.exit(1)
@@ -87,18 +120,22 @@ def run(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None,
 @OVERRIDES
 @PROFILE
 @RUNS
-@click.option("--json", "as_json", is_flag=True, help="a list of objects")
-def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, as_json: bool) -> None:
+@SEEDS
+@AS_JSON
+def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, as_json: bool) -> None:
     """Show the cells of a grid and which are finished; runs nothing."""
     from experiments.run import open_job
     from experiments.run import plan as plan_job
 
-    cells = plan_job(open_job(grid, profile, overrides, runs))
+    cells = plan_job(open_job(grid, profile, overrides, runs, range(seeds or 0)))
     if as_json:
         click.echo(json.dumps(cells))
         return
+    width = max(len(str(cell["row"])) for cell in cells)
     for cell in cells:
-        click.echo(f"{cell['row']:24s} seed {cell['seed']}  {cell['key']}  {'finished' if cell['finished'] else 'to train'}")
+        click.echo(
+            f"{cell['row']:{width}s}  seed {cell['seed']}  {cell['key']}  {'finished' if cell['finished'] else 'to train'}"
+        )
 
 
 @cli.command()
@@ -106,12 +143,13 @@ def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None
 @OVERRIDES
 @PROFILE
 @RUNS
-@click.option("--json", "as_json", is_flag=True, help="a list of objects, one per row")
-def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, as_json: bool) -> None:
+@SEEDS
+@AS_JSON
+def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, as_json: bool) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
     from experiments.run import open_job, show, table_of
 
-    job = open_job(grid, profile, overrides, runs)
+    job = open_job(grid, profile, overrides, runs, range(seeds or 0))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job)]))
         return
@@ -147,15 +185,15 @@ def main() -> None:
     except click.Abort:
         sys.exit(1)
     except ValueError as error:
-        if not isinstance(error, _user_errors()):
+        if not isinstance(error, UserError) and not isinstance(error, _errors_below()):
             raise
         click.echo(f"san: {error}", err=True)
         sys.exit(2)
 
 
-def _user_errors() -> tuple[type[ValueError], ...]:
-    """Imported late: `san --help` should not wait for Ray and torch."""
+def _errors_below() -> tuple[type[ValueError], ...]:
+    """Imported late: no command should wait for Ray and DALI that does not use them."""
     from cluster import ClusterError
     from pipelines import DataError
 
-    return UserError, DataError, ClusterError
+    return DataError, ClusterError

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
@@ -69,6 +70,8 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         model.spec().check_input(size)
         with torch.device("meta"):
             model.spec().build(num_classes=2)
+    except ChoiceError as error:
+        yield f"model.{error.field}", str(error)
     except ValueError as error:
         yield "model", str(error)
 

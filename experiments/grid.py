@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +47,11 @@ class Grid(Strict):
     """The file of a grid."""
 
     question: str
-    table: str
-    """Key of the paper's table whose rows have the same ids."""
-    rows: tuple[Row, ...] = Field(min_length=1)
+    table: str | None = None
+    """Key of the paper's table whose rows have the same ids; none where the paper does not ask the question."""
+    rows: tuple[Row, ...] = Field(default=(), min_length=1)
+    product: dict[str, tuple[Any, ...]] = Field(default={}, min_length=1)
+    """Values by dotted path: every row is repeated with each combination of them, which may also stand without rows."""
     base: Layer = Layer()
     """What all rows share."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
@@ -71,18 +75,24 @@ class Trial:
         return self.row if self.seed == 0 else f"{self.row}-seed{self.seed}"
 
     @property
+    def record(self) -> dict[str, Any]:
+        """The config as plain values, with every field of the model's record, whether it was written or is a default."""
+        return self.config.model_dump(mode="json") | {"model": asdict(self.config.model.spec())}
+
+    @property
     def key(self) -> str:
-        """Content hash: equal for trials whose results must be equal. Places (folder, CPUs) do not count, images do."""
-        config = self.config.model_dump(mode="json")
-        del config["data"]["root"], config["data"]["source"]
-        content = [config["model"], config["data"], config["recipe"], self.config.placement.workers]
+        """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs) do not
+        count, images do."""
+        record = self.record
+        del record["data"]["root"], record["data"]["source"]
+        content = [record["model"], record["data"], record["recipe"], self.config.placement.workers]
         text = json.dumps([*content, self.seed, self.data_digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A checked grid: the config of every row as it is trained, and its model at the paper's setting."""
+    """A checked grid with its product multiplied out: the config of every row, and its model at the paper's setting."""
 
     grid: Grid
     configs: dict[str, TrialConfig]
@@ -133,9 +143,14 @@ def parse_override(text: str) -> dict[str, Any]:
         layer: Any = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         raise UserError(f"override {text!r}: the value is not valid YAML; quote it") from None
+    return _nested(key, layer)
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """A value under a dotted path as a nested mapping."""
     for part in reversed(key.split(".")):
-        layer = {part: layer}
-    return layer
+        value = {part: value}
+    return value
 
 
 def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collection[str]) -> Expanded:
@@ -170,22 +185,64 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
         grid = Grid.model_validate(content)
     except ValidationError as error:
         wrong += [f"{path}: {key}: {what}" for key, what in mistakes(error, Grid)]
-        rows = content.get("rows")
+        rows, product, table = content.get("rows"), content.get("product"), content.get("table")
         rows = [row for row in rows if _fits(Row, row)] if isinstance(rows, list) else []
+        product = product.items() if isinstance(product, dict) else ()
         base = content.get("base", {})
         grid = Grid.model_construct(
             question="",
-            table=str(content.get("table")),
+            table=table if isinstance(table, str) else None,
             rows=tuple(map(Row.model_validate, rows)),
+            product={key: tuple(values) for key, values in product if isinstance(key, str) and isinstance(values, list)},
             base=Layer.model_validate(base if _fits(Layer, base) else {}),
         )
-    if "table" in content and grid.table not in tables:
+    if grid.table is not None and grid.table not in tables:
         wrong.append(f"{path}: table: the paper has no table {grid.table!r}; its tables: {', '.join(tables)}")
+    if not {"rows", "product"} & set(content):
+        wrong.append(f"{path}: rows: missing; give rows, a product, or both")
+    axes = _axes(path, grid, wrong)
+    alone = "rows" not in content and axes
+    rows = _multiplied((Row.model_construct(id=""),) if alone else grid.rows, axes)
+    grid = grid.model_copy(update={"rows": rows, "product": {}})
     for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
         twice = [str(value) for value, count in Counter(values).items() if count > 1]
         if twice:
             wrong.append(f"{path}: {what} must be used once, but {', '.join(twice)} is used more often")
     return grid
+
+
+def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]]:
+    """The part of a grid's product that can be multiplied out; what is wrong with the rest is told."""
+    sections = "|".join(Layer.model_fields)
+    axes = {}
+    for key, values in grid.product.items():
+        rows = [row.id for row in grid.rows if _has(row.model_dump(), key)]
+        if not re.fullmatch(rf"({sections})\.\w+", key, re.ASCII):
+            wrong.append(f"{path}: product.{key}: a path below {', '.join(Layer.model_fields)} was expected, such as recipe.lr")
+        elif not values:
+            wrong.append(f"{path}: product.{key}: the list is empty; give at least one value")
+        elif rows:
+            wrong.append(f"{path}: product.{key}: row {', '.join(rows)} gives it too; give it in one of the two places")
+        else:
+            axes[key] = values
+    return axes
+
+
+def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
+    """Every row with every combination of values, the last axis fastest; its id tells them."""
+    cells = []
+    for row, values in itertools.product(rows, itertools.product(*axes.values())):
+        named = list(zip(axes, values, strict=True))
+        parts = [row.id, *(_id_part(key, value) for key, value in named)]
+        layer = merged(row.model_dump(exclude={"id"}), *(_nested(key, value) for key, value in named))
+        cells.append(Row.model_validate({"id": "-".join(filter(None, parts)), **layer}))
+    return tuple(cells)
+
+
+def _id_part(key: str, value: Any) -> str:
+    """`recipe.lr` and 0.1 as `lr0.1`; what an id may not hold becomes a dash."""
+    text = json.dumps(value, default=str).strip('"[]{}')
+    return key.rpartition(".")[2] + re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
 def _fits(schema: type[Strict], value: object) -> bool:

@@ -65,8 +65,8 @@ def has_store(uri: str) -> bool:
     return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
-def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None) -> Job:
-    """Reads and checks everything that a grid needs: its file, every row, the images.
+def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None, seeds: Sequence[int] = ()) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the images. `seeds` come instead of the grid's.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places.
@@ -78,7 +78,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data.source, config.data.root))
         for row, config in expanded.configs.items()
-        for seed in expanded.grid.seeds
+        for seed in seeds or expanded.grid.seeds
     )
     runs = (runs or default_runs_dir()).resolve()
     return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, Workspace(runs, tracking_uri(runs)))
@@ -101,9 +101,13 @@ def run(job: Job, address: str | None) -> bool:
         KeyboardInterrupt: stopped by the user; the next call continues.
     """
     results = _known_results(job)
-    missing = {trial.key: trial for trial in job.trials if not _is_finished(results, trial)}
-    done = sum(_is_finished(results, trial) for trial in job.trials)
+    unfinished = [trial for trial in job.trials if not _is_finished(results, trial)]
+    missing: dict[str, Trial] = {}
+    for trial in unfinished:
+        missing.setdefault(trial.key, trial)
+    done, equal = len(job.trials) - len(unfinished), len(unfinished) - len(missing)
     found = f", {done} finished before (taken from MLflow)" if done else ""
+    found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if missing:
         _train(job, missing, address)
@@ -130,13 +134,17 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
         _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
-        with _only_one(job.workspace.runs / f"{job.name}-{job.profile}.lock"):
-            outcomes = _sweep(job, missing)
+        runs = job.workspace.runs
+        with _only_one(runs / f"{job.name}-{job.profile}.lock"), _claimed(runs / "cells.lock", missing) as claimed:
+            others = [trial.name for key, trial in missing.items() if key not in claimed]
+            if others:
+                _say(f"{', '.join(others)}: left to another `san run`, which is training the same")
+            outcomes = _sweep(job, claimed)
             for outcome in outcomes.values():
                 if outcome.error is not None:
                     job.tracker.open(missing[outcome.key]).finish(outcome.error)
                     _keep_story(job, missing[outcome.key], outcome.traceback)
-    _say(f"trained {len(missing)} cells in {time.monotonic() - start:.0f} s")
+    _say(f"trained {len(claimed)} cells in {time.monotonic() - start:.0f} s")
 
 
 def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
@@ -164,8 +172,8 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
 
 def table_of(job: Job) -> list[table.Line]:
     """The table of what is finished."""
-    counts = counts_at_paper_setting(job.full_size)
-    return table.lines(job.grid, job.trials, _known_results(job), paper_rows(job.grid.table), counts)
+    printed = paper_rows(job.grid.table) if job.grid.table else {}
+    return table.lines(job.grid, job.trials, _known_results(job), printed, counts_at_paper_setting(job.full_size))
 
 
 def show(job: Job) -> tuple[list[Path], bool]:
@@ -204,10 +212,10 @@ def _make(folder: Path) -> None:
 
 
 def _caption(job: Job) -> str:
-    train = job.trials[0].config.recipe
+    epochs = job.trials[0].config.recipe.epochs
+    paper = f" Paper: ImageNet, table `{job.grid.table}`." if job.grid.table else ""
     return (
-        f"{job.grid.question} Paper: ImageNet, table `{job.grid.table}`. Ours: profile `{job.profile}`, {train.epochs} epochs; "
-        f"params and FLOPs at the paper's setting."
+        f"{job.grid.question}{paper} Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
     )
 
 
@@ -221,6 +229,23 @@ def _only_one(path: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"{path}: another `san run` is at work on this grid; wait for it or stop it") from None
         yield
+
+
+@contextmanager
+def _claimed(path: Path, cells: Mapping[str, Trial]) -> Iterator[dict[str, Trial]]:
+    """Those of the cells that no other process is training; nobody else gets them until this is left, however it ends.
+
+    Grids share cells, so the lock of a grid is not enough. Each cell is one byte of the file, at the offset that is its key.
+    """
+    with open(path, "a") as lock:
+        free = {}
+        for key, trial in cells.items():
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(key, 16))
+            except (BlockingIOError, PermissionError):  # which of the two is up to the system
+                continue
+            free[key] = trial
+        yield free
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """MLflow: where runs are kept and found again; the only file that imports mlflow.
 
 One experiment per grid, one parent run per grid and profile, one child run per trial. A trial's run is found by its content
-hash, so a cell that is started again continues its run, and one that is finished is never trained twice.
+hash, so a cell that is started again continues its run, and one that is finished, in whatever grid, is never trained twice.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
@@ -35,6 +36,7 @@ from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
+PAGE = 1000  # runs or experiments that one call asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,18 @@ class Tracker:
                 self.client.update_run(parent.info.run_id, status="RUNNING")
                 return
             tags = {"mlflow.runName": f"{self.grid}-{self.profile}", "san.grid": self.grid, "san.profile": self.profile}
-            tags |= {"san.role": "grid", "mlflow.note.content": f"{grid.question} Table `{grid.table}` of the paper."}
+            note = f"{grid.question} Table `{grid.table}` of the paper." if grid.table else grid.question
+            tags |= {"san.role": "grid", "mlflow.note.content": note}
             self.client.create_run(self._experiment_id(), tags=tags)
 
     def results(self) -> dict[str, Result]:
-        """All runs of trials of this grid and profile, by content hash. Empty where nothing was ever tracked."""
-        if self.client.get_experiment_by_name(self.grid) is None:
-            return {}
-        runs = self._search("tags.`san.role` = 'trial'")
-        return {run.data.tags["san.trial"]: _result(run) for run in runs}
+        """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
+        same result. A finished run comes before one that is not."""
+        experiments = _pages(lambda token: self.client.search_experiments(max_results=PAGE, page_token=token))
+        everywhere = [experiment.experiment_id for experiment in experiments]
+        finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
+        own = self._own()
+        return own | finished | {key: result for key, result in own.items() if result.finished}
 
     def open(self, trial: Trial) -> TrialRun:
         """The run of a trial: continued where there is one, else made."""
@@ -127,10 +132,10 @@ class Tracker:
 
     def interrupted(self, trials: Iterable[Trial]) -> None:
         """Marks the runs of trials that were stopped on the way."""
-        results = self.results()
+        own = self._own()
         for trial in trials:
-            if trial.key in results and not results[trial.key].finished:
-                self.client.set_terminated(results[trial.key].run_id, status="KILLED")
+            if trial.key in own and not own[trial.key].finished:
+                self.client.set_terminated(own[trial.key].run_id, status="KILLED")
 
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
         """Keeps the table and the plot with the grid's parent run, and ends that."""
@@ -149,9 +154,28 @@ class Tracker:
         found = self._search("tags.`san.role` = 'grid'")
         return found[0] if found else None
 
+    def _own(self) -> dict[str, Result]:
+        """The runs of this grid's and profile's trials, by content hash."""
+        if self.client.get_experiment_by_name(self.grid) is None:
+            return {}
+        return _by_key(self._search("tags.`san.role` = 'trial'"))
+
     def _search(self, where: str) -> list[Run]:
-        where = f"{where} and tags.`san.profile` = '{self.profile}'"
-        return list(self.client.search_runs([self._experiment_id()], where, max_results=10_000))
+        """Runs of this grid and profile."""
+        return self._runs([self._experiment_id()], f"{where} and tags.`san.profile` = '{self.profile}'")
+
+    def _runs(self, experiments: list[str], where: str) -> list[Run]:
+        return _pages(lambda token: self.client.search_runs(experiments, where, max_results=PAGE, page_token=token))
+
+
+def _pages(ask: Callable[[str | None], Any]) -> list[Any]:
+    """Everything that a search finds; `ask` takes the token of a page."""
+    page = ask(None)
+    found = list(page)
+    while page.token:
+        page = ask(page.token)
+        found += page
+    return found
 
 
 @contextmanager
@@ -164,8 +188,11 @@ def _usable(uri: str) -> Iterator[None]:
         raise UserError(f"MLflow at {uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
 
 
-def _result(run: Run) -> Result:
-    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics))
+def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
+    return {
+        run.data.tags["san.trial"]: Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics))
+        for run in runs
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +207,10 @@ class TrialRun:
         run = self.client.get_run(self.run_id)
         if "params" in run.data.metrics:
             return
-        config = trial.config.model_dump(mode="json")
-        params = [Param(key, str(value)) for key, value in flat(config).items()] + [Param("seed", str(trial.seed))]
+        params = [Param(key, str(value)) for key, value in flat(trial.record).items()] + [Param("seed", str(trial.seed))]
         for first in range(0, len(params), BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH])
-        self.client.log_text(self.run_id, yaml.safe_dump(config, sort_keys=False), "config.yaml")
+        self.client.log_text(self.run_id, yaml.safe_dump(trial.record, sort_keys=False), "config.yaml")
         self.client.log_text(self.run_id, environment(), "environment.txt")
         counts = {
             "params": complexity.params,

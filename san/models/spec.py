@@ -14,10 +14,12 @@ class Trunk(nn.Module):
     """Stem and stages of a network.
 
     Attributes:
+        spec: the record that it was built from.
         channels: C of each map of `features`.
         reductions: side of the image over the side of each map.
     """
 
+    spec: ModelSpec
     channels: tuple[int, ...]
     reductions: tuple[int, ...]
 

@@ -84,6 +84,8 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
 def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
     """The weighted sum of values over the footprint, [N, C, H, W] (equations 2 and 4); channel c uses weight c % G.
 
+    The result has beta's memory format.
+
     Raises:
         ValueError: `weight_NGKP` does not fit `beta_NCHW` and the footprint, or the footprint does not fit the map.
     """
@@ -97,9 +99,10 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
         raise ValueError(f"weight must be [N={N}, G, K={wanted[1]}, P={wanted[2]}] for this beta, not {list(shape)}")
     if shape[1] == 0 or C % shape[1] != 0:
         raise ValueError(f"beta's {C} channels must be a multiple of the {shape[1]} weight channels")
-    if _kernels_run(beta_NCHW):
-        return torch.ops.san.aggregation(beta_NCHW, weight_NGKP, kernel_size)
-    return reference.aggregation(beta_NCHW, weight_NGKP, kernel_size)
+    aggregate = torch.ops.san.aggregation if _kernels_run(beta_NCHW) else reference.aggregation
+    y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
+    is_channels_last = not beta_NCHW.is_contiguous() and beta_NCHW.is_contiguous(memory_format=torch.channels_last)
+    return y_NCHW.contiguous(memory_format=torch.channels_last) if is_channels_last else y_NCHW
 
 
 def _check_map(x: Tensor, name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import main
+from experiments.config import PROJECT_DIR
+from experiments.report.paper import paper_rows
+from san import list_models
 from tests.experiments.conftest import SMALL_GRID
+
+GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 
 San = Callable[..., tuple[int, str, str]]
 
@@ -34,7 +41,9 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return call
 
 
-@pytest.mark.parametrize("command", [[], ["models"], ["data"], ["data", "prepare"], ["run"], ["report"], ["ui"], ["plan"]])
+@pytest.mark.parametrize(
+    "command", [[], ["models"], ["data"], ["data", "prepare"], ["run"], ["report"], ["ui"], ["plan"], ["complexity"]]
+)
 def test_help(command: list[str], san: San) -> None:
     code, out, _ = san(*command, "--help")
     assert code == 0
@@ -44,7 +53,101 @@ def test_help(command: list[str], san: San) -> None:
 def test_models_as_json(san: San) -> None:
     code, out, _ = san("models", "san*_pairwise", "--json")
     assert code == 0
-    assert [model["name"] for model in json.loads(out)] == ["san10_pairwise", "san15_pairwise", "san19_pairwise"]
+    assert [(model["name"], model["depths"][0], model["relation"]) for model in json.loads(out)] == [
+        ("san10_pairwise", 2, "subtraction"),
+        ("san15_pairwise", 3, "subtraction"),
+        ("san19_pairwise", 3, "subtraction"),
+    ]
+
+
+def test_models_are_shown_as_overrides_are_written(san: San) -> None:
+    code, out, _ = san("models", "resnet26")
+    assert code == 0
+    assert out.split() == [
+        "resnet26",
+        "depths=[1,2,4,1]",
+        "widths=[256,512,1024,2048]",
+        "stages=null",
+        "width_factor=1.0",
+        "footprint=3",
+        "stem_width=64",
+    ]
+
+
+def test_complexity_of_a_grid_as_json(san: San) -> None:
+    code, out, _ = san("complexity", "--grid", str(GRIDS_DIR / "relation.yaml"), "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert [row["id"] for row in rows] == list(paper_rows("relation"))
+    by_id = {row["id"]: row for row in rows}
+    assert by_id["pairwise_subtraction"]["flops_paper"] == 2_155_268_622
+    assert by_id["patchwise_concatenation"]["params"] == 11_841_124
+    for row in rows:
+        assert row.keys() == {"id", "params", "flops_paper", "flops_actual", "stages"}
+        for count in ("params", "flops_paper", "flops_actual"):
+            assert type(row[count]) is int
+            assert sum(stage[count] for stage in row["stages"]) == row[count], (row["id"], count)
+
+
+def test_complexity_of_a_grid_beside_the_printed_numbers(san: San) -> None:
+    grid = str(GRIDS_DIR / "position.yaml")
+    code, out, _ = san("complexity", "--grid", grid)
+    assert code == 0
+    heading, none, absolute, relative = out.splitlines()
+    assert re.split("  +", heading) == ["model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)"]
+    assert relative.split()[:5] == ["pairwise_relative", "10.532", "10.5", "2.155", "2.2"]
+    assert [len(line) for line in (none, absolute, relative)] == [len(heading)] * 3
+    for arguments in (["--size", "256"], ["--size", "256", "--stages"]):
+        code, out, _ = san("complexity", "--grid", grid, *arguments)
+        assert code == 0
+        assert "printed" not in out  # the paper's are for 224 pixels
+        assert len(out.splitlines()) == (1 + 3 * 8 if "--stages" in arguments else 4)
+
+
+def test_complexity_of_a_model_tells_its_stages(san: San) -> None:
+    code, out, _ = san("complexity", "san10_pairwise", "footprint=9")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [
+        "san10_pairwise",
+        "stem",
+        *(f"stage{i}" for i in range(1, 6)),
+        "head",
+    ]
+    assert out.splitlines()[1].split()[1:3] == ["10.532", "2.533"]  # table "footprint" prints 10.5 and 2.5
+
+
+def test_complexity_of_all_variants(san: San) -> None:
+    code, out, _ = san("complexity", "--json")
+    assert code == 0
+    assert [row["id"] for row in json.loads(out)] == list_models()
+
+
+def test_complexity_does_not_wait_for_what_it_does_not_use() -> None:
+    heavy = ["ray", "deepspeed", "mlflow", "nvidia.dali", "matplotlib"]
+    code = f"""
+import sys
+from experiments.cli import main
+for arguments in (["resnet26"], ["--grid", {str(SMALL_GRID)!r}], ["resnet27"]):
+    sys.argv = ["san", "complexity", *arguments]
+    try:
+        main()
+    except SystemExit as stop:
+        assert stop.code == 2
+assert not [name for name in {heavy} if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT_DIR)
+
+
+def test_seeds_come_instead_of_the_grids(san: San) -> None:
+    code, out, _ = san("plan", str(SMALL_GRID), "--seeds", "2", "--json")
+    assert code == 0
+    cells = json.loads(out)
+    rows = ("pairwise_3", "resnet26_3", "patchwise_3")
+    assert [(cell["row"], cell["seed"]) for cell in cells] == [(row, seed) for row in rows for seed in (0, 1)]
+    assert len({cell["key"] for cell in cells}) == 6
+    code, out, _ = san("report", str(SMALL_GRID), "--seeds", "2", "--json")
+    assert code == 0
+    assert [line["id"] for line in json.loads(out)] == list(rows)
 
 
 def test_plan_runs_nothing(san: San, tmp_path: Path) -> None:
@@ -135,6 +238,31 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["cannot be written", "another folder"],
     ),
     "unknown option": (lambda tmp: ["run", str(SMALL_GRID), "--speed", "9"], ["No such option"]),
+    "no seeds": (lambda tmp: ["run", str(SMALL_GRID), "--seeds", "0"], ["Invalid value for '--seeds': 0 is not in the range"]),
+    "complexity of a model and a grid": (
+        lambda tmp: ["complexity", "resnet26", "--grid", str(SMALL_GRID)],
+        ["complexity takes a model or a grid, not both: leave out 'resnet26' or --grid"],
+    ),
+    "complexity of an unknown model": (
+        lambda tmp: ["complexity", "san10_pairwize"],
+        ["san: unknown model 'san10_pairwize'; did you mean 'san10_pairwise'? Known: san10_pairwise, "],
+    ),
+    "complexity with unknown fields": (
+        lambda tmp: ["complexity", "resnet26", "footprnt=5", "relation=dot"],
+        ["resnet26: footprnt: unknown key; did you mean 'footprint'?", "resnet26: relation: unknown key"],
+    ),
+    "complexity with fields that do not fit": (
+        lambda tmp: ["complexity", "san10_pairwise", "r1=48"],
+        ["san: san10_pairwise: ", "cannot be divided by r1=48"],
+    ),
+    "complexity at a size that is too small": (
+        lambda tmp: ["complexity", "--grid", str(SMALL_GRID), "--size", "20"],
+        ["pairwise_3: stage 4 of san10_pairwise at input size 20", "resnet26_3: resnet26 needs an input of at least 32 pixels"],
+    ),
+    "complexity of a broken grid": (
+        lambda tmp: ["complexity", "--grid", bad_grid(tmp)],
+        ["row a: model.footprnt: unknown key; did you mean 'footprint'?"],
+    ),
     "no cluster there": (
         lambda tmp: ["run", str(SMALL_GRID), "--address", "127.0.0.1:9"],
         ["no Ray cluster answers at '127.0.0.1:9'"],

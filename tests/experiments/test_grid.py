@@ -67,6 +67,106 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     assert Trial(first.grid, first.profile, first.row, 0, first.config, "other images").key != first.key
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("name: san10_pairwise", "name: san10_pairwise, footprint: 7, relation: subtraction, position: relative"),
+        ("name: resnet26, footprint: 3", "name: resnet26, footprint: '3', width_factor: 0.5, stages: 2"),  # the profile's
+        ("name: san10_patchwise, depths: [2, 1, 2, 4, 1]", "depths: [2, 1, 2, 4, 1], name: san10_patchwise, mapping: LRL"),
+    ],
+)
+def test_equal_models_have_equal_keys_however_they_are_written(one: str, other: str, write_grid: Callable[[str], Path]) -> None:
+    path = write_grid(f"{{question: q, rows: [{{id: a, model: {{{one}}}}}, {{id: b, model: {{{other}}}}}]}}")
+    a, b = expand(path).values()
+    assert a.key == b.key
+    assert a.record["model"] == b.record["model"]
+
+
+def test_tables_share_their_cells() -> None:
+    keys = {f"{path.stem}/{row}": trial.key for path in GRIDS for row, trial in expand(path).items()}
+    for shared in (
+        ["comparison/san10_pairwise", "relation/pairwise_subtraction", "mapping/pairwise_LRL", "position/pairwise_relative"],
+        ["comparison/san10_patchwise", "relation/patchwise_concatenation", "mapping/patchwise_LRL", "footprint/patchwise_7"],
+        ["comparison/resnet26", "relation/resnet26", "footprint/resnet26_3"],
+        ["transformation/pairwise_distinct", "footprint/pairwise_7"],
+    ):
+        assert len({keys[name] for name in shared}) == 1, shared
+    for path in GRIDS:
+        mine = [key for name, key in keys.items() if name.startswith(f"{path.stem}/")]
+        assert len(set(mine)) == len(mine), path
+
+
+def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Does the best learning rate depend on the footprint?
+        base: {recipe: {lr: 9.0, momentum: 0.5}}
+        rows:
+          - {id: pairwise, model: {name: san10_pairwise}}
+          - {id: resnet, model: {name: resnet26, width_factor: 1}}
+        product:
+          model.footprint: [3, 5]
+          recipe.lr: [0.1, 0.2]
+    """)
+    configs = expanded(path).configs
+    assert list(configs) == [
+        f"{row}-footprint{footprint}-lr{lr}" for row in ("pairwise", "resnet") for footprint in (3, 5) for lr in (0.1, 0.2)
+    ]
+    config = configs["resnet-footprint5-lr0.1"]
+    assert (config.model.name, config.model.overrides["footprint"], config.recipe.lr) == ("resnet26", 5, 0.1)
+    assert (config.model.overrides["width_factor"], config.recipe.momentum) == (1, 0.5)
+    assert list(expanded(path).full_size) == [row.id for row in expanded(path).grid.rows] == list(configs)
+
+
+@pytest.mark.parametrize(
+    ("product", "ids"),
+    [
+        ("model.name: [resnet26, resnet38]", ["nameresnet26", "nameresnet38"]),
+        ("model.name: [resnet26], recipe.lr: [0.1, 1e-3, '0.2']", [f"nameresnet26-lr{lr}" for lr in ("0.1", "1e-3", "0.2")]),
+        ("model.name: [resnet26], data.flip: [false, true]", ["nameresnet26-flipfalse", "nameresnet26-fliptrue"]),
+        ("model.name: [resnet26], model.depths: [[1, 1, 1, 1]]", ["nameresnet26-depths1-1-1-1"]),
+        ("model.name: [resnet26], model.stages: [1, 2]", ["nameresnet26-stages1", "nameresnet26-stages2"]),
+    ],
+)
+def test_product_stands_without_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
+    assert list(expand(write_grid(f"{{question: q, product: {{{product}}}}}"))) == ids
+
+
+def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: What is wrong?
+        rows:
+          - {id: a, model: {name: resnet26, footprint: 3}}
+          - {id: b, model: {name: resnet26}, recipe: {epoch: 3}}
+        product:
+          lr: [0.1]
+          placement.workers: [1, 2]
+          recipe.lr.x: [1]
+          data.flip: []
+          recipe.momentum: 0.9
+          model: {stages: [1, 2]}
+          model.footprint: [3, 5]
+          model.width_facto: [0.5]
+          recipe.batch: [0, 32]
+    """)
+    lines = told(lambda: expand(path)).splitlines()
+    cells = [f"{row}-width_facto0.5-batch{batch}" for row in "ab" for batch in (0, 32)]
+    wanted = [
+        "product.recipe.momentum: a list was expected, not 0.9",
+        "product.model: a list was expected, not {'stages': [1, 2]}",
+        "product.lr: a path below model, data, recipe was expected, such as recipe.lr",
+        "product.placement.workers: a path below model, data, recipe was expected, such as recipe.lr",
+        "product.recipe.lr.x: a path below model, data, recipe was expected, such as recipe.lr",
+        "product.data.flip: the list is empty; give at least one value",
+        "product.model.footprint: row a gives it too; give it in one of the two places",
+        f"row {cells[0]}, {cells[2]}: recipe.batch: input should be greater than or equal to 1, not 0",
+        "every row: model.width_facto: unknown key; did you mean 'width_factor'?",
+        f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean 'epochs'?",
+    ]
+    for start in wanted:
+        assert sum(line.startswith(f"{path}: {start}") for line in lines) == 1, start
+    assert len(lines) == len(wanted)
+
+
 def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("""
         question: What is wrong?
@@ -130,7 +230,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
         ("{name: resnet26, width_factor: .inf}", "width_factor must be positive, not inf"),
         ("{name: resnet26, stages: two}", "model.stages: input should be a valid integer"),
         ("{name: resnet26, widths: 5}", "model.widths: a list was expected, not 5"),
-        ("{name: san10_pairwise, width_factor: 0.25}", "16 channels cannot be divided by r1=16"),
+        ("{name: san10_pairwise, width_factor: 0.25}", "4 value channels .* cannot be divided by share=8"),
         ("{name: san10_pairwise, r1: 0}", "cannot be divided by r1=0"),
         ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
         ("{}", "model.name: missing; it must be given"),
@@ -181,6 +281,15 @@ def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
         ("question: q\ntable: t\nrows: [{id: a, modl: {}}]", r"rows\[0\].modl: unknown key; did you mean 'model'\?"),
         ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be used once, but a is used more often"),
         ("question: q\ntable: t\nrows: [{id: 'a b'}]", r"rows\[0\].id: .*'a b'"),
+        ("question: q\ntable: [t]\nrows: [{id: a}]", r"table: input should be a valid string, not \['t'\]"),
+        ("question: q", "rows: missing; give rows, a product, or both"),
+        ("question: q\nproduct: {}", "product: .*at least 1"),
+        ("question: q\nproduct: [model.name]", "product: a mapping of keys was expected, not "),
+        ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
+        (
+            "question: q\nrows: [{id: a, model: {name: resnet26}}, {id: a-lr1}]\nproduct: {recipe.lr: [1, 2, 1]}",
+            "each id must be used once, but a-lr1, a-lr1-lr1 is used more often",
+        ),
         ("question: q\ntable: t\nseed: [1]\nrows: [{id: a}]", r"seed: unknown key; did you mean 'seeds'\?"),
     ],
 )

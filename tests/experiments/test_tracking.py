@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import tracking
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
 from experiments.tracking import Tracker
@@ -16,16 +17,18 @@ from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
 
+COUNTS = Complexity(1, 2, 3, ())
+
 
 def test_a_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     tracker, trial = job.tracker, job.trials[0]
     history = (EPOCH, replace(EPOCH, epoch=1, top1=60.0))
     first = tracker.open(trial)
-    first.describe(trial, Complexity(1, 2, 3))
+    first.describe(trial, COUNTS)
     first.log(history[:1])
     second = job.tracker.open(trial)
-    second.describe(trial, Complexity(1, 2, 3))
+    second.describe(trial, COUNTS)
     second.log(history)
     second.finish()
     assert first.run_id == second.run_id
@@ -47,11 +50,65 @@ def test_prepare_twice_makes_one_parent(open_small_job: Callable[..., Job]) -> N
     assert tags["mlflow.parentRunId"] == parents[0].info.run_id
 
 
-def test_profiles_do_not_meet(open_small_job: Callable[..., Job]) -> None:
+@pytest.mark.parametrize(("grid", "profile"), [("small", "imagenet"), ("other", "digits")])
+def test_finished_trials_are_found_from_everywhere(grid: str, profile: str, open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
-    job.tracker.open(job.trials[0]).finish()
-    assert Tracker(job.workspace.tracking_uri, "small", "imagenet").results() == {}
-    assert Tracker(job.workspace.tracking_uri, "other", "digits").results() == {}
+    finished, begun, failed = (job.tracker.open(trial) for trial in job.trials)
+    finished.log([EPOCH])
+    finished.finish()
+    failed.finish("the loss is not finite")
+    elsewhere = Tracker(job.workspace.tracking_uri, grid, profile).results()
+    assert {key: result.run_id for key, result in elsewhere.items()} == {job.trials[0].key: finished.run_id}
+    assert elsewhere[job.trials[0].key].metrics["val/top1"] == EPOCH.top1
+    assert job.tracker.results().keys() == {trial.key for trial in job.trials}
+    begun.finish()
+    assert Tracker(job.workspace.tracking_uri, grid, profile).results().keys() == {trial.key for trial in job.trials[:2]}
+
+
+def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    other = Tracker(job.workspace.tracking_uri, "other", "digits")
+    other.prepare(job.grid, job.workspace.runs / "artifacts")
+    trial = job.trials[0]
+    theirs, ours = other.open(trial), job.tracker.open(trial)
+    assert theirs.run_id != ours.run_id
+    for tracker, run in ((other, theirs), (job.tracker, ours)):
+        assert tracker.results()[trial.key].run_id == run.run_id  # neither is finished: each sees its own
+    theirs.finish()
+    job.tracker.interrupted([trial])
+    assert job.tracker.results()[trial.key].run_id == theirs.run_id  # a finished one wins
+    assert [job.tracker.client.get_run(run.run_id).info.status for run in (theirs, ours)] == ["FINISHED", "KILLED"]
+    assert job.tracker.open(trial).run_id == ours.run_id
+    ours.finish()
+    for tracker, run in ((other, theirs), (job.tracker, ours)):
+        assert tracker.results()[trial.key].run_id == run.run_id  # both are finished: each sees its own
+
+
+def test_results_come_from_every_page(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "PAGE", 1)
+    job = open_small_job()
+    for trial in job.trials:
+        job.tracker.open(trial).finish()
+    assert len(job.tracker.results()) == len(Tracker(job.workspace.tracking_uri, "other", "digits").results()) == 3
+
+
+@pytest.mark.parametrize(("table", "note"), [("footprint", "q Table `footprint` of the paper."), (None, "q")])
+def test_the_parent_tells_the_question(table: str | None, note: str, open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    tracker = Tracker(job.workspace.tracking_uri, "asked", "digits")
+    tracker.prepare(job.grid.model_copy(update={"question": "q", "table": table}), job.workspace.runs / "artifacts")
+    experiment = tracker.client.get_experiment_by_name("asked")
+    assert experiment is not None
+    (parent,) = tracker.client.search_runs([experiment.experiment_id])
+    assert parent.data.tags["mlflow.note.content"] == note
+
+
+def test_a_run_tells_the_whole_record_of_its_model(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    run = job.tracker.open(job.trials[0])
+    run.describe(job.trials[0], COUNTS)
+    params = job.tracker.client.get_run(run.run_id).data.params
+    assert (params["model.name"], params["model.footprint"], params["model.r1"]) == ("san10_pairwise", "3", "16")
 
 
 def test_a_failed_trial_carries_its_error_and_can_go_on(open_small_job: Callable[..., Job]) -> None:

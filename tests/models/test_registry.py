@@ -19,7 +19,8 @@ from san.ops import library
 
 SMALL = {"stages": 2, "width_factor": 0.5}
 EXACT = {"san10_pairwise": (10_531_848, 2_155_268_622), "san10_patchwise": (11_841_124, 1_865_421_568)}
-PRINTED = {row["id"]: row for table in ("comparison",) for row in yaml.safe_load(TABLES.read_text())[table]["rows"]}
+TABLE = yaml.safe_load(TABLES.read_text())
+PRINTED = {row["id"]: row for row in TABLE["comparison"]["rows"]} | {"san10_scalar": TABLE["scalar_attention"]["rows"][0]}
 
 every_variant = pytest.mark.parametrize("name", san.list_models())
 
@@ -84,17 +85,6 @@ def test_bfloat16_autocast(name: str) -> None:
     assert logits.dtype == torch.bfloat16
 
 
-def test_pairwise_weights_sum_to_one_and_patchwise_do_not_have_to() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 32, 7, 7)
-    pairwise = san.PairwiseAttention(32, footprint=5).weights(x)
-    assert pairwise.shape == (2, 1, 25, 49)
-    torch.testing.assert_close(pairwise.sum(2), torch.ones(2, 1, 49))
-    patchwise = san.PatchwiseAttention(32, footprint=5).weights(x)
-    assert patchwise.shape == (2, 1, 25, 49)
-    assert (patchwise < 0).any()
-
-
 def test_list_models_takes_a_pattern() -> None:
     assert san.list_models("resnet*") == ["resnet26", "resnet38", "resnet50"]
 
@@ -107,11 +97,16 @@ def test_stages_and_width_factor_keep_the_order_of_variants() -> None:
 
 REFUSALS = {
     "unknown name": (("san11_pairwise", {}), r"unknown model 'san11_pairwise'; did you mean 'san1\d_pairwise'\?"),
+    "field of another kind": (("san10_patchwise", {"position": "none"}), "san10_patchwise has no field position; its fields:"),
+    "text for a number": (("san10_pairwise", {"footprint": "7"}), "san10_pairwise: footprint must be a whole number, not '7'"),
+    "number for a name": (("san10_pairwise", {"relation": 1}), "san10_pairwise: relation must be a name, not 1"),
+    "unknown relation": (("san10_patchwise", {"relation": "dot"}), "unknown relation 'dot'. Known: star, clique, concat"),
+    "even convolution": (("resnet26", {"footprint": 4}), "odd and positive .* not 4"),
     "unknown field": (("resnet26", {"r1": 4}), "resnet26 has no field r1; its fields: depths, widths"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
     "too many stages": (("san10_pairwise", {"stages": 6}), "san10_pairwise: stages must be 1 to 5, not 6"),
     "no width": (("san10_pairwise", {"width_factor": 0}), "width_factor must be positive, not 0"),
-    "channels not divided": (("san10_pairwise", {"width_factor": 0.25}), "16 channels cannot be divided by r1=16 and by"),
+    "channels not divided": (("san10_pairwise", {"width_factor": 0.25}), "4 value channels .* divided by share=8"),
 }
 
 

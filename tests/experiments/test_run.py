@@ -1,0 +1,145 @@
+"""A grid, from plan to table, on a cluster that trains nothing: what is trained, what is left alone, what is said."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import cluster
+from experiments.grid import Trial
+from experiments.run import Job, open_job, plan, run, table_of
+from experiments.tracking import Tracker
+from tests.experiments.test_training import EPOCH
+
+EQUAL_ROWS = """
+    question: Is it the same?
+    rows:
+      - {id: plain, model: {name: san10_pairwise}}
+      - {id: other, model: {name: san10_pairwise, footprint: 5}}
+      - {id: written_out, model: {name: san10_pairwise, footprint: 7, relation: subtraction}}
+"""
+
+
+@pytest.fixture
+def open_text(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
+    """A job on the text of a grid, with a tracker's database."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    shutil.copy(empty_database, runs / "mlflow.db")
+
+    def open_it(text: str, name: str = "first", **options: object) -> Job:
+        return open_job(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
+
+    return open_it
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cells that the cluster was given, as `grid/name`; it finishes each at once, with a top-1 of its own."""
+    names: list[str] = []
+
+    @contextmanager
+    def session(address: str | None) -> Iterator[cluster.Resources]:
+        yield cluster.Resources((cluster.Node(cpus=2, gpus=0),))
+
+    def sweep(
+        train: functools.partial[object], trials: Mapping[str, Trial], placement: object, *, storage: object, observer: object
+    ) -> dict[str, cluster.Outcome]:
+        (workspace,) = train.args
+        for trial in trials.values():
+            names.append(f"{trial.grid}/{trial.name}")
+            tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+            tracked.log([replace(EPOCH, top1=float(len(names)))])
+            tracked.finish()
+        return {key: cluster.Outcome(key) for key in trials}
+
+    monkeypatch.setattr(cluster, "session", session)
+    monkeypatch.setattr(cluster, "sweep", sweep)
+    return names
+
+
+def test_equal_rows_are_trained_once_and_both_are_shown(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_text(EQUAL_ROWS)
+    assert run(job, None)
+    assert trained == ["first/plain", "first/other"]
+    out, err = capsys.readouterr()
+    assert "grid first, profile digits: 3 cells, 1 equal to another, 2 to train" in err
+    assert "trained 2 cells" in err
+    assert [line.top1 for line in table_of(job)] == [1.0, 2.0, 1.0]
+    assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
+        ["plain", "1.0"],
+        ["other", "2.0"],
+        ["written_out", "1.0"],
+    ]
+    assert run(job, None)
+    assert "3 cells, 3 finished before (taken from MLflow), 0 to train" in capsys.readouterr().err
+
+
+def test_a_cell_of_another_grid_is_not_trained_again(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(open_text(EQUAL_ROWS), None)
+    job = open_text("{question: q, product: {model.name: [san10_pairwise], model.footprint: [5, 3]}}", "second")
+    assert [cell["finished"] for cell in plan(job)] == [True, False]
+    assert run(job, None)
+    assert trained == ["first/plain", "first/other", "second/namesan10_pairwise-footprint3"]
+    assert "grid second, profile digits: 2 cells, 1 finished before (taken from MLflow), 1 to train" in capsys.readouterr().err
+    assert [line.top1 for line in table_of(job)] == [2.0, 3.0]
+
+
+def test_a_cell_that_another_process_trains_is_left_to_it(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_text(EQUAL_ROWS)
+    claim = """
+import sys
+from pathlib import Path
+from experiments.run import _claimed
+with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+    arguments = [sys.executable, "-c", claim, str(job.workspace.runs / "cells.lock"), job.trials[0].key]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        assert not run(job, None)
+        assert trained == ["first/other"]
+        other.communicate("")
+    err = capsys.readouterr().err
+    assert "plain: left to another `san run`, which is training the same" in err
+    assert "trained 1 cells" in err
+    assert "not finished: plain, written_out; the same command continues" in err
+    assert run(job, None)
+    assert trained == ["first/other", "first/plain"]
+
+
+def test_a_question_without_a_table_has_no_numbers_of_the_paper(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_text(EQUAL_ROWS)
+    assert run(job, None)
+    out = capsys.readouterr().out
+    assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs at the paper's setting." in out
+    assert "top-1 paper" not in out
+    assert (job.workspace.runs / "first-digits" / "table.md").read_text().startswith("Is it the same? Ours:")
+    assert [line.paper_top1 for line in table_of(job)] == [None] * 3
+
+
+def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
+    text = "{question: q, seeds: [7], rows: [{id: a, model: {name: resnet26}}]}"
+    assert [trial.name for trial in open_text(text).trials] == ["a-seed7"]
+    job = open_text(text, seeds=range(3))
+    assert [trial.name for trial in job.trials] == ["a", "a-seed1", "a-seed2"]
+    assert run(job, None)
+    (line,) = table_of(job)
+    assert (line.seeds, line.top1) == (3, 2.0)

@@ -1,0 +1,108 @@
+"""Counts: those of the meta device equal those of a real forward with the reference operators, watched call by call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import san
+from san import ops
+from san.models import model_spec
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet26": ("resnet26", {}),
+    "resnet26 7x7": ("resnet26", {"footprint": 7}),
+    "scalar": ("san10_scalar", {}),
+    **{name: (name, {}) for name in ("san10_pairwise", "san15_pairwise", "san10_patchwise", "san19_patchwise")},
+    **{f"pairwise {r}": ("san10_pairwise", {"relation": r}) for r in ("summation", "concatenation", "hadamard", "dot")},
+    **{f"patchwise {r}": ("san10_patchwise", {"relation": r}) for r in ("star", "clique")},
+    **{f"pairwise {p}": ("san10_pairwise", {"position": p}) for p in ("none", "absolute")},
+    **{f"{kind} {m}": (f"san10_{kind}", {"mapping": m}) for kind in ("pairwise", "patchwise") for m in ("L", "LRLRL")},
+    **{f"{k} phi=psi": (f"san10_{k}", {"transformation": "phi_eq_psi"}) for k in ("pairwise", "patchwise")},
+    **{
+        f"{kind} phi=psi=beta": (f"san10_{kind}", {"transformation": "phi_eq_psi_eq_beta", "r1": 4})
+        for kind in ("pairwise", "patchwise")
+    },
+}
+
+
+class Watch(TorchFunctionMode):
+    """Counts by the paper's convention what torch is called for, with the shapes of real tensors."""
+
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.scalar = scalar
+        self.total = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += self.cost(getattr(func, "__name__", ""), args, out)
+        return out
+
+    def cost(self, name: str, args: tuple[Any, ...], out: Any) -> int:
+        match name:
+            case "conv2d":
+                image, weight, bias = args[:3]
+                per_output = image.shape[1] * weight.shape[2] * weight.shape[3] + (bias is not None)
+                return math.prod(out.shape) * per_output
+            case "linear":  # the classifier, whose bias the released counter leaves out
+                return math.prod(out.shape) * args[0].shape[-1]
+            case "batch_norm":
+                return 2 * math.prod(out.shape)
+            case "relu" | "relu_" | "sub":
+                return math.prod(out.shape)
+            case "max_pool2d" | "mean":
+                return math.prod(args[0].shape)
+            case "einsum":
+                return self.product(*args, out)
+        return 0
+
+    def product(self, equation: str, left: Any, right: Any, out: Any) -> int:
+        if equation == "ngkp,nsgkp->nsgp":  # aggregation
+            return math.prod(out.shape) * left.shape[2]
+        if equation == "nsgp,nsgkp->ngkp" and (self.scalar or left.shape[1] == 1):  # phi^T psi in groups
+            return math.prod(out.shape) * left.shape[1]
+        if equation == "nsgp,sgk->ngkp":  # scalar attention's phi^T r
+            return math.prod(out.shape) * left.shape[1]
+        return 0
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("size", [(64, 64), (96, 64)], ids=str)
+def test_equals_a_real_forward_with_the_reference_operators(which: str, size: tuple[int, int]) -> None:
+    name, fields = MODELS[which]
+    if name != "resnet26":
+        fields = {"footprint": 3} | fields
+    model = san.create_model(name, 7, **fields).eval()
+    with torch.no_grad(), ops.backend("reference"), Watch(name == "san10_scalar") as watch:
+        model(torch.randn(1, 3, *size))
+    counted = san.complexity(model, size)
+    assert counted.flops_paper == watch.total
+    assert counted.params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_stages_add_up(which: str) -> None:
+    name, fields = MODELS[which]
+    with torch.device("meta"):
+        counted = san.complexity(san.create_model(name, **fields))
+    parts = ["stem", *[f"stage{i}" for i in range(1, len(model_spec(name).depths) + 1)], "head"]
+    assert [part.name for part in counted.stages] == parts
+    for field in ("params", "flops_paper", "flops_actual"):
+        assert sum(getattr(part, field) for part in counted.stages) == getattr(counted, field)
+    assert all(min(dataclasses.astuple(part)[1:]) > 0 for part in counted.stages)
+
+
+def test_parts_of_any_other_module_are_its_children() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1, bias=False), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3))
+    counted = san.complexity(model, (5, 6))
+    assert [(part.name, part.params, part.flops_paper) for part in counted.stages] == [
+        ("0", 12, 30 * 12),
+        ("1", 0, 30 * 4),
+        ("2", 74, 12 * 2 * 37),
+    ]

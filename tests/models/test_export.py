@@ -1,0 +1,133 @@
+"""Models outside of eager mode: torch.compile, torch.export, ONNX; and as backbones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import san
+
+SMALL: dict[str, Any] = {"stages": 2, "width_factor": 0.5}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pairwise": ("san10_pairwise", {}),
+    "pairwise hadamard absolute LRLRL": (
+        "san10_pairwise",
+        {"relation": "hadamard", "position": "absolute", "mapping": "LRLRL"},
+    ),
+    "pairwise dot none": ("san10_pairwise", {"relation": "dot", "position": "none"}),
+    "pairwise, one transformation": ("san10_pairwise", {"transformation": "phi_eq_psi_eq_beta", "r1": 4}),
+    "patchwise": ("san10_patchwise", {}),
+    "patchwise star": ("san10_patchwise", {"relation": "star"}),
+    "patchwise clique": ("san10_patchwise", {"relation": "clique", "footprint": 3}),
+    "scalar": ("san10_scalar", {}),
+    "resnet": ("resnet26", {}),
+}
+every_model = pytest.mark.parametrize("which", MODELS)
+
+
+def made(which: str) -> nn.Module:
+    """The model with running statistics and biases that are not those of a fresh one."""
+    torch.manual_seed(0)
+    name, fields = MODELS[which]
+    model = san.create_model(name, 10, **SMALL, **fields)
+    model(torch.randn(4, 3, 24, 28))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # p_i - p_i = 0 in front of a ReLU with bias 0 would leave its gradient to rounding
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return model.eval()
+
+
+IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
+
+
+@every_model
+def test_compiles_to_one_graph(which: str) -> None:
+    torch.compiler.reset()
+    model = made(which)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(IMAGES), model(IMAGES))
+
+
+@pytest.mark.parametrize("which", ["pairwise", "patchwise"])
+def test_a_compiled_model_trains_like_the_plain_one(which: str) -> None:
+    torch.compiler.reset()
+
+    def gradients(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        model = made(which).double().train()
+        loss = nn.functional.cross_entropy(wrap(model)(IMAGES.double()), torch.arange(3))
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    compiled = gradients(lambda model: torch.compile(model, fullgraph=True, backend="inductor"))
+    for got, want in zip(compiled, gradients(lambda model: model), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
+@every_model
+def test_exports_without_our_operators(which: str) -> None:
+    model = made(which)
+    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=({0: torch.export.Dim("N")},))
+    assert not [node.target for node in program.graph.nodes if "san" in str(node.target)]
+    torch.testing.assert_close(program.module()(IMAGES), model(IMAGES))
+
+
+@every_model
+@pytest.mark.parametrize("opset", [18, 25])
+def test_onnxruntime_gives_the_same_numbers(which: str, opset: int, tmp_path: Path) -> None:
+    model = made(which)
+    path = tmp_path / "model.onnx"
+    batch = {0: torch.export.Dim("N")}
+    torch.onnx.export(
+        model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(batch,), opset_version=opset, verbose=False
+    )
+    session = onnxruntime.InferenceSession(path)
+    (logits,) = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
+    np.testing.assert_allclose(logits, model(IMAGES).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+@every_model
+def test_channels_last_in_and_out(which: str) -> None:
+    name, fields = MODELS[which]
+    backbone = san.create_model(name, features_only=True, **SMALL, **fields).eval()
+    expected = backbone(IMAGES)
+    backbone.to(memory_format=torch.channels_last)
+    maps = backbone(IMAGES.to(memory_format=torch.channels_last))
+    for got, want in zip(maps, expected, strict=True):
+        assert got.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
+def test_a_backbone_gives_five_stages(name: str) -> None:
+    with torch.device("meta"):
+        maps = san.create_model(name, features_only=True)(torch.empty(2, 3, 224, 288))
+    channels = (64, 256, 512, 1024, 2048)
+    assert [tuple(m.shape) for m in maps] == [
+        (2, width, 224 // 2**s, 288 // 2**s) for s, width in enumerate(channels, start=1)
+    ]
+
+
+@every_model
+@pytest.mark.parametrize("size", [(24, 24), (33, 46), (17, 64)], ids=str)
+def test_a_backbone_takes_any_size_and_the_weights_of_a_classifier(which: str, size: tuple[int, int]) -> None:
+    name, fields = MODELS[which]
+    fields = fields | {"footprint": 3}
+    classifier = san.create_model(name, 10, **SMALL, **fields).eval()
+    backbone = san.create_model(name, features_only=True, **SMALL, **fields).eval()
+    missing, left_over = backbone.load_state_dict(classifier.state_dict(), strict=False)
+    assert not missing
+    assert {key.split(".")[0] for key in left_over} <= {"head", "fc"}
+    images = torch.randn(2, 3, *size)
+    maps = backbone(images)
+    assert [m.shape[1] for m in maps] == list(backbone.channels)
+    assert len(maps) == len(backbone.reductions)
+    for features, reduction in zip(maps, backbone.reductions, strict=True):
+        assert abs(features.shape[2] - size[0] / reduction) < 1
+    head = classifier.get_submodule("fc" if name == "resnet26" else "head")
+    torch.testing.assert_close(head(maps[-1].mean((2, 3))), classifier(images))

@@ -1,0 +1,253 @@
+"""Attention of every kind: the paper's formulas, kernels against the reference, the set property, layouts, types, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import san
+from san import ops
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention
+from san.nn.attention import TRANSFORMATIONS
+from san.nn.mapping import MAPPINGS
+from san.nn.position import POSITIONS
+from san.nn.relation import PAIRWISE, PATCHWISE
+from tests.nn import specification
+
+REDUCTIONS = {"distinct": {}, "phi_eq_psi": {}, "phi_eq_psi_eq_beta": {"r1": 4, "r2": 4}}
+CHANNELS = 64
+
+# One attention per way in which an experiment of the paper can differ from the default, by name.
+KINDS: dict[str, Callable[..., SelfAttention]] = {}
+
+
+def _kind(name: str, cls: type[SelfAttention], **fields: Any) -> None:
+    KINDS[name] = lambda footprint, cls=cls, fields=fields: cls(CHANNELS, footprint, **fields)  # type: ignore[misc]
+
+
+for _relation in PAIRWISE:
+    for _position in POSITIONS:
+        _kind(f"pairwise-{_relation}-{_position}", PairwiseAttention, relation=_relation, position=_position)
+for _relation in PATCHWISE:
+    _kind(f"patchwise-{_relation}", PatchwiseAttention, relation=_relation)
+for _name, _cls in (("pairwise", PairwiseAttention), ("patchwise", PatchwiseAttention)):
+    for _mapping in MAPPINGS:
+        for _transformation in TRANSFORMATIONS:
+            _kind(
+                f"{_name}-{_mapping}-{_transformation}",
+                _cls,
+                mapping=_mapping,
+                transformation=_transformation,
+                **REDUCTIONS[_transformation],
+            )
+_kind("scalar", ScalarAttention)
+_kind("scalar-2-heads", ScalarAttention, heads=2)
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind: str, footprint: int, seed: int = 0) -> SelfAttention:
+    """An attention in float64 in which no parameter and no statistic has a special value."""
+    torch.manual_seed(seed)
+    module = KINDS[kind](footprint).double()
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5 if "running_var" in name else torch.randn_like(tensor) / 2)
+        for layer in module.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.bias.abs_()  # keeps gamma's few hidden units alive
+        for role in dict.fromkeys(module.roles):
+            module.get_submodule(role).get_parameter("weight").div_(4)  # keeps the softmax from choosing a single place
+    return module
+
+
+def gradients(function: Callable[[Tensor], Tensor], module: SelfAttention, x: Tensor) -> list[Tensor]:
+    """Output and the gradients of the input and of all parameters, under a fixed random cotangent."""
+    leaf = x.clone().requires_grad_()
+    y = function(leaf)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], cotangent)]
+
+
+@every_kind
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_matches_the_papers_formulas(kind: str, training: bool, backend: ops.Backend) -> None:
+    module = made(kind, footprint=3).train(training)
+    x = torch.randn(2, CHANNELS, 2, 3, dtype=torch.float64)
+    with ops.backend(backend):
+        ours = gradients(module, module, x)
+    wanted = gradients(lambda leaf: specification.attention(module, leaf), module, x)
+    for got, want in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    batch=st.integers(0, 2),
+    reach=st.integers(0, 3),
+    extra=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_kernels_match_reference_on_any_shape(
+    kind: str, batch: int, reach: int, extra: tuple[int, int], channels_last: bool, seed: int
+) -> None:
+    module = made(kind, 2 * reach + 1, seed).eval()
+    x = torch.randn(batch, CHANNELS, reach + extra[0], reach + extra[1], dtype=torch.float64)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    ours = gradients(module, module, x)
+    with ops.backend("reference"):
+        wanted = gradients(module, module, x)
+    for got, want in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def differences_after_permuting_the_footprint(kind: str) -> list[float]:
+    """How far the output at the centre of a 5x5 map, all of which is its footprint, moves when all other pixels are permuted.
+
+    One value per set of random parameters; those whose weights are all equal, which would show nothing, are left out.
+    """
+    others = torch.cat((torch.arange(12), torch.arange(13, 25)))
+    order = torch.arange(25)
+    order[others] = others[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
+    found = []
+    for seed in range(8):
+        module = made(kind, footprint=5, seed=seed).eval()
+        x = torch.randn(1, CHANNELS, 25, dtype=torch.float64)
+        before, after = (module(pixels.view(1, CHANNELS, 5, 5))[..., 2, 2] for pixels in (x, x[:, :, order]))
+        if module.weights(x.view(1, CHANNELS, 5, 5))[..., 12].std(2).max() > 1e-3:
+            found.append((before - after).abs().max().item())
+    return found
+
+
+IS_A_SET = [kind for kind in KINDS if kind.startswith("pairwise") and kind.endswith("-none")]
+
+
+@pytest.mark.parametrize("kind", IS_A_SET)
+def test_pairwise_without_position_does_not_see_a_permutation_of_its_footprint(kind: str) -> None:
+    differences = differences_after_permuting_the_footprint(kind)
+    assert len(differences) >= 3
+    assert max(differences) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in IS_A_SET])
+def test_all_others_see_it(kind: str) -> None:
+    assert max(differences_after_permuting_the_footprint(kind)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("patchwise")])
+def test_weights_over_the_footprint_sum_to_one(kind: str) -> None:
+    weights = made(kind, 3).weights(torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64))
+    assert weights.shape[2:] == (9, 20)
+    torch.testing.assert_close(weights.sum(2), torch.ones_like(weights.sum(2)))
+    assert (weights >= 0).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("patchwise")])
+def test_patchwise_weights_are_unbounded(kind: str) -> None:
+    weights = made(kind, 3).weights(torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64))
+    assert weights.shape[2:] == (9, 20)
+    assert (weights < 0).any()
+
+
+@every_kind
+def test_channels_last_in_and_out(kind: str) -> None:
+    module = made(kind, 3).eval()
+    x = torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64)
+    y = module(x.to(memory_format=torch.channels_last))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, module(x))
+
+
+@every_kind
+def test_copies_and_states_round_trip(kind: str) -> None:
+    module = made(kind, 3).eval()
+    x = torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64)
+    fresh = made(kind, 3, seed=1).eval()
+    fresh.load_state_dict(module.state_dict())
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), fresh):
+        assert torch.equal(copied(x), module(x))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_half_types_err_at_most_twice_as_much_as_torch(kind: str, dtype: torch.dtype) -> None:
+    module = made(kind, 3).to(dtype).eval()
+    x = torch.randn(2, CHANNELS, 4, 5).to(dtype)
+    ours = module(x).double()
+    with ops.backend("reference"):
+        plain = module(x).double()
+        exact = copy.deepcopy(module).double()(x.double())
+    error, allowed = ((y - exact).square().mean().sqrt().item() for y in (ours, plain))
+    assert error <= max(2 * allowed, torch.finfo(dtype).eps * exact.abs().mean().item())
+
+
+@every_kind
+def test_bfloat16_autocast_trains(kind: str) -> None:
+    module = made(kind, 3).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(torch.randn(2, CHANNELS, 4, 5))
+    y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@every_kind
+def test_compiles_to_one_graph(kind: str) -> None:
+    torch.compiler.reset()  # all kinds share the code of `forward`, and torch limits how often that is compiled anew
+    module = made(kind, 3).float().eval()
+    x = torch.randn(2, CHANNELS, 4, 5)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
+        return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()
+
+    row = san.nn.relation.Relation(lambda R, K: R, absolute_difference)
+    monkeypatch.setitem(PAIRWISE, "absolute_difference", row)
+    model = san.create_model("san10_pairwise", 10, relation="absolute_difference", stages=2, width_factor=0.5)
+    model(torch.randn(2, 3, 24, 24)).sum().backward()
+    assert san.complexity(model, 24).params == san.complexity(san.create_model("san10_pairwise", 10, stages=2, width_factor=0.5), 24).params
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown relation": (lambda: PairwiseAttention(64, relation="star"), "unknown relation 'star'.* Known: summation, sub"),
+    "unknown mapping": (lambda: PatchwiseAttention(64, mapping="LR"), "unknown mapping 'LR'; did you mean 'LRL'"),
+    "unknown position": (lambda: PairwiseAttention(64, position="rel"), "Known: none, absolute, relative"),
+    "unknown transformation": (lambda: PairwiseAttention(64, transformation="same"), "Known: distinct, phi_eq_psi"),
+    "one layer for all, two reductions": (
+        lambda: PairwiseAttention(64, transformation="phi_eq_psi_eq_beta"),
+        "needs r1 = r2 .* not r1=16 and r2=4",
+    ),
+    "even footprint": (lambda: PatchwiseAttention(64, 4), "odd and positive .* not 4"),
+    "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels cannot be divided by r1=16 and by r2=4"),
+    "channels not shared evenly": (lambda: PairwiseAttention(64, share=3), "16 value channels .* divided by share=3"),
+    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels cannot be divided by 16 for the hidden"),
+    "heads": (lambda: ScalarAttention(64, heads=3), "16 relation and 16 value channels cannot be divided by heads=3"),
+    "a map that is too small": (
+        lambda: PairwiseAttention(64)(torch.randn(1, 64, 3, 9)),
+        "7x7 footprint needs a map of at least 4x4, not 3x9",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_rejects(what: str) -> None:
+    call, message = REFUSALS[what]
+    with pytest.raises(ValueError, match=message):
+        call()
