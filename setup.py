@@ -32,7 +32,8 @@ setup(
             "scikit-learn",
             "pillow",
         ],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format"],
+        "onnx": ["onnxscript>=0.7"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format", "onnxscript", "onnxruntime"],
     },
     entry_points={"console_scripts": ["san=experiments.cli:main"]},
 )

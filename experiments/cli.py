@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,32 @@ def models(pattern: str, as_json: bool) -> None:
 def _as_value(value: object) -> str:
     """As it would be written in an override."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="whose file")
+@click.option("--force", is_flag=True, help="replace a file that exists")
+def convert(source: Path, target: Path, form: str, force: bool) -> None:
+    """Convert a classifier's weights between the authors' released files and ours, in either direction.
+
+    A released pairwise file does not tell its footprint; the paper's 7 is taken.
+    """
+    from san.models import CheckpointError, checkpoint, released
+
+    if os.path.lexists(target) and not force:
+        raise UserError(f"{target}: exists; name another file, or replace it with --force")
+    try:
+        is_ours = checkpoint.is_checkpoint(checkpoint.read(source))
+        model = checkpoint.load_checkpoint(source) if is_ours else released.load_released_checkpoint(source)
+        save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
+        save(model, target)
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
+    fields = [f"{key}={_as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
+    params = sum(parameter.numel() for parameter in model.parameters())
+    click.echo(f"{target}: {' '.join([model.spec.name, *fields])}, {checkpoint.classes(model)} classes, {params} parameters")
 
 
 @cli.command()
@@ -189,6 +216,18 @@ def main() -> None:
             raise
         click.echo(f"san: {error}", err=True)
         sys.exit(2)
+    except RuntimeError as error:
+        if not isinstance(error, _count_error()):
+            raise
+        click.echo(f"san: {error}", err=True)
+        sys.exit(1)
+
+
+def _count_error() -> type[RuntimeError]:
+    """Imported late, as it needs torch."""
+    from san.complexity import CountError
+
+    return CountError
 
 
 def _errors_below() -> tuple[type[ValueError], ...]:

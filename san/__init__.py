@@ -5,10 +5,20 @@ Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVP
 
 from san import ops
 from san.complexity import Complexity, complexity
-from san.models import create_model, list_models
+from san.models import (
+    CheckpointError,
+    create_model,
+    list_models,
+    load_checkpoint,
+    load_released_checkpoint,
+    released_state_dict,
+    save_checkpoint,
+    save_released_checkpoint,
+)
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention
 
 __all__ = [
+    "CheckpointError",
     "Complexity",
     "PairwiseAttention",
     "PatchwiseAttention",
@@ -16,5 +26,10 @@ __all__ = [
     "complexity",
     "create_model",
     "list_models",
+    "load_checkpoint",
+    "load_released_checkpoint",
     "ops",
+    "released_state_dict",
+    "save_checkpoint",
+    "save_released_checkpoint",
 ]

@@ -29,6 +29,10 @@ from san.nn import ScalarAttention
 from san.ops import library
 
 
+class CountError(RuntimeError):
+    """Nothing can be counted here; the text says what is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Parameters and FLOPs of one part of a model, for one image."""
@@ -55,11 +59,11 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
 
     Raises:
         ValueError: the input is too small for the model's footprints.
-        RuntimeError: the kernels cannot be built here; the reference operators cannot be told apart from the rest.
+        CountError: the kernels cannot be built here; the reference operators cannot be told apart from the rest.
     """
     height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     if not library.load():
-        raise RuntimeError("counting needs the compiled operators: install g++ (the warning above says what is missing)")
+        raise CountError("counting needs the compiled operators: install g++ (the warning above says what is missing)")
     meta = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, 3, height, width, device="meta")
     with ops.backend("auto"), torch.no_grad(), FlopCounterMode(display=False) as actual, _PaperCounter() as paper:

@@ -1,6 +1,19 @@
-"""Networks: SAN and its ResNet baselines, as rows of a registry."""
+"""Networks: SAN and its ResNet baselines, as rows of a registry, and files of their weights."""
 
+from san.models.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from san.models.registry import create_model, list_models, model_spec
+from san.models.released import load_released_checkpoint, released_state_dict, save_released_checkpoint
 from san.models.spec import ModelSpec
 
-__all__ = ["ModelSpec", "create_model", "list_models", "model_spec"]
+__all__ = [
+    "CheckpointError",
+    "ModelSpec",
+    "create_model",
+    "list_models",
+    "load_checkpoint",
+    "load_released_checkpoint",
+    "model_spec",
+    "released_state_dict",
+    "save_checkpoint",
+    "save_released_checkpoint",
+]

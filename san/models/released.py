@@ -1,24 +1,54 @@
-"""Names of the authors' released code (github.com/hszhao/SAN) for our parameters, so that its numbers can be matched."""
+"""The authors' released code (github.com/hszhao/SAN): its names for our parameters, and its files of weights."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-# Ours -> theirs, first match wins. `{0}` is the stage or the rest of the name, in order of the groups.
+from torch import Tensor
+
+from san.models.checkpoint import CheckpointError, check_fit, classes, is_checkpoint, is_state, on_meta, read, write
+from san.models.registry import VARIANTS, model_spec
+from san.models.san import PairwiseSpec, PatchwiseSpec
+from san.models.spec import ModelSpec, Trunk
+
+# Ours and theirs, each row read in both directions; first match wins.
 RENAMES = (
-    (r"stem\.(.*)", "conv_in.{0}"),
-    (r"stem_norm\.(.*)", "bn_in.{0}"),
-    (r"head\.(.*)", "fc.{0}"),
-    (r"stages\.(\d+)\.linear\.(.*)", "conv{0}.{1}"),
-    (r"stages\.(\d+)\.norm\.(.*)", "bn{0}.{1}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.norm([12])\.(.*)", "layer{0}.{1}.bn{2}.{3}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.linear\.(.*)", "layer{0}.{1}.conv.{2}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.attention\.phi\.(.*)", "layer{0}.{1}.sam.conv1.{2}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.attention\.psi\.(.*)", "layer{0}.{1}.sam.conv2.{2}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.attention\.beta\.(.*)", "layer{0}.{1}.sam.conv3.{2}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.attention\.gamma\.(.*)", "layer{0}.{1}.sam.conv_w.{2}"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.attention\.position\.linear\.(.*)", "layer{0}.{1}.sam.conv_p.{2}"),
+    ("stem.{rest}", "conv_in.{rest}"),
+    ("stem_norm.{rest}", "bn_in.{rest}"),
+    ("head.{rest}", "fc.{rest}"),
+    ("stages.{stage}.linear.{rest}", "conv{stage}.{rest}"),
+    ("stages.{stage}.norm.{rest}", "bn{stage}.{rest}"),
+    ("stages.{stage}.blocks.{block}.norm1.{rest}", "layer{stage}.{block}.bn1.{rest}"),
+    ("stages.{stage}.blocks.{block}.norm2.{rest}", "layer{stage}.{block}.bn2.{rest}"),
+    ("stages.{stage}.blocks.{block}.linear.{rest}", "layer{stage}.{block}.conv.{rest}"),
+    ("stages.{stage}.blocks.{block}.attention.phi.{rest}", "layer{stage}.{block}.sam.conv1.{rest}"),
+    ("stages.{stage}.blocks.{block}.attention.psi.{rest}", "layer{stage}.{block}.sam.conv2.{rest}"),
+    ("stages.{stage}.blocks.{block}.attention.beta.{rest}", "layer{stage}.{block}.sam.conv3.{rest}"),
+    ("stages.{stage}.blocks.{block}.attention.gamma.{rest}", "layer{stage}.{block}.sam.conv_w.{rest}"),
+    ("stages.{stage}.blocks.{block}.attention.position.linear.{rest}", "layer{stage}.{block}.sam.conv_p.{rest}"),
 )
+PARTS = {".": r"\.", "{stage}": r"(?P<stage>\d+)", "{block}": r"(?P<block>\d+)", "{rest}": r"(?P<rest>.+)"}
+
+# Fields of a record that the released code leaves open. The others decide what is computed, and some of them leave no
+# trace in names and shapes: a model that differs there would be loaded as another one.
+SIZES = ("name", "depths", "widths", "stages", "width_factor", "footprint")
+
+PREFIX = "module."  # DistributedDataParallel's
+
+
+def _renamed(key: str, rows: Iterable[tuple[str, str]]) -> str | None:
+    for source, target in rows:
+        pattern = source
+        for part, expression in PARTS.items():
+            pattern = pattern.replace(part, expression)
+        match = re.fullmatch(pattern, key)
+        if match:
+            return target.format(**match.groupdict())
+    return None
 
 
 def released_key(key: str) -> str:
@@ -27,8 +57,120 @@ def released_key(key: str) -> str:
     Raises:
         ValueError: a key that SAN models do not have.
     """
-    for ours, theirs in RENAMES:
-        match = re.fullmatch(ours, key)
-        if match:
-            return theirs.format(*match.groups())
-    raise ValueError(f"{key!r} is not a parameter of a SAN model")
+    theirs = _renamed(key, RENAMES)
+    if theirs is None:
+        raise ValueError(f"{key!r} is not a parameter of a SAN model")
+    return theirs
+
+
+def own_key(key: str) -> str:
+    """Our name of one of the released code's state-dict keys, the inverse of `released_key`.
+
+    Raises:
+        ValueError: a key that the released network does not have.
+    """
+    ours = _renamed(key, ((theirs, ours) for ours, theirs in RENAMES))
+    if ours is None:
+        raise ValueError(f"{key!r} is not a parameter of the released network")
+    return ours
+
+
+def _check_form(spec: ModelSpec) -> None:
+    """Raises CheckpointError where the released code has no such network."""
+    if not isinstance(spec, PairwiseSpec | PatchwiseSpec):
+        raise CheckpointError(f"{spec.name} has no released form; the released code has pairwise and patchwise SANs")
+    fixed = [field for field in dataclasses.fields(spec) if field.name not in SIZES]
+    other = [field for field in fixed if getattr(spec, field.name) != field.default]
+    if other:
+        asked = ", ".join(f"{field.name}={getattr(spec, field.name)!r}" for field in other)
+        theirs = ", ".join(f"{field.name}={field.default!r}" for field in other)
+        raise CheckpointError(f"{spec.name} with {asked} has no released form; the released code has {theirs}")
+
+
+def released_state_dict(model: Trunk) -> dict[str, Tensor]:
+    """A model's state dict under the names of the released code; the tensors are the model's own.
+
+    Raises:
+        CheckpointError: the released code has no such network, because of its kind or of a field other than its sizes.
+    """
+    _check_form(model.spec)
+    return {released_key(key): value for key, value in model.state_dict().items()}
+
+
+def own_state_dict(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the released code under our names, the inverse of `released_state_dict`.
+
+    Raises:
+        ValueError: a key that the released network does not have.
+    """
+    return {own_key(key): value for key, value in released.items()}
+
+
+def save_released_checkpoint(model: Trunk, path: str | Path) -> None:
+    """Writes a classifier as a file that the released code reads, whole or not at all; an old file is replaced.
+
+    Raises:
+        CheckpointError: the released code has no such network, a backbone, or a place that cannot be written.
+    """
+    classes(model)
+    write({"state_dict": {PREFIX + key: value for key, value in released_state_dict(model).items()}}, path)
+
+
+def load_released_checkpoint(path: str | Path, name: str | None = None, **overrides: object) -> Trunk:
+    """A classifier with weights of the released code, in evaluation mode, on the CPU, in torch's default dtype.
+
+    The file is a checkpoint of the released training, or a bare state dict, with or without DistributedDataParallel's prefix.
+    Variant, number of classes and a patchwise footprint are seen in its names and shapes. A pairwise footprint is not: it is
+    the paper's 7 unless given. `name` and `overrides` (fields of the variant's record) win over what is seen.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its weights are not those of the variant that was seen or asked for.
+        ValueError: unknown name or field, or numbers that do not fit together.
+    """
+    state = _read_state(path)
+    name = name or _seen_variant(path, state, overrides)
+    spec = model_spec(name, _seen_footprint(state) | overrides)
+    _check_form(spec)
+    num_classes = next((len(state[key]) for key in ("fc.bias", "fc.weight") if key in state and state[key].dim()), 1000)
+    wanted = {released_key(key): value for key, value in on_meta(spec, num_classes).items()}
+    check_fit(path, f"{name} with {num_classes} classes", wanted, state)
+    model = spec.build(num_classes)
+    model.load_state_dict(own_state_dict(state))
+    return model.eval()
+
+
+def _read_state(path: str | Path) -> dict[str, Tensor]:
+    """The state dict in a file, without the prefix."""
+    content = read(path)
+    if is_checkpoint(content):
+        raise CheckpointError(f"{path}: is a file of ours, not of the released code; load_checkpoint reads it")
+    state = content.get("state_dict", content)
+    if not is_state(state):
+        raise CheckpointError(f"{path}: holds no state dict, neither as 'state_dict' nor as a whole")
+    has_prefix = all(key.startswith(PREFIX) for key in state)
+    return {key.removeprefix(PREFIX): value for key, value in state.items()} if has_prefix else dict(state)
+
+
+def _seen_variant(path: str | Path, state: Mapping[str, Tensor], overrides: dict[str, object]) -> str:
+    """The named variant with the kind of attention and the blocks per stage that the names tell."""
+    matches = [re.match(r"layer(\d+)\.(\d+)\.sam\.", key) for key in state]
+    blocks = sorted({(int(match[1]), int(match[2])) for match in matches if match})
+    if not blocks:
+        raise CheckpointError(f"{path}: is no SAN of the released code, which has keys such as layer0.0.sam.conv1.weight")
+    depths = tuple({stage: block + 1 for stage, block in blocks}.values())
+    kind = PairwiseSpec if any(".sam.conv_p." in key for key in state) else PatchwiseSpec
+    variants = {name: model_spec(name, overrides).kept_depths() for name, row in VARIANTS.items() if isinstance(row, kind)}
+    for name, kept in variants.items():
+        if kept == depths:
+            return name
+    known = ", ".join(f"{name} {kept}" for name, kept in variants.items())
+    raise CheckpointError(f"{path}: has {depths} blocks per stage, none of {known}; give a name, or depths, to say what it is")
+
+
+def _seen_footprint(state: Mapping[str, Tensor]) -> dict[str, object]:
+    """Side of a patchwise footprint: gamma's last Linear answers G inputs with K * G outputs. Nothing where that is not so."""
+    shape = state["layer1.0.sam.conv_w.5.weight"].shape if "layer1.0.sam.conv_w.5.weight" in state else ()
+    if any(".sam.conv_p." in key for key in state) or len(shape) != 4 or not shape[1]:
+        return {}
+    side = math.isqrt(shape[0] // shape[1])
+    return {"footprint": side} if side % 2 else {}

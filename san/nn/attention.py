@@ -1,7 +1,7 @@
 """Self-attention over footprints: vector attention, pairwise and patchwise (sections 3.1 and 3.2), and scalar attention.
 
-Shapes: N batch, C channels, R = C / r1 relation channels, M = C / r2 value channels, G weight channels, H W map, P = H * W output
-positions, K = footprint^2 positions of a footprint. Value channel c uses weight channel c % G.
+Shapes: N batch, C channels, R = C / r1 relation channels, M = C / r2 value channels, G weight channels, H W map, P = H * W
+output positions, K = footprint^2 positions of a footprint. Value channel c uses weight channel c % G.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class VectorAttention(SelfAttention):
         mapping: layers of gamma, a key of `MAPPINGS`.
     """
 
-    def __init__(
-        self, channels: int, footprint: int, r1: int, r2: int, share: int, mapping: str, transformation: str
-    ) -> None:
+    def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int, mapping: str, transformation: str) -> None:
         super().__init__(channels, footprint, r1, r2, transformation)
         if share < 1 or self.value_channels % share:
             raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by share={share}")
@@ -182,7 +180,7 @@ class ScalarAttention(SelfAttention):
     """y_i = sum_j softmax_j(phi_i^T (psi_j + r_{j-i})) * beta_j in each head: stand-alone self-attention, the scalar baseline.
 
     One weight per head and pair. r is learned: half of the channels from the row that j - i spans, half from the column.
-    Source: Ramachandran et al., "Stand-Alone Self-Attention in Vision Models", NeurIPS 2019 (arXiv:1906.05909), sections 3.1, 3.2.
+    Source: Ramachandran et al., "Stand-Alone Self-Attention in Vision Models", NeurIPS 2019 (arXiv:1906.05909), section 3.
 
     Args:
         heads: groups of channels, which divide C / r1 and C / r2; C / r1 must be even.

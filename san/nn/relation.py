@@ -1,7 +1,7 @@
 """The relation delta (sections 3.1 and 3.2): one row per relation, the one place to add another.
 
-Shapes: phi, psi [N, R, H, W]; K footprint positions; P = H * W output positions. A pairwise relation answers with d channels for
-each pair (i, j), [N, d, K, P]; a patchwise one with d channels for each patch, [N, d, 1, P].
+Shapes: phi, psi [N, R, H, W]; K footprint positions; P = H * W output positions. A pairwise relation answers with d channels
+for each pair (i, j), [N, d, K, P]; a patchwise one with d channels for each patch, [N, d, 1, P].
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast the operators are: kernels against the reference (unfold) operators, side by side in one process.
 
-    python -m tests.benchmarks.operators [--device cpu|cuda] [--threads 2] [--repeats 9]
+    python -m tests.benchmarks.operators [--device cpu|cuda] [--threads 2] [--repeats 9] [--only dot]
 
 Prints a Markdown table of medians and the ratio reference / kernel with its range over the repeats.
 """
@@ -21,6 +21,15 @@ from san import ops
 # Batch, channels of beta, side of the map, footprint: the shapes of SAN10's stages at 224x224.
 STAGES = {"stage 1": (8, 16, 112, 3), "stage 2": (8, 64, 56, 7), "stage 3": (8, 128, 28, 7), "stage 5": (8, 512, 7, 7)}
 
+MODELS: list[tuple[str, dict[str, str]]] = [
+    ("san10_pairwise", {}),
+    ("san10_pairwise", {"relation": "hadamard"}),
+    ("san10_pairwise", {"relation": "dot"}),
+    ("san10_patchwise", {}),
+    ("san10_patchwise", {"relation": "star"}),
+    ("san10_scalar", {}),
+]
+
 
 def problems(device: str) -> dict[str, Callable[[], Any]]:
     """Each calls forward and backward once."""
@@ -33,11 +42,14 @@ def problems(device: str) -> dict[str, Callable[[], Any]]:
         y = torch.randn(N, C, side, side, device=device)
         found[f"aggregation, {stage}"] = step(ops.aggregation, (beta, weight), k, y)
         found[f"subtraction, {stage}"] = step(ops.subtraction, (phi, psi), k, relation)
+        found[f"hadamard, {stage}"] = step(ops.hadamard, (phi, psi), k, relation)
+        found[f"dot, {stage}"] = step(ops.dot, (phi, psi), k, relation[:, :1])
         found[f"unfold, {stage}"] = step(ops.unfold, (psi,), k, relation)
-    for name in ("san10_pairwise", "san10_patchwise"):
-        model = san.create_model(name).to(device)
+    for name, fields in MODELS:
+        model = san.create_model(name, **fields).to(device)
         images = torch.randn(4, 3, 224, 224, device=device)
-        found[f"{name}, training step, batch 4"] = lambda model=model, images=images: model(images).sum().backward()
+        label = " ".join([name, *fields.values()])
+        found[f"{label}, training step, batch 4"] = lambda model=model, images=images: model(images).sum().backward()
     return found
 
 
@@ -60,12 +72,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", default="", help="problems whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.repeats} repeats, float32\n")
     print("| forward and backward | reference, ms | kernel, ms | ratio (range) |\n|---|---:|---:|---:|")
     for name, call in problems(options.device).items():
+        if options.only not in name:
+            continue
         times: dict[ops.Backend, list[float]] = {"reference": [], "auto": []}
         for repeat in range(options.repeats + 1):
             for backend in times:

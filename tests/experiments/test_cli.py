@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.report.paper import paper_rows
-from san import list_models
+from san import create_model, list_models, load_checkpoint, save_checkpoint
 from tests.experiments.conftest import SMALL_GRID
 
 GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
@@ -42,7 +44,8 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["models"], ["data"], ["data", "prepare"], ["run"], ["report"], ["ui"], ["plan"], ["complexity"]]
+    "command",
+    [[], ["models"], ["data"], ["data", "prepare"], ["run"], ["report"], ["ui"], ["plan"], ["complexity"], ["convert"]],
 )
 def test_help(command: list[str], san: San) -> None:
     code, out, _ = san(*command, "--help")
@@ -171,6 +174,23 @@ def test_report_as_json(san: San) -> None:
     ]
 
 
+def test_convert_there_and_back(san: San, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.pth", tmp_path / "theirs.pth"
+    model = create_model("san10_patchwise", 3, footprint=5)
+    save_checkpoint(model, ours)
+    line = f"san10_patchwise footprint=5, 3 classes, {sum(p.numel() for p in model.parameters())} parameters\n"
+    assert san("convert", str(ours), str(theirs), "--to", "released") == (0, f"{theirs}: {line}", "")
+    written = torch.load(theirs, weights_only=True)["state_dict"]
+    assert {"module.conv_in.weight", "module.layer4.0.sam.conv_w.5.bias"} <= written.keys()
+    ours.write_text("old")
+    assert san("convert", str(theirs), str(ours))[0] == 2
+    assert ours.read_text() == "old"
+    assert san("convert", str(theirs), str(ours), "--force") == (0, f"{ours}: {line}", "")
+    state = load_checkpoint(ours).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert sorted(os.listdir(tmp_path)) == ["ours.pth", "theirs.pth"]
+
+
 def bad_grid(tmp_path: Path) -> str:
     path = tmp_path / "bad.yaml"
     path.write_text(
@@ -268,6 +288,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["no Ray cluster answers at '127.0.0.1:9'"],
     ),
     "nothing to browse": (lambda tmp: ["ui"], ["no runs yet; train a grid with `san run` first"]),
+    "weights that are none": (
+        lambda tmp: ["convert", bad_grid(tmp), str(tmp / "ours.pth")],
+        ["bad.yaml: is not a file that torch.save wrote, or it is damaged"],
+    ),
+    "no weights": (
+        lambda tmp: ["convert", str(tmp / "no-such.pth"), str(tmp / "ours.pth")],
+        ["no-such.pth: cannot be read (No such file or directory)"],
+    ),
+    "weights over a file": (
+        lambda tmp: ["convert", "a.pth", bad_grid(tmp)],
+        ["bad.yaml: exists; name another file, or replace it with --force"],
+    ),
 }  # fmt: skip
 
 

@@ -83,9 +83,7 @@ def test_onnxruntime_gives_the_same_numbers(which: str, opset: int, tmp_path: Pa
     model = made(which)
     path = tmp_path / "model.onnx"
     batch = {0: torch.export.Dim("N")}
-    torch.onnx.export(
-        model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(batch,), opset_version=opset, verbose=False
-    )
+    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(batch,), opset_version=opset, verbose=False)
     session = onnxruntime.InferenceSession(path)
     (logits,) = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
     np.testing.assert_allclose(logits, model(IMAGES).detach().numpy(), rtol=1e-4, atol=1e-4)
@@ -108,9 +106,7 @@ def test_a_backbone_gives_five_stages(name: str) -> None:
     with torch.device("meta"):
         maps = san.create_model(name, features_only=True)(torch.empty(2, 3, 224, 288))
     channels = (64, 256, 512, 1024, 2048)
-    assert [tuple(m.shape) for m in maps] == [
-        (2, width, 224 // 2**s, 288 // 2**s) for s, width in enumerate(channels, start=1)
-    ]
+    assert [tuple(m.shape) for m in maps] == [(2, width, 224 // 2**s, 288 // 2**s) for s, width in enumerate(channels, start=1)]
 
 
 @every_model

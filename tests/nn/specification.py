@@ -122,9 +122,9 @@ def attention(module: SelfAttention, x_NCHW: Tensor) -> Tensor:
         alpha = torch.stack([torch.stack(row, 2) for row in scores], 3).exp()
         alpha = alpha / alpha.sum(2, keepdim=True)
 
-    G = alpha.shape[1]
+    G, M = alpha.shape[1], beta.shape[1]
     y = [
-        torch.stack([sum(alpha[:, c % G, o, n] * beta[:, c, *j] for o, j in enumerate(around[i])) for c in range(beta.shape[1])], 1)
+        torch.stack([sum(alpha[:, c % G, o, n] * beta[:, c, *j] for o, j in enumerate(around[i])) for c in range(M)], 1)
         for n, i in enumerate(pixels)
     ]
     return torch.stack(y, 2).unflatten(2, (H, W))

@@ -64,7 +64,7 @@ class Operator:
     def kernel(self, namespace: Any = None) -> Callable[..., Tensor]:
         return getattr(namespace or torch.ops.san, self.name)
 
-    def backward(self, grad: Tensor, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> tuple[Any, tuple[Any, ...]]:
+    def backward(self, grad: Tensor, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> tuple[Any, Any]:
         """The backward operator and its arguments."""
         rest = inputs if self.saves_inputs else (case.height, case.width)
         return getattr(namespace or torch.ops.san, f"{self.name}_backward"), (grad, *rest, case.footprint)

@@ -52,7 +52,8 @@ def test_shim_matches_reference(operator: Operator, case: Case, order: str, shim
 def test_shim_equals_cpu_kernel_in_other_types(operator: Operator, dtype: torch.dtype, shim: Any) -> None:
     case = Case(2, 8, 6, 7, 5)
     inputs = operator.sample(case, dtype)
-    torch.testing.assert_close(operator.kernel(shim)(*inputs, *operator.rest(case)), operator.kernel()(*inputs, *operator.rest(case)))
+    rest = operator.rest(case)
+    torch.testing.assert_close(operator.kernel(shim)(*inputs, *rest), operator.kernel()(*inputs, *rest))
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
