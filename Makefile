@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both set up what they need first; the second time they find it ready.
+# `make demo` (minutes), `make study` (hours) and `make test` set up what they need first; the second time they find it ready.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,11 +6,15 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo test lint format setup gpu-check clean
+.PHONY: demo study test lint format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
 	@$(STEP) "grid footprint" $(BIN)/san run $(DEMO)
+
+# The paper's ablation tables on small images, five seeds: trains what is missing and writes docs/digits-study.md.
+study: setup
+	@$(STEP) "study" $(BIN)/san study --profile study --seeds 5
 
 test: setup lint
 	@$(STEP) "tests" $(BIN)/python -m pytest

@@ -79,10 +79,16 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
 class DataConfig(Strict):
     """Where images come from and what happens to them before the model."""
 
-    source: Literal["folder", "digits"]
-    """`folder`: ImageNet's layout at `root`; `digits`: the embedded data set, written to `root` when it is missing."""
+    source: Literal["folder", "digits", "shifted_digits"]
+    """`folder`: ImageNet's layout at `root`; else an embedded data set of that name, written to `root` when it is missing."""
     root: str
     """Folder with `train/<class>/*` and `val/<class>/*`; a relative path starts at the project."""
+    split: Literal["val-original", "val-split"] = "val-original"
+    """Validation: the images of `val`, or some of `train` that are then not trained on, as in the paper's ablations."""
+    val_split_per_class: Count | None = None
+    """How many images of each class val-split holds out, the same for every seed; where it is null, `val` serves for both."""
+    train_per_class: Count | None = None
+    """Training: only so many images of each class, the same for every seed; all where it is null."""
     size: Count
     """Side in pixels of the square that the model sees."""
     resize: Count

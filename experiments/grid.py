@@ -82,9 +82,10 @@ class Trial:
     @property
     def key(self) -> str:
         """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs) do not
-        count, images do."""
+        count, nor how images were chosen: the digest names them."""
         record = self.record
-        del record["data"]["root"], record["data"]["source"]
+        for place in ("source", "root", "split", "val_split_per_class", "train_per_class"):
+            del record["data"][place]
         content = [record["model"], record["data"], record["recipe"], self.config.placement.workers]
         text = json.dumps([*content, self.seed, self.data_digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

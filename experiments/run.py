@@ -76,7 +76,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     for config in expanded.configs.values():
         loaders(config, seed=0, rank=0, world=config.placement.workers)
     trials = tuple(
-        Trial(path.stem, profile, row, seed, config, data_digest(config.data.source, config.data.root))
+        Trial(path.stem, profile, row, seed, config, data_digest(config.data))
         for row, config in expanded.configs.items()
         for seed in seeds or expanded.grid.seeds
     )

@@ -19,7 +19,7 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import run_epoch
 from experiments.training.metrics import Epoch
-from pipelines import DataError, Dataset, Loader, Transform, prepare_digits
+from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,47 @@ class Workspace:
         return self.runs / "checkpoints" / trial.key / "last.pt"
 
 
-@functools.cache
-def open_data(source: str, root: str) -> tuple[Dataset, Dataset]:
-    """The training and validation images; the embedded set is written first where it is missing.
+def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
+    """The training and validation images; an embedded set is written first where it is missing.
 
     Raises:
-        DataError: a folder is missing, empty or has other classes; the text names it.
+        DataError: a folder is missing, empty or has other classes, or a class is too small; the text names it.
     """
+    held_out = config.val_split_per_class if config.split == "val-split" else None
+    return _open_data(config.source, config.root, held_out, config.train_per_class)
+
+
+@functools.cache
+def _open_data(source: str, root: str, held_out: int | None, train_per_class: int | None) -> tuple[Dataset, Dataset]:
     folder = PROJECT_DIR / root
     try:
-        if source == "digits":
-            prepare_digits(folder)
+        if source in DIGITS:
+            prepare_digits(folder, source)
         train, val = Dataset.scan(folder, "train"), Dataset.scan(folder, "val")
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{folder}: no images can be read or written there ({where}); give another data.root") from None
     train.require_same_classes(val)
+    try:
+        key = "data.val_split_per_class"
+        if held_out is not None:
+            train, val = train.hold_out(held_out)
+        key = "data.train_per_class"
+        if train_per_class is not None:
+            train = train.first(train_per_class)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
     return train, val
 
 
+def data_digest(config: DataConfig) -> str:
+    """Names the images that are trained on and those that are not: other files or sizes give another digest."""
+    return "-".join(map(_digest, open_data(config)))
+
+
 @functools.cache
-def data_digest(source: str, root: str) -> str:
-    """Names the images: other files or sizes give another digest."""
-    return "-".join(dataset.digest() for dataset in open_data(source, root))
+def _digest(dataset: Dataset) -> str:
+    return dataset.digest()
 
 
 def transform(config: DataConfig) -> Transform:
@@ -119,7 +137,7 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Load
     Raises:
         DataError: images, transform or batch cannot be used.
     """
-    train, val = open_data(config.data.source, config.data.root)
+    train, val = open_data(config.data)
     return _loader(config, train, True, seed, rank, world), _loader(config, val, False, seed, rank, world)
 
 

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from pipelines.errors import DataError
 
@@ -43,6 +45,41 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.paths)
 
+    def first(self, per_class: int) -> "Dataset":
+        """The same data with `per_class` (>= 1) images of each class: the first of a pseudo-random order, which is always the
+        same. A smaller choice is part of a larger one.
+
+        Raises:
+            DataError: a class has fewer images; the sentence names it.
+        """
+        of_class: list[list[int]] = [[] for _ in self.classes]
+        for index, label in enumerate(self.labels):
+            of_class[label].append(index)
+        small = {name: len(indices) for name, indices in zip(self.classes, of_class, strict=True) if len(indices) < per_class}
+        if small:
+            listed = _spell({f"{name} has {count}" for name, count in small.items()})
+            raise DataError(
+                f"{self.root / self.split} has too few images for {per_class} of each class: {listed}; "
+                f"ask for at most {min(small.values())} or add images."
+            )
+        return self._only([index for label, indices in enumerate(of_class) for index in _shuffled(indices, label)[:per_class]])
+
+    def hold_out(self, per_class: int) -> tuple["Dataset", "Dataset"]:
+        """What is left without `first(per_class)`, and that: images to train on, and the paper's val-split.
+
+        Raises:
+            DataError: a class has no more images than that; the sentence names it.
+        """
+        self.first(per_class + 1)
+        held = self.first(per_class)
+        taken = set(held.paths)
+        return self._only([index for index, path in enumerate(self.paths) if path not in taken]), held
+
+    def _only(self, indices: list[int]) -> "Dataset":
+        chosen = sorted(indices)
+        paths, labels = tuple(self.paths[index] for index in chosen), tuple(self.labels[index] for index in chosen)
+        return replace(self, paths=paths, labels=labels)
+
     def digest(self) -> str:
         """16 hexadecimal digits over all relative names and file sizes (bytes); reads no image.
 
@@ -65,6 +102,12 @@ class Dataset:
             f"The splits must have the same class folders, but {' and '.join(lacks)}: "
             "add the missing folders or remove their counterparts."
         )
+
+
+def _shuffled(indices: list[int], label: int) -> list[int]:
+    """A permutation that depends on the class alone, so that all seeds of a trial see the same images."""
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, label])))
+    return [indices[place] for place in generator.permutation(len(indices))]
 
 
 def _split_folder(root: Path, split: str) -> Path:

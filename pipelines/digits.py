@@ -1,12 +1,13 @@
-"""The embedded data set: scikit-learn's 1797 handwritten digits as a folder of small JPEG files.
+"""The embedded data sets: scikit-learn's 1797 handwritten digits as a folder of small JPEG files.
 
-It stands in for ImageNet wherever a whole experiment must run in minutes without a download.
+They stand in for ImageNet wherever a whole experiment must run in minutes without a download.
 """
 
 import json
 import os
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,55 +16,74 @@ from numpy.typing import NDArray
 from pipelines.dataset import Dataset
 from pipelines.errors import DataError
 
-SIDE = 32
-"""Pixels; the originals have 8."""
 QUALITY = 95
 VALIDATION_PER_CLASS = 36
-MANIFEST = "digits.json"
 
 
-def prepare_digits(root: Path | str) -> Path:
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the digits of a data set are drawn: white on a black square."""
+
+    digit: int
+    """Side of a digit in pixels; the originals have 8."""
+    canvas: int
+    """Side of the image in pixels; where it is larger, each digit lies at a place of its own."""
+
+
+DIGITS = {
+    "digits": Drawing(digit=32, canvas=32),
+    # Where a digit is says nothing of what it is: the model has to find it, and to relate its strokes to each other.
+    "shifted_digits": Drawing(digit=16, canvas=24),
+}
+"""The embedded data sets by name."""
+
+
+def prepare_digits(root: Path | str, name: str = "digits") -> Path:
     """Writes `root/{train,val}/<digit>/<index>.jpg`, 1437 and 360 (36 per class) images, and returns `root`.
 
-    The split is always the same. Returns at once when the folder is complete. The folder appears whole or not
-    at all, so any number of processes may call this at the same time.
+    `name` is one of `DIGITS`. Split and images are always the same. Returns at once when the folder is complete. The folder
+    appears whole or not at all, so any number of processes may call this at the same time.
 
     Raises:
         DataError: the folder holds something else, or its files were changed; nothing is overwritten.
     """
     root = Path(root)
     if root.is_dir() and any(root.iterdir()):
-        _require_complete(root)
+        _require_complete(root, name)
         return root
     root.parent.mkdir(parents=True, exist_ok=True)
     unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}")
     try:
-        _write(unfinished)
-        _publish(unfinished, root)
+        _write(unfinished, name)
+        _publish(unfinished, root, name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return root
 
 
-def _publish(unfinished: Path, root: Path) -> None:
+def _publish(unfinished: Path, root: Path, name: str) -> None:
     try:
         os.rename(unfinished, root)
     except OSError:
         # Only an empty folder can be renamed over: somebody else was faster, which is as good.
-        _require_complete(root)
+        _require_complete(root, name)
 
 
-def _require_complete(root: Path) -> None:
+def _require_complete(root: Path, name: str) -> None:
+    manifest = _manifest_path(root, name)
     try:
-        found = json.loads((root / MANIFEST).read_text())
-        complete = found == _manifest(root)
+        complete = json.loads(manifest.read_text()) == _manifest(root)
     except (OSError, ValueError):
         complete = False
     if not complete:
         raise DataError(
-            f"{root} exists but is not a complete digits data set as described by {MANIFEST} in it: "
+            f"{root} exists but is not a complete {name} data set as described by {manifest.name} in it: "
             "remove it or choose another folder."
         )
+
+
+def _manifest_path(root: Path, name: str) -> Path:
+    return root / f"{name}.json"
 
 
 def _manifest(root: Path) -> dict[str, dict[str, int | str]]:
@@ -71,15 +91,15 @@ def _manifest(root: Path) -> dict[str, dict[str, int | str]]:
     return {data.split: {"images": len(data), "digest": data.digest()} for data in splits}
 
 
-def _write(root: Path) -> None:
+def _write(root: Path, name: str) -> None:
     from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
 
     digits = load_digits()
     validation = _validation_indices(digits.target)
     for index, (image_HW, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "val" if index in validation else "train"
-        _write_image(image_HW, root / split / str(digit) / f"{index:04d}.jpg")
-    (root / MANIFEST).write_text(json.dumps(_manifest(root), indent=2) + "\n")
+        _write_image(image_HW, DIGITS[name], index, root / split / str(digit) / f"{index:04d}.jpg")
+    _manifest_path(root, name).write_text(json.dumps(_manifest(root), indent=2) + "\n")
 
 
 def _validation_indices(targets: NDArray[np.int64]) -> set[int]:
@@ -90,11 +110,20 @@ def _validation_indices(targets: NDArray[np.int64]) -> set[int]:
     return chosen
 
 
-def _write_image(image_HW: NDArray[np.float64], path: Path) -> None:
+def _write_image(image_HW: NDArray[np.float64], drawing: Drawing, index: int, path: Path) -> None:
     """Writes values 0..16 as a grayscale JPEG."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
     grey_HW = np.round(image_HW * (255 / 16)).astype(np.uint8)
-    large = Image.fromarray(grey_HW).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    large.save(path, quality=QUALITY)
+    large = Image.fromarray(grey_HW).resize((drawing.digit, drawing.digit), Image.Resampling.BICUBIC)
+    canvas = Image.new("L", (drawing.canvas, drawing.canvas))
+    canvas.paste(large, _place(drawing, index))
+    canvas.save(path, quality=QUALITY)
+
+
+def _place(drawing: Drawing, index: int) -> tuple[int, int]:
+    """Left and top of an image's digit on the canvas, always the same for its index, all places equally likely."""
+    generator = np.random.Generator(np.random.PCG64(index))
+    left, top = generator.integers(0, drawing.canvas - drawing.digit, size=2, endpoint=True)
+    return int(left), int(top)

@@ -1,4 +1,4 @@
-"""The paper's printed numbers, and our counts at the paper's setting."""
+"""The paper's printed numbers, what it says of them, and our counts at the paper's setting."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import san
 from experiments.config import ModelConfig, model_mistakes
 
 TABLES = Path(__file__).parent / "paper_tables.yaml"
+CLAIMS = Path(__file__).parent / "paper_claims.yaml"
 INPUT_SIZE, CLASSES = 224, 1000
 
 
@@ -28,21 +29,35 @@ class PaperRow:
     flops: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An ordering that the paper states: two rows of a table, and a sentence."""
+
+    better: str
+    worse: str
+    claim: str
+
+
 @functools.cache
-def _tables() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(TABLES.read_text(encoding="utf-8"))
+def _content(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return content
 
 
 def table_names() -> list[str]:
     """The paper's tables of results."""
-    return list(_tables())
+    return list(_content(TABLES))
 
 
 def paper_rows(table: str) -> dict[str, PaperRow]:
     """The rows of one table by id."""
-    rows = _tables()[table]["rows"]
+    rows = _content(TABLES)[table]["rows"]
     return {row["id"]: PaperRow(**{key: row.get(key) for key in ("top1", "top5", "params", "flops")}) for row in rows}
+
+
+def paper_claims() -> dict[str, list[Claim]]:
+    """What the paper states of its ablation tables, by table."""
+    return {table: [Claim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}
 
 
 def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 
 import san
 from experiments.grid import Grid, Trial
+from experiments.report import interval
 from experiments.report.paper import PaperRow
 from experiments.tracking import Result
 
@@ -22,6 +23,8 @@ class Line:
     paper_top1: float | None
     top1: float | None
     """Mean over the finished seeds."""
+    top1_half_width: float | None
+    """Half of the 95 % confidence interval of `top1`; None for fewer than two seeds."""
     difference: float | None
     """Only where the data are the paper's."""
     top5: float | None
@@ -43,68 +46,88 @@ def lines(
     """The table's rows in the grid's order. `params` and `flops` are those of the paper's setting."""
     table = []
     for row in grid.rows:
-        finished = [results[t.key].metrics for t in trials if t.row == row.id and _is_finished(results.get(t.key))]
+        finished = finished_metrics(row.id, trials, results)
         top1, top5 = _mean(finished, "val/top1"), _mean(finished, "val/top5")
+        spread = interval.of_mean([metrics["val/top1"] for metrics in finished])
         printed = paper.get(row.id, PaperRow())
         difference = None
         if trials[0].profile == "imagenet" and top1 is not None and printed.top1 is not None:
             difference = top1 - printed.top1
         ours = counts[row.id]
         params, flops = (ours.params / 1e6, ours.flops_paper / 1e9) if ours else (None, None)
-        accuracy = (printed.top1, top1, difference, top5, len(finished))
+        accuracy = (printed.top1, top1, spread.half_width if spread else None, difference, top5, len(finished))
         table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops))
     return table
 
 
-def _is_finished(result: Result | None) -> bool:
-    return result is not None and result.finished
+def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:
+    """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
+    found = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
+    return [result.metrics for result in found if result.finished]
 
 
 def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
     return statistics.fmean(m[name] for m in metrics) if metrics else None
 
 
-# Heading, field of `Line`, form: at the precision that the paper prints.
-COLUMNS = (
+Column = tuple[str, str, str]
+"""Heading, field of `Line`, form: at the precision that the paper prints."""
+
+ACCURACY: tuple[Column, ...] = (
     ("row", "id", "s"),
     ("top-1 paper", "paper_top1", ".1f"),
     ("top-1 ours", "top1", ".1f"),
+    ("seeds", "seeds", "d"),
+)
+COLUMNS: tuple[Column, ...] = (
+    *ACCURACY,
     ("difference", "difference", "+.1f"),
     ("top-5 ours", "top5", ".1f"),
     ("params M paper", "paper_params", ".1f"),
-    ("ours", "params", ".1f"),
+    ("params M ours", "params", ".1f"),
     ("FLOPs G paper", "paper_flops", ".1f"),
-    ("ours", "flops", ".1f"),
+    ("FLOPs G ours", "flops", ".1f"),
 )
 
 
-def _rows(table: Sequence[Line]) -> list[tuple[str, ...]]:
-    """Heading and lines as text; a column without any number is left out."""
-    columns = [
-        (heading, *(_text(getattr(line, field), form) for line in table))
-        for heading, field, form in COLUMNS
-        if any(getattr(line, field) is not None for line in table)
+def _rows(table: Sequence[Line], columns: Sequence[Column]) -> list[tuple[str, ...]]:
+    """Heading and lines as text; a column that tells nothing is left out."""
+    kept = [
+        (heading, *(_text(line, field, form) for line in table)) for heading, field, form in columns if _tells(field, table)
     ]
-    return list(zip(*columns, strict=True))
+    return list(zip(*kept, strict=True))
 
 
-def _text(value: str | float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _tells(field: str, table: Sequence[Line]) -> bool:
+    """Whether there is any number; a single seed goes without saying."""
+    if field == "seeds":
+        return any(line.seeds > 1 for line in table)
+    return any(getattr(line, field) is not None for line in table)
+
+
+def _text(line: Line, field: str, form: str) -> str:
+    value = getattr(line, field)
+    text = "-" if value is None else format(value, form)
+    return f"{text} ± {line.top1_half_width:.1f}" if field == "top1" and line.top1_half_width is not None else text
 
 
 def as_text(table: Sequence[Line]) -> str:
     """Columns lined up for a terminal."""
-    rows = _rows(table)
+    rows = _rows(table, COLUMNS)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def as_markdown(table: Sequence[Line]) -> str:
-    """A Markdown table."""
-    rows = _rows(table)
-    rows.insert(1, ("---", *["---:"] * (len(rows[0]) - 1)))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def as_markdown(table: Sequence[Line], columns: Sequence[Column] = COLUMNS) -> str:
+    """A Markdown table, of all columns or of some."""
+    return markdown(_rows(table, columns), words=1)
+
+
+def markdown(rows: Sequence[Sequence[str]], words: int) -> str:
+    """A heading and rows of cells as Markdown; the first `words` columns stand on the left, numbers on the right."""
+    rule = ["---" if column < words else "---:" for column in range(len(rows[0]))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
 
 
 def as_csv(table: Sequence[Line]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report import figures, table
+from experiments.report import figures, interval, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
 from experiments.run import Job, open_job
 from experiments.tracking import Result
@@ -69,19 +69,83 @@ def test_seeds_are_averaged(write_grid: Callable[[str], Path], tmp_path: Path) -
     results[second.key] = Result("b", False, {"val/top1": 20.0, "val/top5": 50.0})
     counts, paper = counts_at_paper_setting(job.full_size), paper_rows("footprint")
     (line,) = table.lines(job.grid, job.trials, results, paper, counts)
-    assert (line.top1, line.seeds) == (90.0, 1)  # an unfinished run does not count
+    assert (line.top1, line.top1_half_width, line.seeds) == (90.0, None, 1)  # an unfinished run does not count
+    assert "seeds" not in table.as_text([line]) and "±" not in table.as_text([line])
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
     (line,) = table.lines(job.grid, job.trials, results, paper, counts)
     assert (line.top1, line.seeds) == (92.0, 2)
+    # Student's t at 97.5 % with 1 degree of freedom is 12.706; the standard error is 2.
+    assert line.top1_half_width == pytest.approx(2 * 12.7062, abs=1e-3)
+    assert "| resnet26_3 | 76.0 | 92.0 ± 25.4 | 2 |" in table.as_markdown([line])
+    assert "92.0 ± 25.4      2" in table.as_text([line])
+    (row,) = csv.DictReader(table.as_csv([line]).splitlines())
+    assert float(row["top1_half_width"]) == line.top1_half_width
+    assert table.as_markdown([line], table.ACCURACY).splitlines()[0] == "| row | top-1 paper | top-1 ours | seeds |"
 
 
-def test_plot_is_a_picture(open_small_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_interval_of_a_mean() -> None:
+    assert interval.of_mean([]) is interval.of_mean([93.0]) is None
+    # Mean 92, variance 4, so a standard error of sqrt(4 / 3); t at 97.5 % with 2 degrees of freedom is 4.302653.
+    found = interval.of_mean([90.0, 92.0, 94.0])
+    assert found is not None
+    assert (found.middle, found.half_width) == pytest.approx((92.0, 4.302653 * (4 / 3) ** 0.5))
+    assert (found.low, found.high) == pytest.approx((87.0317, 96.9683), abs=1e-3)
+
+
+def test_the_interval_of_a_difference() -> None:
+    assert interval.of_difference([1.0, 2.0], [3.0]) is interval.of_difference([], [1.0, 2.0]) is None
+    # Variances 1 and 4 of three values each: error sqrt(5 / 3), freedom (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 50 / 17.
+    found = interval.of_difference([91.0, 92.0, 93.0], [86.0, 88.0, 90.0])
+    assert found is not None
+    assert found.middle == pytest.approx(4.0)
+    assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
+    still = interval.of_difference([92.0, 92.0], [91.0, 91.0])
+    assert still is not None
+    assert (still.low, still.high) == (1.0, 1.0)
+
+
+def test_a_grid_without_a_table_has_no_columns_of_the_paper(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
-    assert job.grid.plot is not None
+    results = {job.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
+    lines = table.lines(job.grid, job.trials, results, {}, counts_at_paper_setting(job.full_size))
+    assert {line.paper_top1 for line in lines} == {None}
+    assert table.as_markdown(lines).splitlines()[0] == "| row | top-1 ours | top-5 ours | params M ours | FLOPs G ours |"
+
+
+@pytest.mark.parametrize("is_plot", [True, False], ids=["plot", "rows"])
+@pytest.mark.parametrize("has_paper", [True, False], ids=["beside the paper", "alone"])
+@pytest.mark.parametrize("half_width", [None, 0.5], ids=["one seed", "seeds"])
+def test_every_picture(
+    is_plot: bool, has_paper: bool, half_width: float | None, open_small_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = open_small_job()
+    lines = tabled(job, {"resnet26_3": 97.0, "pairwise_3": 96.0})
+    lines = [dataclasses.replace(line, top1_half_width=half_width if line.top1 else None) for line in lines]
+    if not has_paper:
+        lines = [dataclasses.replace(line, paper_top1=None) for line in lines]
     path = tmp_path / "plot.png"
-    figures.draw(job.grid.plot, job.trials, tabled(job, {"resnet26_3": 97.0}), "Title", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    figures.draw(job.grid.plot if is_plot else None, job.trials, lines, "Title", path)
+    width, _ = png_size(path)
     assert path.stat().st_size > 10_000
+    assert (width > 1000) == has_paper  # two panels
+
+
+def test_a_picture_has_room_for_every_row(tmp_path: Path) -> None:
+    heights = {}
+    for name in ("position", "footprint"):
+        (grid,) = (path for path in GRIDS if path.stem == name)
+        job = open_job(grid, "digits", (), tmp_path)
+        lines = tabled(job, {trial.row: 90.0 for trial in job.trials})
+        figures.draw(None, job.trials, lines, "Title", tmp_path / f"{name}.png")
+        _, heights[len(lines)] = png_size(tmp_path / f"{name}.png")
+    assert heights[13] - heights[3] > 10 * 30
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    """Width and height in pixels, from the file's header."""
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
 def test_counts_follow_an_override(small_grid: Path, tmp_path: Path) -> None:

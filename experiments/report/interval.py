@@ -1,0 +1,57 @@
+"""95 % confidence intervals over seeds; the only file that imports scipy.
+
+They tell how far another set of seeds could lead: initial weights and the order of images. They do not tell what other
+validation images would show.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and what lies around it: `middle - half_width` to `middle + half_width`."""
+
+    middle: float
+    half_width: float
+
+    @property
+    def low(self) -> float:
+        return self.middle - self.half_width
+
+    @property
+    def high(self) -> float:
+        return self.middle + self.half_width
+
+
+def of_mean(values: Sequence[float]) -> Interval | None:
+    """Where the mean lies (Student's t); None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(statistics.fmean(values), _quantile(len(values) - 1) * error)
+
+
+def of_difference(better: Sequence[float], worse: Sequence[float]) -> Interval | None:
+    """Where the difference of two means lies (Welch's t, spreads may differ); None for fewer than two values in either."""
+    if min(len(better), len(worse)) < 2:
+        return None
+    difference = statistics.fmean(better) - statistics.fmean(worse)
+    parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (better, worse)]
+    square = sum(part for part, _ in parts)
+    if square == 0:  # no spread at all, of which the degrees of freedom would be 0 / 0
+        return Interval(difference, 0.0)
+    freedom = square**2 / sum(part**2 / freedom for part, freedom in parts)
+    return Interval(difference, _quantile(freedom) * math.sqrt(square))
+
+
+def _quantile(freedom: float) -> float:
+    from scipy import stats  # type: ignore[import-untyped, unused-ignore]
+
+    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
