@@ -30,6 +30,7 @@ setup(
             "tqdm",
             "matplotlib",
             "scikit-learn",
+            "scipy",
             "pillow",
         ],
         "onnx": ["onnxscript>=0.7"],

@@ -18,11 +18,15 @@ from experiments.errors import UserError
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
 PROFILE = click.option(
-    "--profile", default="digits", show_default=True, help="digits (laptop) or imagenet (the paper's setting)"
+    "--profile",
+    default="digits",
+    show_default=True,
+    help="digits (laptop), study (harder digits) or imagenet (the paper's setting)",
 )
 RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 SEEDS = click.option("--seeds", type=click.IntRange(min=1), metavar="N", help="seeds 0 to N-1 instead of the grid's")
+ADDRESS = click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
 
 
@@ -106,7 +110,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("name", type=click.Choice(["digits"]))
+@click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 def prepare(name: str, folder: Path | None) -> None:
     """Write an embedded data set as JPEGs in ImageNet's folder layout, by default where the profile looks for it."""
@@ -115,7 +119,7 @@ def prepare(name: str, folder: Path | None) -> None:
 
     folder = folder or PROJECT_DIR / "data" / name
     try:
-        click.echo(prepare_digits(folder))
+        click.echo(prepare_digits(folder, name))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
 
@@ -126,7 +130,7 @@ def prepare(name: str, folder: Path | None) -> None:
 @PROFILE
 @RUNS
 @SEEDS
-@click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
+@ADDRESS
 def run(
     grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, address: str | None
 ) -> None:
@@ -181,6 +185,28 @@ def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | No
         click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job)]))
         return
     _, complete = show(job)
+    sys.exit(0 if complete else 1)
+
+
+@cli.command()
+@click.option("--profile", default="study", show_default=True, help="what to train on; never what is compared")
+@click.option("--seeds", type=click.IntRange(min=2), default=5, show_default=True, metavar="N", help="seeds 0 to N-1")
+@RUNS
+@ADDRESS
+@click.option(
+    "--page", type=click.Path(path_type=Path), help="the page to write, plots beside it  [default: docs/digits-study.md]"
+)
+def study(profile: str, seeds: int, runs: Path | None, address: str | None, page: Path | None) -> None:
+    """Train the paper's ablation tables over several seeds, and tell which of its orderings show; continues like `run`."""
+    from experiments.config import PROJECT_DIR
+    from experiments.run import study as run_study
+
+    page = page or PROJECT_DIR / "docs" / "digits-study.md"
+    try:
+        complete = run_study(profile, seeds, runs, address, page)
+    except KeyboardInterrupt:
+        click.echo("interrupted: finished cells are kept, the same command continues", err=True)
+        sys.exit(1)
     sys.exit(0 if complete else 1)
 
 

@@ -19,9 +19,12 @@ from experiments.errors import UserError
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
-from experiments.report.paper import counts_at_paper_setting, paper_rows, table_names
+from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
+from experiments.report.study import section_of, write_study
 from experiments.tracking import Result, Tracker
-from experiments.trial import Workspace, data_digest, loaders, run_trial
+from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
+
+GRIDS_DIR = Path(__file__).parent / "grids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,20 @@ def run(job: Job, address: str | None) -> bool:
     return complete
 
 
+def study(profile: str, seeds: int, runs: Path | None, address: str | None, page: Path) -> bool:
+    """Trains what is missing of the paper's ablation tables and writes what of them shows; returns whether all is finished.
+
+    Raises: as `open_job` and `run` do, before anything is trained.
+    """
+    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, range(seeds)) for name in paper_claims()]
+    complete = all([run(job, address) for job in jobs])
+    train, val = open_data(jobs[0].trials[0].config.data)
+    sections = [section_of(job.grid, job.trials, _known_results(job)) for job in jobs]
+    files = write_study(sections, page, len(train), len(val))
+    _say(f"study: {files[0]}")
+    return complete
+
+
 def _known_results(job: Job) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
     if not has_store(job.workspace.tracking_uri):
@@ -185,7 +202,7 @@ def show(job: Job) -> tuple[list[Path], bool]:
     files[0].write_text(f"{_caption(job)}\n\n{table.as_markdown(lines)}\n", encoding="utf-8")
     files[1].write_text(table.as_csv(lines), encoding="utf-8")
     print(f"\n{_caption(job)}\n\n{table.as_text(lines)}\n", flush=True)
-    if job.grid.plot is not None and any(line.top1 is not None for line in lines):
+    if any(line.top1 is not None for line in lines):
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {files[-1]}")

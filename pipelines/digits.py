@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,12 @@ class Drawing:
     """Side of a digit in pixels; the originals have 8."""
     canvas: int
     """Side of the image in pixels; where it is larger, each digit lies at a place of its own."""
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Left and top of an image's digit, always the same for its index; everywhere on the canvas is equally likely."""
+        generator = np.random.Generator(np.random.PCG64(index))
+        left, top = generator.integers(0, self.canvas - self.digit, size=2, endpoint=True)
+        return int(left), int(top)
 
 
 DIGITS = {
@@ -72,8 +78,9 @@ def _publish(unfinished: Path, root: Path, name: str) -> None:
 def _require_complete(root: Path, name: str) -> None:
     manifest = _manifest_path(root, name)
     try:
-        complete = json.loads(manifest.read_text()) == _manifest(root)
-    except (OSError, ValueError):
+        # A manifest from before there were several drawings does not tell its own.
+        complete = {"drawing": asdict(DIGITS[name])} | json.loads(manifest.read_text()) == _manifest(root, name)
+    except (OSError, ValueError, TypeError):
         complete = False
     if not complete:
         raise DataError(
@@ -86,9 +93,10 @@ def _manifest_path(root: Path, name: str) -> Path:
     return root / f"{name}.json"
 
 
-def _manifest(root: Path) -> dict[str, dict[str, int | str]]:
+def _manifest(root: Path, name: str) -> dict[str, dict[str, int | str]]:
     splits = [Dataset.scan(root, split) for split in ("train", "val")]
-    return {data.split: {"images": len(data), "digest": data.digest()} for data in splits}
+    images: dict[str, dict[str, int | str]] = {s.split: {"images": len(s), "digest": s.digest()} for s in splits}
+    return {"drawing": asdict(DIGITS[name])} | images
 
 
 def _write(root: Path, name: str) -> None:
@@ -99,7 +107,7 @@ def _write(root: Path, name: str) -> None:
     for index, (image_HW, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "val" if index in validation else "train"
         _write_image(image_HW, DIGITS[name], index, root / split / str(digit) / f"{index:04d}.jpg")
-    _manifest_path(root, name).write_text(json.dumps(_manifest(root), indent=2) + "\n")
+    _manifest_path(root, name).write_text(json.dumps(_manifest(root, name), indent=2) + "\n")
 
 
 def _validation_indices(targets: NDArray[np.int64]) -> set[int]:
@@ -118,12 +126,5 @@ def _write_image(image_HW: NDArray[np.float64], drawing: Drawing, index: int, pa
     grey_HW = np.round(image_HW * (255 / 16)).astype(np.uint8)
     large = Image.fromarray(grey_HW).resize((drawing.digit, drawing.digit), Image.Resampling.BICUBIC)
     canvas = Image.new("L", (drawing.canvas, drawing.canvas))
-    canvas.paste(large, _place(drawing, index))
+    canvas.paste(large, drawing.place(index))
     canvas.save(path, quality=QUALITY)
-
-
-def _place(drawing: Drawing, index: int) -> tuple[int, int]:
-    """Left and top of an image's digit on the canvas, always the same for its index, all places equally likely."""
-    generator = np.random.Generator(np.random.PCG64(index))
-    left, top = generator.integers(0, drawing.canvas - drawing.digit, size=2, endpoint=True)
-    return int(left), int(top)

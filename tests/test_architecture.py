@@ -26,6 +26,7 @@ DOORS = {
     "click": "experiments/cli.py",
     "sklearn": "pipelines/digits.py",
     "matplotlib": "experiments/report/figures.py",
+    "scipy": "experiments/report/interval.py",
 }
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 

@@ -45,7 +45,19 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["models"], ["data"], ["data", "prepare"], ["run"], ["report"], ["ui"], ["plan"], ["complexity"], ["convert"]],
+    [
+        [],
+        ["models"],
+        ["data"],
+        ["data", "prepare"],
+        ["run"],
+        ["report"],
+        ["ui"],
+        ["plan"],
+        ["study"],
+        ["complexity"],
+        ["convert"],
+    ],
 )
 def test_help(command: list[str], san: San) -> None:
     code, out, _ = san(*command, "--help")
@@ -220,7 +232,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot be read", "give the path of a grid"]),
     "unknown profile": (
         lambda tmp: ["run", str(SMALL_GRID), "--profile", "laptop"],
-        ["unknown profile 'laptop'; known: digits, imagenet"],
+        ["unknown profile 'laptop'; known: digits, imagenet, study"],
     ),
     "missing data folder": (
         lambda tmp: ["run", str(SMALL_GRID), "data.source=folder", f"data.root={tmp / 'nowhere'}"],

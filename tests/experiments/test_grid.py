@@ -187,7 +187,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             ["row b: model.footprnt:", "unknown key; did you mean 'footprint'?", "Allowed: depths, footprint"],
             ["row c: model:", "stage 2 of san10_pairwise at input size 24", "at least 7x7, not 6x6"],
             ["row d: model.footprint:", "integer", "'seven'"],
-            ["row e: data.source:", "'folder' or 'digits'", "'cloud'"],
+            ["row e: data.source:", "'folder', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
             ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: batch, epochs"],
         ],
@@ -307,7 +307,7 @@ def test_rejects_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
     text = told(lambda: expand(small_grid, profile=name))
-    assert text == f"unknown profile {name!r}; known: digits, imagenet"
+    assert text == f"unknown profile {name!r}; known: digits, imagenet, study"
 
 
 @pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])

@@ -12,14 +12,16 @@ from experiments.report.paper import Claim, paper_claims, paper_rows
 from experiments.report.study import Finding, Section, findings, section_of, write_study
 from experiments.run import Job, open_job
 from experiments.tracking import Result
+from experiments.trial import open_data
+from pipelines import DataError
 from tests.experiments.test_grid import GRIDS
 
 TABLES = ("relation", "mapping", "transformation", "footprint", "position")
 
 
-def opened(table: str, runs: Path) -> Job:
+def opened(table: str, runs: Path, *overrides: str) -> Job:
     (path,) = (path for path in GRIDS if path.stem == table)
-    return open_job(path, "digits", (), runs, range(3))
+    return open_job(path, "study", overrides, runs, range(3))
 
 
 def invented(job: Job, tops: dict[str, list[float]]) -> Section:
@@ -30,6 +32,16 @@ def invented(job: Job, tops: dict[str, list[float]]) -> Section:
         if trial.seed < len(tops.get(trial.row, []))
     }
     return section_of(job.grid, job.trials, results)
+
+
+def test_the_study_trains_on_few_images_and_judges_on_all(tmp_path: Path) -> None:
+    usual, few = (opened("position", tmp_path, *overrides).trials[0] for overrides in ((), ("data.train_per_class=30",)))
+    train, val = open_data(few.config.data)
+    assert (len(train), len(val)) == (300, 360)
+    assert set(train.paths) < set(open_data(usual.config.data)[0].paths)
+    assert few.data_digest != usual.data_digest and few.key != usual.key
+    with pytest.raises(DataError, match=r"data\.train_per_class: .*train has too few images for 200 of each class: 0 has 142"):
+        opened("position", tmp_path, "data.train_per_class=200")
 
 
 def test_claims_are_about_the_papers_tables() -> None:

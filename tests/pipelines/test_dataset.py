@@ -1,5 +1,6 @@
 """What is read from an image folder, and what is refused."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,44 @@ def test_rejects_splits_with_other_classes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"val lacks a and .*train lacks c:"):
         train.require_same_classes(val)
     train.require_same_classes(train)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Dataset:
+    """20 images of class a, 12 of b, 5 of c."""
+    put(tmp_path, *(f"train/{name}/{i:02d}.jpg" for name, count in (("a", 20), ("b", 12), ("c", 5)) for i in range(count)))
+    return Dataset.scan(tmp_path, "train")
+
+
+def test_first_takes_as_many_of_each_class(many: Dataset) -> None:
+    few = many.first(4)
+    assert few.labels == (0,) * 4 + (1,) * 4 + (2,) * 4
+    assert few.classes == many.classes
+    assert list(few.paths) == sorted(few.paths)  # the order of the whole
+    assert all(path.split("/")[1] == few.classes[label] for path, label in zip(few.paths, few.labels, strict=True))
+    assert len(few.digest()) == 16 and few.digest() != many.digest()
+
+
+def test_first_is_always_the_same_and_grows(many: Dataset) -> None:
+    choices = [set(many.first(count).paths) for count in range(1, 6)]
+    assert all(small < large for small, large in pairwise(choices))
+    # Pinned, so that results stay comparable over the years.
+    assert [path[6:10] for path in many.first(2).paths] == ["a/04", "a/19", "b/00", "b/07", "c/02", "c/04"]
+
+
+def test_hold_out_parts_the_images(many: Dataset) -> None:
+    train, val = many.hold_out(2)
+    assert val == many.first(2)
+    assert sorted(train.paths + val.paths) == list(many.paths)
+    assert train.classes == val.classes == many.classes
+    with pytest.raises(DataError, match="too few images for 6 of each class: c has 5"):
+        many.hold_out(5)  # nothing would be left to train on
+
+
+def test_first_rejects_small_classes_and_names_all(many: Dataset) -> None:
+    assert len(many.first(5)) == 15
+    with pytest.raises(DataError, match=r"train has too few images for 13 of each class: b has 12, c has 5; ask for at most 5"):
+        many.first(13)
 
 
 def test_data_error_is_a_value_error() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -149,6 +150,15 @@ def test_normalises_with_mean_and_std(colours: Path) -> None:
     colour = np.array([60, 7, 250]) / 255
     expected = (colour - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     assert np.allclose(first.numpy(), expected[:, None, None], atol=1e-5)
+
+
+def test_a_crop_of_everything_is_the_whole_image(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (24, 24, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        save(noise, tmp_path / split / "one" / "1.png")
+    train, val = loader(tmp_path, "train"), loader(tmp_path, "val")
+    train.transform = replace(PLAIN, crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0))
+    assert torch.allclose(pixels(train, 0), pixels(val, 0), atol=1e-3)
 
 
 def pillow_validation(path: Path, size: int, resize: int) -> NDArray[np.float64]:
