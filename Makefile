@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study test lint format setup gpu-check clean
+.PHONY: demo study figures test lint format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -15,6 +15,10 @@ demo: setup
 # The paper's ablation tables on small images, five seeds: trains what is missing and writes docs/digits-study.md.
 study: setup
 	@$(STEP) "study" $(BIN)/san study --profile study --seeds 5
+
+# The figures of docs/operators.md.
+figures: setup
+	@$(BIN)/python docs/figures/draw.py
 
 test: setup lint
 	@$(STEP) "tests" $(BIN)/python -m pytest

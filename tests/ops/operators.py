@@ -97,7 +97,7 @@ OPERATORS = [
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: int) -> list[Tensor]:
     """Output and input gradients under a fixed random cotangent."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    leaves = [x.detach().requires_grad_() for x in inputs]  # not cloned: that could change the layout in memory
     out = function(*leaves, *rest)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]

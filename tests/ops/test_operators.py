@@ -19,6 +19,12 @@ assert library.load(), "the extension must build: these tests are about it"
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 HALF = [torch.float16, torch.bfloat16]
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "offset": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+}
 
 
 @every_operator
@@ -38,15 +44,17 @@ def test_matches_reference(operator: Operator, case: Case) -> None:
     groups=st.integers(1, 3),
     reach=st.integers(0, 4),
     extra=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    layout=st.sampled_from(["contiguous", *LAYOUTS]),
     seed=st.integers(0, 9),
 )
 def test_matches_reference_on_any_shape(
-    operator: Operator, batch: int, groups: int, reach: int, extra: tuple[int, int], seed: int
+    operator: Operator, batch: int, groups: int, reach: int, extra: tuple[int, int], layout: str, seed: int
 ) -> None:
     case = Case(batch, 4 * groups, reach + extra[0], reach + extra[1], 2 * reach + 1)
     inputs = operator.sample(case, seed=seed)
+    arranged = tuple(LAYOUTS[layout](x) for x in inputs) if layout in LAYOUTS else inputs
     for got, want in zip(
-        gradients(operator.kernel(), inputs, *operator.rest(case)),
+        gradients(operator.kernel(), arranged, *operator.rest(case)),
         gradients(operator.reference, inputs, *operator.rest(case)),
         strict=True,
     ):
@@ -96,14 +104,6 @@ def test_half_types_err_at_most_twice_as_much_as_torch(operator: Operator, case:
         error, allowed = ((x.double() - want).abs().max().item() for x in (got, torch_got))
         rounding = want.abs().max().item() * torch.finfo(dtype).eps / 2
         assert error <= max(2 * allowed, rounding)
-
-
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
-    "offset": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
-}
 
 
 @every_operator
