@@ -39,16 +39,16 @@ inline void check_dot(const Tensor& phi, const Tensor& psi, int64_t groups) {
   check_map(phi, "phi");
   check_same(phi, psi, "phi and psi");
   STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have one shape");
-  STD_TORCH_CHECK(groups > 0 && phi.size(1) % groups == 0, "phi's ", phi.size(1), " channels must be a multiple of the ",
-                  groups, " groups");
+  STD_TORCH_CHECK(groups > 0 && phi.size(1) > 0 && phi.size(1) % groups == 0, "phi's ", phi.size(1),
+                  " channels must be a positive multiple of the ", groups, " groups");
 }
 
 inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Footprint& footprint) {
   check_same(beta, weight, "beta and weight");
   check_unfolded(weight, footprint, "weight");
   STD_TORCH_CHECK(weight.size(0) == beta.size(0), "beta and weight must have one batch size");
-  STD_TORCH_CHECK(weight.size(1) > 0 && beta.size(1) % weight.size(1) == 0, "beta's ", beta.size(1),
-                  " channels must be a multiple of weight's ", weight.size(1));
+  STD_TORCH_CHECK(weight.size(1) > 0 && beta.size(1) > 0 && beta.size(1) % weight.size(1) == 0, "beta's ", beta.size(1),
+                  " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
 }  // namespace san

@@ -25,7 +25,7 @@ PROFILE = click.option(
 )
 RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-SEEDS = click.option("--seeds", type=click.IntRange(min=1), metavar="N", help="seeds 0 to N-1 instead of the grid's")
+SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="seeds 0 to N-1 instead of the grid's")
 ADDRESS = click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
 
@@ -59,24 +59,38 @@ def _as_value(value: object) -> str:
 @cli.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--name", help="the variant of a released file  [default: seen in its keys]")
 @click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="whose file")
 @click.option("--force", is_flag=True, help="replace a file that exists")
-def convert(source: Path, target: Path, form: str, force: bool) -> None:
+def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | None, form: str, force: bool) -> None:
     """Convert a classifier's weights between the authors' released files and ours, in either direction.
 
-    A released pairwise file does not tell its footprint; the paper's 7 is taken.
+    A released file does not tell everything: overrides such as footprint=9 tell the rest. Without them a pairwise footprint is
+    the paper's 7.
     """
-    from san.models import CheckpointError, checkpoint, released
+    from experiments.config import merged
+    from experiments.grid import parse_override
+    from san.models import checkpoint, released
 
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: exists; name another file, or replace it with --force")
     try:
-        is_ours = checkpoint.is_checkpoint(checkpoint.read(source))
-        model = checkpoint.load_checkpoint(source) if is_ours else released.load_released_checkpoint(source)
+        if checkpoint.is_checkpoint(checkpoint.read(source)):
+            if name or overrides:
+                raise UserError(
+                    f"{source}: is a file of ours, which tells its model; leave out --name and {', '.join(overrides)}"
+                )
+            model = checkpoint.load_checkpoint(source)
+        else:
+            model = released.load_released_checkpoint(source, name, **merged({}, *map(parse_override, overrides)))
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
         save(model, target)
-    except CheckpointError as error:
+    except ValueError as error:  # CheckpointError is one
         raise UserError(str(error)) from None
+    hidden = released.untold(model.spec) if form == "released" else []
+    if hidden:
+        click.echo(f"note: the released form does not tell {', '.join(hidden)}; give it when {target} is loaded", err=True)
     fields = [f"{key}={_as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
     click.echo(f"{target}: {' '.join([model.spec.name, *fields])}, {checkpoint.classes(model)} classes, {params} parameters")
@@ -138,12 +152,7 @@ def run(
     from experiments.run import open_job
     from experiments.run import run as run_job
 
-    try:
-        complete = run_job(open_job(grid, profile, overrides, runs, range(seeds or 0)), address)
-    except KeyboardInterrupt:
-        click.echo("interrupted: finished cells are kept, the same command continues", err=True)
-        sys.exit(1)
-    sys.exit(0 if complete else 1)
+    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds), address) else 1)
 
 
 @cli.command()
@@ -158,7 +167,7 @@ def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None
     from experiments.run import open_job
     from experiments.run import plan as plan_job
 
-    cells = plan_job(open_job(grid, profile, overrides, runs, range(seeds or 0)))
+    cells = plan_job(open_job(grid, profile, overrides, runs, seeds))
     if as_json:
         click.echo(json.dumps(cells))
         return
@@ -178,19 +187,19 @@ def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None
 @AS_JSON
 def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, as_json: bool) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.run import open_job, show, table_of
+    from experiments.run import known_results, open_job, show, table_of
 
-    job = open_job(grid, profile, overrides, runs, range(seeds or 0))
+    job = open_job(grid, profile, overrides, runs, seeds)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job)]))
+        click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job, known_results(job))]))
         return
-    _, complete = show(job)
+    _, complete = show(job, known_results(job))
     sys.exit(0 if complete else 1)
 
 
 @cli.command()
 @click.option("--profile", default="study", show_default=True, help="what to train on; never what is compared")
-@click.option("--seeds", type=click.IntRange(min=2), default=5, show_default=True, metavar="N", help="seeds 0 to N-1")
+@click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="seeds 0 to N-1")
 @RUNS
 @ADDRESS
 @click.option(
@@ -201,13 +210,7 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
     from experiments.config import PROJECT_DIR
     from experiments.run import study as run_study
 
-    page = page or PROJECT_DIR / "docs" / "digits-study.md"
-    try:
-        complete = run_study(profile, seeds, runs, address, page)
-    except KeyboardInterrupt:
-        click.echo("interrupted: finished cells are kept, the same command continues", err=True)
-        sys.exit(1)
-    sys.exit(0 if complete else 1)
+    sys.exit(0 if run_study(profile, seeds, runs, address, page or PROJECT_DIR / "docs" / "digits-study.md") else 1)
 
 
 @cli.command()
@@ -235,25 +238,14 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted: what is finished is kept, the same command continues", err=True)
         sys.exit(1)
     except ValueError as error:
         if not isinstance(error, UserError) and not isinstance(error, _errors_below()):
             raise
         click.echo(f"san: {error}", err=True)
         sys.exit(2)
-    except RuntimeError as error:
-        if not isinstance(error, _count_error()):
-            raise
-        click.echo(f"san: {error}", err=True)
-        sys.exit(1)
-
-
-def _count_error() -> type[RuntimeError]:
-    """Imported late, as it needs torch."""
-    from san.complexity import CountError
-
-    return CountError
 
 
 def _errors_below() -> tuple[type[ValueError], ...]:

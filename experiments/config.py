@@ -135,8 +135,11 @@ class TrialConfig(Strict):
 
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """Every mistake as (path of the key, what is wrong and what was expected)."""
-    for item in error.errors():
+    found = error.errors()
+    for item in found:
         loc = item["loc"]
+        if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
+            continue  # too few, because of the mistakes that are told below it
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
         if item["type"] == "extra_forbidden":
             yield path, _unknown(str(loc[-1]), keys_at(schema, loc[:-1]))

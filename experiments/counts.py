@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import san
 from experiments.config import ModelConfig, merged, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import expand, parse_override
-from experiments.report.paper import CLASSES, INPUT_SIZE, PaperRow, paper_rows, table_names
+from experiments.report.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
+from experiments.report.text import aligned
 from san.complexity import Part
 
 HEADING = ("model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)")
@@ -21,7 +20,7 @@ NOT_PRINTED = PaperRow()
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Counted:
     """A model's counts for the paper's number of classes, beside what the paper prints."""
 
     id: str
@@ -29,7 +28,7 @@ class Line:
     printed: PaperRow = NOT_PRINTED
 
 
-def of_variants(size: int) -> list[Line]:
+def of_variants(size: int) -> list[Counted]:
     """Every named variant as it is, for images of `size` pixels.
 
     Raises:
@@ -38,17 +37,19 @@ def of_variants(size: int) -> list[Line]:
     return _counted({name: ModelConfig(name=name) for name in san.list_models()}, size, {})
 
 
-def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Line]:
+def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:
     """One named variant with fields replaced, such as `footprint=9`.
 
     Raises:
         UserError: unknown name or field, or numbers that do not fit together.
     """
     fields = merged({"name": name}, *map(parse_override, overrides))
+    if fields["name"] != name:
+        raise UserError(f"override name={fields['name']}: the model is {name} already; leave one of the two out")
     return _counted({name: ModelConfig.model_validate(fields)}, size, {})
 
 
-def of_grid(path: Path, size: int) -> list[Line]:
+def of_grid(path: Path, size: int) -> list[Counted]:
     """Every row of a grid at full size; beside the printed numbers if these are for such images.
 
     Raises:
@@ -59,35 +60,30 @@ def of_grid(path: Path, size: int) -> list[Line]:
     return _counted(expanded.full_size, size, paper_rows(table) if table and size == INPUT_SIZE else {})
 
 
-def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str, PaperRow]) -> list[Line]:
+def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str, PaperRow]) -> list[Counted]:
     wrong = []
     for name, model in models.items():
         for key, what in model_mistakes(model, size):
             field = key.removeprefix("model").removeprefix(".")
-            wrong.append(what if field == "name" else ": ".join(filter(None, (name, field, what))))
+            wrong.append(what if field == "name" or what.startswith(name) else ": ".join(filter(None, (name, field, what))))
     if wrong:
         raise UserError("\n".join(wrong))
-    with torch.device("meta"):
-        built = {name: model.spec().build(CLASSES) for name, model in models.items()}
-    return [Line(name, san.complexity(model, size), printed.get(name, NOT_PRINTED)) for name, model in built.items()]
+    return [Counted(name, count(model, size), printed.get(name, NOT_PRINTED)) for name, model in models.items()]
 
 
-def as_objects(lines: Iterable[Line]) -> list[dict[str, Any]]:
+def as_objects(lines: Iterable[Counted]) -> list[dict[str, Any]]:
     """Plain values, for JSON."""
     return [{"id": line.id} | asdict(line.counts) for line in lines]
 
 
-def as_text(lines: Iterable[Line], stages: bool) -> str:
+def as_text(lines: Iterable[Counted], stages: bool) -> str:
     """Columns lined up for a terminal, without those that are empty; with `stages`, a line for each of them too."""
     rows = [HEADING, *(row for line in lines for row in _rows(line, stages))]
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in zip(*columns, strict=True)
-    )
+    return aligned(list(zip(*columns, strict=True)))
 
 
-def _rows(line: Line, stages: bool) -> Iterator[tuple[str, ...]]:
+def _rows(line: Counted, stages: bool) -> Iterator[tuple[str, ...]]:
     yield _row(line.id, line.counts, line.printed)
     for part in line.counts.stages if stages else ():
         yield _row(f"  {part.name}", part, NOT_PRINTED)

@@ -162,20 +162,28 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
             `tables` are the names that the grid may give for its table.
     """
     wrong: list[str] = []
-    layers: dict[str, dict[str, Any]] = {}
+    layers: list[tuple[str, dict[str, Any]]] = []
     for text in overrides:
         try:
-            layers[text] = parse_override(text)
+            layers.append((text, parse_override(text)))
         except UserError as error:
             wrong.append(str(error))
-    grid = _readable(path, read_yaml(path), tables, wrong)
+    content = read_yaml(path)
+    grid = _readable(path, content, tables, wrong)
+    product = content.get("product")
+    for key in product if isinstance(product, dict) else ():
+        wrong += [
+            f"override {text!r}: {key} is an axis of {path}'s product; change its values there"
+            for text, layer in layers
+            if isinstance(key, str) and _has(layer, key)
+        ]
     profile_file = profile_path(profile)
     configs = _configs(_Layers(path, grid, profile_file, read_yaml(profile_file), layers), wrong)
     if not wrong and grid.plot is not None:
         wrong += _unplottable(path, grid.plot, configs)
     if wrong:
         raise UserError("\n".join(dict.fromkeys(wrong)))
-    models = [layer.get("model", {}) for layer in layers.values()]
+    models = [layer.get("model", {}) for _, layer in layers]
     full_size = {row.id: ModelConfig.model_validate(merged(grid.base.model, row.model, *models)) for row in grid.rows}
     return Expanded(grid, configs, full_size)
 
@@ -262,15 +270,18 @@ class _Layers:
     grid: Grid
     profile_path: Path
     profile: dict[str, Any]
-    overrides: dict[str, dict[str, Any]]
+    overrides: Sequence[tuple[str, dict[str, Any]]]
 
     def values(self, row: Row) -> dict[str, Any]:
-        return merged(self.profile, self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *self.overrides.values())
+        return merged(
+            self.profile, self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *(layer for _, layer in self.overrides)
+        )
 
     def place(self, key: str, row: Row) -> str:
         """The layer that gave the value at `key`."""
-        for text, layer in self.overrides.items():
-            if _has(layer, key):
+        for text, layer in reversed(self.overrides):
+            is_whole_section = key in layer and not isinstance(layer[key], dict)
+            if is_whole_section or _has(layer, key):
                 return f"override {text!r}"
         if not _has(row.model_dump(), key) and not _has(self.grid.base.model_dump(), key) and _has(self.profile, key):
             return str(self.profile_path)
@@ -329,4 +340,14 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
                 expected = "number" if name == "x" else "name or number"
                 wrong.append(f"{path}: plot.{name}: row {row} has no {expected} at {getattr(plot, name)!r}")
                 break
+    if not wrong:
+        places: dict[tuple[Any, Any], str] = {}
+        for row, config in configs.items():
+            place = value_at(config, plot.series), value_at(config, plot.x)
+            if place in places:
+                wrong.append(
+                    f"{path}: plot: rows {places[place]} and {row} would be one point; choose a series that parts them"
+                )
+                break
+            places[place] = row
     return wrong

@@ -68,8 +68,10 @@ def has_store(uri: str) -> bool:
     return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
-def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None, seeds: Sequence[int] = ()) -> Job:
-    """Reads and checks everything that a grid needs: its file, every row, the images. `seeds` come instead of the grid's.
+def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None, seeds: int | None = None) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the images.
+
+    With `seeds`, 0 to seeds - 1 come instead of the grid's.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places.
@@ -81,7 +83,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data))
         for row, config in expanded.configs.items()
-        for seed in seeds or expanded.grid.seeds
+        for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
     runs = (runs or default_runs_dir()).resolve()
     return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, Workspace(runs, tracking_uri(runs)))
@@ -89,7 +91,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
 
 def plan(job: Job) -> list[dict[str, object]]:
     """The cells in order, each with its content hash and whether it is finished. Trains and tracks nothing."""
-    results = _known_results(job)
+    results = known_results(job)
     return [
         {"row": trial.row, "seed": trial.seed, "key": trial.key, "finished": _is_finished(results, trial)}
         for trial in job.trials
@@ -103,7 +105,7 @@ def run(job: Job, address: str | None) -> bool:
         UserError, ClusterError: what is asked for cannot be had here; nothing has been written then.
         KeyboardInterrupt: stopped by the user; the next call continues.
     """
-    results = _known_results(job)
+    results = known_results(job)
     unfinished = [trial for trial in job.trials if not _is_finished(results, trial)]
     missing: dict[str, Trial] = {}
     for trial in unfinished:
@@ -114,7 +116,7 @@ def run(job: Job, address: str | None) -> bool:
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if missing:
         _train(job, missing, address)
-    files, complete = show(job)
+    files, complete = show(job, known_results(job))
     if missing:
         job.tracker.log_report(files, complete)
     return complete
@@ -125,16 +127,19 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
 
     Raises: as `open_job` and `run` do, before anything is trained.
     """
-    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, range(seeds)) for name in paper_claims()]
+    _make(page.parent)
+    if page.is_dir() or not os.access(page.parent, os.W_OK):
+        raise UserError(f"{page}: cannot be written; name another file with --page")
+    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
     complete = all([run(job, address) for job in jobs])
     train, val = open_data(jobs[0].trials[0].config.data)
-    sections = [section_of(job.grid, job.trials, _known_results(job)) for job in jobs]
+    sections = [section_of(job.grid, job.trials, known_results(job)) for job in jobs]
     files = write_study(sections, page, len(train), len(val))
     _say(f"study: {files[0]}")
     return complete
 
 
-def _known_results(job: Job) -> dict[str, Result]:
+def known_results(job: Job) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
     if not has_store(job.workspace.tracking_uri):
         return {}
@@ -156,6 +161,8 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 _say(f"{', '.join(others)}: left to another `san run`, which is training the same")
+            results = known_results(job)  # another run may have finished some before they could be claimed
+            claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
             outcomes = _sweep(job, claimed)
             for outcome in outcomes.values():
                 if outcome.error is not None:
@@ -165,7 +172,8 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
 
 
 def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    with _in_turn(job.workspace.runs / "store.lock"):  # two grids may be the first in a store
+        job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
     shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
     names = {key: trial.name for key, trial in missing.items()}
@@ -187,15 +195,15 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
     _say(f"{trial.name}: the whole error is in {path}")
 
 
-def table_of(job: Job) -> list[table.Line]:
+def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
     """The table of what is finished."""
     printed = paper_rows(job.grid.table) if job.grid.table else {}
-    return table.lines(job.grid, job.trials, _known_results(job), printed, counts_at_paper_setting(job.full_size))
+    return table.lines(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))
 
 
-def show(job: Job) -> tuple[list[Path], bool]:
+def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     """Prints the table of what is finished and writes it beside the plot; returns the files, and whether all is finished."""
-    lines = table_of(job)
+    lines = table_of(job, results)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
     _make(folder)
     files = [folder / "table.md", folder / "table.csv"]
@@ -207,7 +215,6 @@ def show(job: Job) -> tuple[list[Path], bool]:
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {files[-1]}")
     _say(f"browse the runs: {_command()} ui")
-    results = _known_results(job)
     unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
@@ -225,7 +232,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder with --runs") from None
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
 
 
 def _caption(job: Job) -> str:
@@ -245,6 +252,14 @@ def _only_one(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{path}: another `san run` is at work on this grid; wait for it or stop it") from None
+        yield
+
+
+@contextmanager
+def _in_turn(path: Path) -> Iterator[None]:
+    """Waits until no other process is in here."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

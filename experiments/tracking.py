@@ -46,6 +46,8 @@ class Result:
     run_id: str
     finished: bool
     metrics: Mapping[str, float]
+    seconds: float = 0.0
+    """From the start of the run to its end."""
 
 
 class Tracker:
@@ -189,10 +191,12 @@ def _usable(uri: str) -> Iterator[None]:
 
 
 def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
-    return {
-        run.data.tags["san.trial"]: Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics))
-        for run in runs
-    }
+    return {run.data.tags["san.trial"]: _result(run) for run in runs}
+
+
+def _result(run: Run) -> Result:
+    seconds = ((run.info.end_time or run.info.start_time) - run.info.start_time) / 1000
+    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics), seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     train, val = loaders(config, trial.seed, rank, world)
 
     torch.manual_seed(trial.seed)
-    model = san.create_model(config.model.name, len(train.dataset.classes), **config.model.overrides)
+    model = config.model.spec().build(len(train.dataset.classes))
     complexity = san.complexity(model, config.data.size)
     engine = Engine(model.to(train.device), config.recipe, train.steps, -(-config.recipe.batch // world))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,16 +53,10 @@ class Dataset:
         Raises:
             DataError: a class has fewer images; the sentence names it.
         """
+        self._require_per_class(per_class, kept=0)
         of_class: list[list[int]] = [[] for _ in self.classes]
         for index, label in enumerate(self.labels):
             of_class[label].append(index)
-        small = {name: len(indices) for name, indices in zip(self.classes, of_class, strict=True) if len(indices) < per_class}
-        if small:
-            listed = _spell({f"{name} has {count}" for name, count in small.items()})
-            raise DataError(
-                f"{self.root / self.split} has too few images for {per_class} of each class: {listed}; "
-                f"ask for at most {min(small.values())} or add images."
-            )
         return self._only([index for label, indices in enumerate(of_class) for index in _shuffled(indices, label)[:per_class]])
 
     def hold_out(self, per_class: int) -> tuple["Dataset", "Dataset"]:
@@ -70,10 +65,22 @@ class Dataset:
         Raises:
             DataError: a class has no more images than that; the sentence names it.
         """
-        self.first(per_class + 1)
+        self._require_per_class(per_class, kept=1)
         held = self.first(per_class)
         taken = set(held.paths)
         return self._only([index for index, path in enumerate(self.paths) if path not in taken]), held
+
+    def _require_per_class(self, per_class: int, kept: int) -> None:
+        """Whether so many can be taken of each class and `kept` are left."""
+        counts = Counter(self.labels)
+        small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
+        if small:
+            listed = _spell({f"{name} has {count}" for name, count in small.items()})
+            left = f" and {kept} to be left" if kept else ""
+            raise DataError(
+                f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; "
+                f"ask for at most {min(small.values()) - kept} or add images."
+            )
 
     def _only(self, indices: list[int]) -> "Dataset":
         chosen = sorted(indices)

@@ -78,9 +78,8 @@ def _publish(unfinished: Path, root: Path, name: str) -> None:
 def _require_complete(root: Path, name: str) -> None:
     manifest = _manifest_path(root, name)
     try:
-        # A manifest from before there were several drawings does not tell its own.
-        complete = {"drawing": asdict(DIGITS[name])} | json.loads(manifest.read_text()) == _manifest(root, name)
-    except (OSError, ValueError, TypeError):
+        complete = json.loads(manifest.read_text()) == _manifest(root, name)
+    except (OSError, ValueError):
         complete = False
     if not complete:
         raise DataError(

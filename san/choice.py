@@ -13,8 +13,11 @@ class ChoiceError(ValueError):
     """A field that holds no name of its registry."""
 
     def __init__(self, field: str, sentence: str) -> None:
-        super().__init__(sentence)
+        super().__init__(field, sentence)  # both, so that it can be sent between processes
         self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 def choose(field: str, name: str, registry: Mapping[str, Row]) -> Row:

@@ -7,13 +7,14 @@ Two counts that are never mixed:
   BatchNorm; one per element for ReLU; one per input element for pooling; one per element of an elementwise relation and of
   p_i - p_j. Softmax, residual additions and the inner products of dot, star and clique are not counted; the inner products of
   the scalar baseline are.
-- *actual*, what the machine does: two FLOPs per multiply-accumulate of matrix products, convolutions and our operators, from
-  `torch.utils.flop_counter`.
+- *actual*, what the machine does: two FLOPs per multiply-accumulate of matrix products, convolutions and our operators, inner
+  products included, and five per element of a softmax, from `torch.utils.flop_counter`.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,6 @@ from san import ops
 from san.models.spec import Trunk
 from san.nn import ScalarAttention
 from san.ops import library
-
-
-class CountError(RuntimeError):
-    """Nothing can be counted here; the text says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Complexity:
     flops_paper: int
     flops_actual: int
     stages: tuple[Part, ...]
-    """Stem, stages and head of our models; the children of any other module."""
+    """Stem, stages and head of our models; any other module is one part."""
 
 
 def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Complexity:
@@ -59,14 +56,17 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
 
     Raises:
         ValueError: the input is too small for the model's footprints.
-        CountError: the kernels cannot be built here; the reference operators cannot be told apart from the rest.
     """
-    height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
-    if not library.load():
-        raise CountError("counting needs the compiled operators: install g++ (the warning above says what is missing)")
+    height, width = _height_and_width(input_size)
+    library.load()  # registers the FLOPs of our operators, which come before those of the counter
     meta = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, 3, height, width, device="meta")
-    with ops.backend("auto"), torch.no_grad(), FlopCounterMode(display=False) as actual, _PaperCounter() as paper:
+    with (
+        ops.backend("auto"),
+        torch.no_grad(),
+        FlopCounterMode(display=False, custom_mapping=SOFTMAX) as actual,
+        _PaperCounter() as paper,
+    ):
         paper.watch(meta)
         parts = _Parts(meta, lambda: (paper.total, actual.get_total_flops()))
         meta(image)
@@ -75,12 +75,26 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
     return Complexity(params, paper.total, actual.get_total_flops(), stages)
 
 
+def _height_and_width(input_size: object) -> tuple[int, int]:
+    sides = (input_size, input_size) if isinstance(input_size, int) else input_size
+    if isinstance(sides, tuple | list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
+        return sides[0], sides[1]
+    raise ValueError(f"input_size must be a side or (height, width) in whole pixels, not {input_size!r}")
+
+
+def _softmax_flops(shape: Any, *args: Any, **options: Any) -> int:
+    """Maximum, difference, exponential, sum and quotient of every element."""
+    return 5 * math.prod(shape)
+
+
+SOFTMAX = {torch.ops.aten._softmax: _softmax_flops}
+
+
 class _Parts:
     """Notes the counters whenever another part of the model starts; what runs between two parts belongs to the earlier one."""
 
     def __init__(self, model: nn.Module, read: Callable[[], tuple[int, int]]) -> None:
-        named = {name: [child] for name, child in model.named_children()}
-        self.modules = model.parts() if isinstance(model, Trunk) else named
+        self.modules = model.parts() if isinstance(model, Trunk) else {"model": [model]}
         self.read = read
         self.started: list[tuple[str, int, int]] = []
         for name, modules in self.modules.items():
@@ -129,9 +143,9 @@ Counts = dict[str, Callable[[tuple[Any, ...], Any], int]]
 PAPER_COUNTS: Counts = {
     "aten::convolution": _convolution,
     "aten::addmm": _linear,
+    "aten::mm": lambda args, out: out.numel() * args[0].shape[1],
     "aten::native_batch_norm": _per_input(2),
     "aten::_native_batch_norm_legit_no_training": _per_input(2),
-    "aten::cudnn_batch_norm": _per_input(2),
     "aten::relu": _per_output,
     "aten::relu_": _per_output,
     "aten::max_pool2d_with_indices": _per_input(1),

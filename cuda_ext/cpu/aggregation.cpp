@@ -1,7 +1,8 @@
 // aggregation and dot, forward and backward: each is the other's derivative. Definition: san/ops/reference.py.
 //
-// Parallel over images and groups of channels: one task owns a weight channel g and the S value channels g, g + G, ...
-// that share it, so each weight is read once for S channels and no two tasks write the same gradient.
+// Parallel over images and weight channels: one task owns a weight channel g and the S value channels g, g + G, ... that
+// share it, so each weight is read once for S channels and no two tasks write the same gradient. The backward of dot, which
+// reads weights only, is parallel over images and value channels.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>
@@ -16,7 +17,7 @@ namespace {
 
 // y[i] += weight[o, i] * padded[i + o], all offsets of one channel.
 template <class scalar_t, class acc_t>
-SAN_VECTOR void accumulate(const scalar_t* weight, const acc_t* padded, const Footprint& f, acc_t* y) {
+SAN_VECTOR void aggregate(const scalar_t* weight, const acc_t* padded, const Footprint& f, acc_t* y) {
   for (int64_t o = 0; o < f.positions(); ++o) {
     const acc_t* shifted = padded + o / f.kernel_size * f.padded_width() + o % f.kernel_size;
     acc_t* row = y;
@@ -27,7 +28,7 @@ SAN_VECTOR void accumulate(const scalar_t* weight, const acc_t* padded, const Fo
 
 // grad_weight[o, i] += grad[i] * padded[i + o];  grad_padded[i + o] += grad[i] * weight[o, i].
 template <class scalar_t, class acc_t>
-SAN_VECTOR void accumulate_backward(const acc_t* grad, const scalar_t* weight, const acc_t* padded, const Footprint& f,
+SAN_VECTOR void aggregate_backward(const acc_t* grad, const scalar_t* weight, const acc_t* padded, const Footprint& f,
                                     acc_t* grad_weight, acc_t* grad_padded) {
   for (int64_t o = 0; o < f.positions(); ++o) {
     const int64_t offset = o / f.kernel_size * f.padded_width() + o % f.kernel_size;
@@ -46,7 +47,7 @@ SAN_VECTOR void accumulate_backward(const acc_t* grad, const scalar_t* weight, c
 
 // out[o, i] = sum_c phi[c, i] * padded[c, i + o] over the `channels` of one group; phi's planes lie `stride` apart.
 template <class scalar_t, class acc_t>
-SAN_VECTOR void multiply(const scalar_t* phi, int64_t stride, int64_t channels, const acc_t* padded, const Footprint& f,
+SAN_VECTOR void correlate(const scalar_t* phi, int64_t stride, int64_t channels, const acc_t* padded, const Footprint& f,
                          acc_t* sum, scalar_t* out) {
   const int64_t padded_pixels = f.padded_height() * f.padded_width();
   for (int64_t o = 0; o < f.positions(); ++o) {
@@ -65,7 +66,7 @@ SAN_VECTOR void multiply(const scalar_t* phi, int64_t stride, int64_t channels, 
 
 // grad_phi[i] += grad[o, i] * padded[i + o];  grad_padded[i + o] += grad[o, i] * phi[i], all offsets of one channel.
 template <class scalar_t, class acc_t>
-SAN_VECTOR void multiply_backward(const scalar_t* grad, const scalar_t* phi, const acc_t* padded, const Footprint& f,
+SAN_VECTOR void correlate_backward(const scalar_t* grad, const scalar_t* phi, const acc_t* padded, const Footprint& f,
                                   acc_t* grad_phi, acc_t* grad_padded) {
   for (int64_t o = 0; o < f.positions(); ++o) {
     const int64_t offset = o / f.kernel_size * f.padded_width() + o % f.kernel_size;
@@ -99,7 +100,7 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
           const int64_t plane = (task / G * C + c) * f.pixels();
           pad(in + plane, f, padded.data());
           std::fill(y.begin(), y.end(), acc_t(0));
-          accumulate(w + task * f.positions() * f.pixels(), padded.data(), f, y.data());
+          aggregate(w + task * f.positions() * f.pixels(), padded.data(), f, y.data());
           for (int64_t i = 0; i < f.pixels(); ++i) result[plane + i] = static_cast<scalar_t>(y[i]);
         }
       }
@@ -134,7 +135,7 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
           pad(in + plane, f, padded.data());
           std::fill(grad_padded.begin(), grad_padded.end(), acc_t(0));
           for (int64_t i = 0; i < f.pixels(); ++i) y[i] = static_cast<acc_t>(gy[plane + i]);
-          accumulate_backward(y.data(), w + task * KP, padded.data(), f, sum.data(), grad_padded.data());
+          aggregate_backward(y.data(), w + task * KP, padded.data(), f, sum.data(), grad_padded.data());
           fold(grad_padded.data(), f, gb + plane);
         }
         for (int64_t i = 0; i < KP; ++i) gw[task * KP + i] = static_cast<scalar_t>(sum[i]);
@@ -160,7 +161,7 @@ Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t gr
       for (int64_t task = begin; task < end; ++task) {
         const int64_t first = (task / groups * R + task % groups) * f.pixels(), stride = groups * f.pixels();
         for (int64_t s = 0; s < S; ++s) pad(around + first + s * stride, f, padded.data() + s * padded_pixels);
-        multiply(center + first, stride, S, padded.data(), f, sum.data(), result + task * f.positions() * f.pixels());
+        correlate(center + first, stride, S, padded.data(), f, sum.data(), result + task * f.positions() * f.pixels());
       }
     });
   });
@@ -168,6 +169,7 @@ Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t gr
 }
 
 std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
+  check_map(phi, "phi");
   const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
   check_unfolded(grad, f, "grad");
   check_same(grad, phi, "grad and phi");
@@ -190,7 +192,7 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
         pad(around + plane, f, padded.data());
         std::fill(grad_padded.begin(), grad_padded.end(), acc_t(0));
         std::fill(sum.begin(), sum.end(), acc_t(0));
-        multiply_backward(g + weight * f.positions() * f.pixels(), center + plane, padded.data(), f, sum.data(),
+        correlate_backward(g + weight * f.positions() * f.pixels(), center + plane, padded.data(), f, sum.data(),
                           grad_padded.data());
         for (int64_t i = 0; i < f.pixels(); ++i) to_phi[plane + i] = static_cast<scalar_t>(sum[i]);
         fold(grad_padded.data(), f, to_psi + plane);

@@ -1,8 +1,8 @@
 // aggregation and dot, forward and backward. Definition: san/ops/reference.py.
 //
 // Each is the other's derivative, so three kernels serve both: `aggregate` has one thread per output pixel and channel,
-// `correlate` one per weight, which sums over the channels that share it, `scatter` one per input pixel, which gathers
-// from the outputs that read it. No atomics.
+// `correlate` one per weight, which sums over the channels that share it, `gather` one per input pixel, which sums
+// over the outputs that read it. No atomics.
 #include <tuple>
 
 #include "launch.h"
@@ -49,7 +49,7 @@ __global__ void correlate_kernel(const scalar_t* center, const scalar_t* around,
 
 // out[c, j] = sum over all (o, i) that show pixel j of weight[c % G, o, i] * center[c, i]
 template <class scalar_t>
-__global__ void scatter_kernel(const scalar_t* center, const scalar_t* weight, Footprint f, int64_t C, int64_t G,
+__global__ void gather_kernel(const scalar_t* center, const scalar_t* weight, Footprint f, int64_t C, int64_t G,
                                int64_t elements, scalar_t* out) {
   using acc_t = accumulate_t<scalar_t>;
   SAN_FOR_EACH(index, elements) {
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
     const scalar_t* w = weights.const_data_ptr<scalar_t>();
     SAN_LAUNCH(correlate_kernel<scalar_t>, blocks_for(grad_weight.numel()), kThreads, current_stream(beta), gy, b, f,
                beta.size(1), weight.size(1), grad_weight.numel(), grad_weight.mutable_data_ptr<scalar_t>());
-    SAN_LAUNCH(scatter_kernel<scalar_t>, blocks_for(grad_beta.numel()), kThreads, current_stream(beta), gy, w, f,
+    SAN_LAUNCH(gather_kernel<scalar_t>, blocks_for(grad_beta.numel()), kThreads, current_stream(beta), gy, w, f,
                beta.size(1), weight.size(1), grad_beta.numel(), grad_beta.mutable_data_ptr<scalar_t>());
   });
   check_launch("aggregation_backward");
@@ -130,6 +130,7 @@ Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t gr
 }
 
 std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
+  check_map(phi, "phi");
   const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
   check_unfolded(grad, f, "grad");
   check_same(grad, phi, "grad and phi");
@@ -145,7 +146,7 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
     SAN_LAUNCH(aggregate_kernel<scalar_t>, blocks_for(grad_phi.numel()), kThreads, current_stream(phi),
                right.const_data_ptr<scalar_t>(), g, f, phi.size(1), grad.size(1), grad_phi.numel(),
                grad_phi.mutable_data_ptr<scalar_t>());
-    SAN_LAUNCH(scatter_kernel<scalar_t>, blocks_for(grad_psi.numel()), kThreads, current_stream(phi),
+    SAN_LAUNCH(gather_kernel<scalar_t>, blocks_for(grad_psi.numel()), kThreads, current_stream(phi),
                left.const_data_ptr<scalar_t>(), g, f, phi.size(1), grad.size(1), grad_psi.numel(),
                grad_psi.mutable_data_ptr<scalar_t>());
   });

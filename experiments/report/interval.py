@@ -39,14 +39,15 @@ def of_mean(values: Sequence[float]) -> Interval | None:
 
 
 def of_difference(better: Sequence[float], worse: Sequence[float]) -> Interval | None:
-    """Where the difference of two means lies (Welch's t, spreads may differ); None for fewer than two values in either."""
+    """Where the difference of two means lies (Welch's t, spreads may differ); None for fewer than two values in either, and
+    where neither has any spread, which says that accuracy comes in steps, not that it is certain."""
     if min(len(better), len(worse)) < 2:
         return None
     difference = statistics.fmean(better) - statistics.fmean(worse)
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (better, worse)]
     square = sum(part for part, _ in parts)
-    if square == 0:  # no spread at all, of which the degrees of freedom would be 0 / 0
-        return Interval(difference, 0.0)
+    if square == 0:
+        return None
     freedom = square**2 / sum(part**2 / freedom for part, freedom in parts)
     return Interval(difference, _quantile(freedom) * math.sqrt(square))
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -31,11 +31,12 @@ class PaperRow:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An ordering that the paper states: two rows of a table, and a sentence."""
+    """An ordering that the paper's text or only its table states: two rows of a table, and a sentence."""
 
     better: str
     worse: str
     claim: str
+    source: Literal["text", "table"] = "text"
 
 
 @functools.cache
@@ -63,11 +64,11 @@ def paper_claims() -> dict[str, list[Claim]]:
 def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:
     """Parameters and FLOPs of every row for ImageNet at full size, whatever profile was trained; None where a model does
     not fit that setting. Instant: meta device."""
-    return {row: _counts(model) for row, model in models.items()}
+    fits = {row: not any(model_mistakes(model, INPUT_SIZE)) for row, model in models.items()}
+    return {row: count(model, INPUT_SIZE) if fits[row] else None for row, model in models.items()}
 
 
-def _counts(model: ModelConfig) -> san.Complexity | None:
-    if any(model_mistakes(model, INPUT_SIZE)):
-        return None
+def count(model: ModelConfig, size: int) -> san.Complexity:
+    """A model's counts for the paper's number of classes and images of `size` pixels, which it must take."""
     with torch.device("meta"):
-        return san.complexity(model.spec().build(CLASSES), INPUT_SIZE)
+        return san.complexity(model.spec().build(CLASSES), size)

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.grid import Grid, Plot, Trial
+from experiments.grid import Grid, Trial
 from experiments.report import figures, interval
 from experiments.report.interval import Interval
 from experiments.report.paper import Claim, paper_claims, paper_rows
-from experiments.report.table import ACCURACY, Line, as_markdown, finished_metrics, lines, markdown
+from experiments.report.table import ACCURACY, Line, as_markdown, finished_metrics, lines
+from experiments.report.text import markdown
 from experiments.tracking import Result
 
 SHOWS, REVERSED, CANNOT_BE_TOLD = "shows", "reversed", "cannot be told"
@@ -29,13 +30,18 @@ HEADINGS = {
 class Section:
     """One of the paper's tables, and what was trained of it."""
 
-    table: str
-    question: str
-    plot: Plot | None
+    grid: Grid
     trials: Sequence[Trial]
     lines: Sequence[Line]
     top1: Mapping[str, Sequence[float]]
     """Of each row, one value per finished seed."""
+    seconds: Mapping[str, float]
+    """How long each finished trial took, by content hash."""
+
+    @property
+    def table(self) -> str:
+        """The paper's name of it."""
+        return str(self.grid.table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Finding:
     claim: Claim
     paper_gap: float
     gap: Interval | None
-    """None while either row has fewer than two finished seeds."""
+    """None while either row has fewer than two finished seeds, or where no seed differs from another."""
 
     @property
     def verdict(self) -> str:
@@ -58,10 +64,10 @@ class Finding:
 def section_of(grid: Grid, trials: Sequence[Trial], results: Mapping[str, Result]) -> Section:
     """The section of a grid that is a table of the paper; `results` by content hash may hold other grids' too."""
     assert grid.table is not None, "the study is made of tables of the paper"
-    uncounted = dict.fromkeys(row.id for row in grid.rows)  # the study is about accuracy
-    answer = lines(grid, trials, results, paper_rows(grid.table), uncounted)
+    answer = lines(grid, trials, results, paper_rows(grid.table), counts={})
     top1 = {row.id: [metrics["val/top1"] for metrics in finished_metrics(row.id, trials, results)] for row in grid.rows}
-    return Section(grid.table, grid.question, grid.plot, trials, answer, top1)
+    seconds = {t.key: results[t.key].seconds for t in trials if t.key in results and results[t.key].finished}
+    return Section(grid, trials, answer, top1, seconds)
 
 
 def findings(section: Section) -> list[Finding]:
@@ -85,11 +91,11 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     files = [path]
     page = [_header(sections, train_images, val_images), _summary(sections)]
     for section in sections:
-        page += [f"## {section.table.capitalize()}", section.question]
+        page += [f"## {section.table.capitalize()}", section.grid.question]
         if any(line.top1 is not None for line in section.lines):
             files.append(path.with_name(f"study-{section.table}.png"))
-            figures.draw(section.plot, section.trials, section.lines, section.question, files[-1])
-            page.append(f"![{section.question} Ours beside the paper's]({files[-1].name})")
+            figures.draw(section.grid.plot, section.trials, section.lines, section.grid.question, files[-1])
+            page.append(f"![{section.grid.question} Ours beside the paper's]({files[-1].name})")
         page += [as_markdown(section.lines, ACCURACY), _orderings(findings(section))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
@@ -100,6 +106,9 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
     done = sum(line.seeds for section in sections for line in section.lines)
+    seconds = {key: spent for section in sections for key, spent in section.seconds.items()}
+    placement, model = config.placement, config.model.spec()
+    kept = len(model.kept_depths())
     missing = f" Of {len(trials)} cells {len(trials) - done} are not trained yet." if done < len(trials) else ""
     return f"""\
 # What of the paper shows on small images
@@ -107,18 +116,25 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
 The tables of the paper's controlled experiments, trained with profile `{first.profile}`
 (`experiments/profiles/{first.profile}.yaml`): {train_images} training and {val_images} validation images of
 `{config.data.source}` at {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs, {seeds} seeds for every
-row.{missing} `make study` trains what is missing and writes this page again.
+row.{missing} `san study --profile {first.profile} --seeds {seeds}` trains what is missing and writes this page again. Its
+{len(seconds)} different cells took {sum(seconds.values()) / 3600:.1f} hours together, each with {placement.workers} x
+{placement.cpus} CPU and {placement.workers} x {placement.gpus} GPU.
 
 `±` is half of a 95 % interval over seeds: of a mean by Student's t, of a gap between two means by Welch's t. It covers the
 chance of training, not that of other images. An ordering of the paper *shows* where the whole interval of our gap lies above
 0, is *reversed* where it lies below 0, and *cannot be told* where 0 is in it. By chance alone, one interval in twenty misses
-the true gap; rows with equal models in several tables are the same runs. The models are small and the images are not the
-paper's: an ordering that is reversed here says nothing against the paper on ImageNet."""
+the true gap; rows with equal models in several tables are the same runs.
+
+The models keep {kept} stages of the paper's five, and the last map is {config.data.size >> kept} pixels wide: a footprint of
+twice that less one reaches over all of it from everywhere. Images are not the paper's: an ordering that is reversed here says
+nothing against the paper on ImageNet. Where the paper calls settings similar, or accuracy saturated, there is no ordering to
+test."""
 
 
 def _summary(sections: Sequence[Section]) -> str:
     found = [(section.table, finding) for section in sections for finding in findings(section)]
-    parts = ["## Summary", f"The paper reports {len(found)} orderings."]
+    text = sum(finding.claim.source == "text" for _, finding in found)
+    parts = ["## Summary", f"{len(found)} orderings, {text} stated in the paper's text, the others in its tables alone."]
     for verdict, words in HEADINGS.items():
         listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in found if f.verdict == verdict]
         parts.append(f"{words}: {len(listed)}.")
@@ -128,8 +144,9 @@ def _summary(sections: Sequence[Section]) -> str:
 
 
 def _orderings(found: Sequence[Finding]) -> str:
-    heading = ("ordering", "verdict", "gap paper", "gap ours")
-    return markdown([heading, *((f.claim.claim, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in found)], words=2)
+    heading = ("ordering", "stated in", "verdict", "gap paper", "gap ours")
+    rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in found)
+    return markdown([heading, *rows], words=3)
 
 
 def _gap(gap: Interval | None) -> str:

@@ -12,6 +12,7 @@ import san
 from experiments.grid import Grid, Trial
 from experiments.report import interval
 from experiments.report.paper import PaperRow
+from experiments.report.text import aligned, markdown
 from experiments.tracking import Result
 
 
@@ -43,7 +44,7 @@ def lines(
     paper: Mapping[str, PaperRow],
     counts: Mapping[str, san.Complexity | None],
 ) -> list[Line]:
-    """The table's rows in the grid's order. `params` and `flops` are those of the paper's setting."""
+    """The table's rows in the grid's order. `counts` are those of the paper's setting; a row without any has none."""
     table = []
     for row in grid.rows:
         finished = finished_metrics(row.id, trials, results)
@@ -53,7 +54,7 @@ def lines(
         difference = None
         if trials[0].profile == "imagenet" and top1 is not None and printed.top1 is not None:
             difference = top1 - printed.top1
-        ours = counts[row.id]
+        ours = counts.get(row.id)
         params, flops = (ours.params / 1e6, ours.flops_paper / 1e9) if ours else (None, None)
         accuracy = (printed.top1, top1, spread.half_width if spread else None, difference, top5, len(finished))
         table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops))
@@ -113,21 +114,12 @@ def _text(line: Line, field: str, form: str) -> str:
 
 def as_text(table: Sequence[Line]) -> str:
     """Columns lined up for a terminal."""
-    rows = _rows(table, COLUMNS)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return aligned(_rows(table, COLUMNS))
 
 
 def as_markdown(table: Sequence[Line], columns: Sequence[Column] = COLUMNS) -> str:
     """A Markdown table, of all columns or of some."""
     return markdown(_rows(table, columns), words=1)
-
-
-def markdown(rows: Sequence[Sequence[str]], words: int) -> str:
-    """A heading and rows of cells as Markdown; the first `words` columns stand on the left, numbers on the right."""
-    rule = ["---" if column < words else "---:" for column in range(len(rows[0]))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
 
 
 def as_csv(table: Sequence[Line]) -> str:

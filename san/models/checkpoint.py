@@ -96,10 +96,14 @@ def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state:
         CheckpointError: with the names that are missing, left over or of another shape.
     """
     shapes = ((key, list(state[key].shape), list(wanted[key].shape)) for key in wanted if key in state)
+    kinds = {key: (state[key].is_floating_point(), state[key].layout) for key in wanted if key in state}
     mistakes = {
         "missing": [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")],
         "left over": [key for key in state if key not in wanted],
         "of another shape": [f"{key} {seen} instead of {due}" for key, seen, due in shapes if seen != due],
+        "of another kind": [
+            f"{key} {state[key].dtype}" for key in kinds if kinds[key] != (wanted[key].is_floating_point(), torch.strided)
+        ],
     }
     told = [f"{len(keys)} {what}: {_first(keys)}" for what, keys in mistakes.items() if keys]
     if told:
@@ -115,8 +119,10 @@ def classes(model: Trunk) -> int:
     """Number of classes that a classifier answers with.
 
     Raises:
-        CheckpointError: a backbone, which has no head.
+        CheckpointError: a backbone, which has no head, or a module that is none of ours.
     """
+    if not isinstance(model, Trunk):
+        raise CheckpointError(f"{type(model).__name__}: only models of create_model have such a file")
     *_, head = model.parts().get("head", [None])
     if not isinstance(head, nn.Linear):
         raise CheckpointError(f"{model.spec.name}: only a classifier with its Linear head has a file, not a backbone")

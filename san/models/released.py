@@ -10,7 +10,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from san.models.checkpoint import CheckpointError, check_fit, classes, is_checkpoint, is_state, on_meta, read, write
+from san.models.checkpoint import (
+    CheckpointError,
+    check_fit,
+    classes,
+    is_checkpoint,
+    is_state,
+    on_meta,
+    overrides_of,
+    read,
+    write,
+)
 from san.models.registry import VARIANTS, model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec
 from san.models.spec import ModelSpec, Trunk
@@ -85,6 +95,14 @@ def _check_form(spec: ModelSpec) -> None:
         asked = ", ".join(f"{field.name}={getattr(spec, field.name)!r}" for field in other)
         theirs = ", ".join(f"{field.name}={field.default!r}" for field in other)
         raise CheckpointError(f"{spec.name} with {asked} has no released form; the released code has {theirs}")
+
+
+def untold(spec: ModelSpec) -> list[str]:
+    """What a released file of a model does not tell, as it is given when the file is loaded: `footprint=9`."""
+    seen = {"footprint"} if isinstance(spec, PatchwiseSpec) else set()
+    hidden = {field: value for field, value in overrides_of(spec).items() if field not in seen}
+    name = [f"name={spec.name}"] if {"stages", "depths"} & hidden.keys() else []
+    return name + [f"{field}={value}" for field, value in hidden.items()]
 
 
 def released_state_dict(model: Trunk) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.nn.functional import relu
 
 from san.models.spec import ModelSpec, Trunk
 from san.nn import GlobalAveragePool
+from san.nn.inputs import check_map
 from san.ops.footprint import check_side
 
 EXPANSION = 4  # a bottleneck's output channels over its inner channels
@@ -26,6 +27,12 @@ class ResNetSpec(ModelSpec):
     widths: tuple[int, ...] = (256, 512, 1024, 2048)
     stem_width: int = 64
 
+    def __post_init__(self) -> None:
+        ModelSpec.__post_init__(self)  # slots make a new class, which a bare super() does not know
+        inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_factor)
+        if min(inner, stem) < 1:
+            raise ValueError(f"{self.name}: stem and bottlenecks need a channel, not {stem} and {inner}; give larger widths")
+
     def check_input(self, size: int) -> None:
         """Zero padding takes any odd footprint; the stem and the stages only need a pixel to be left."""
         check_side(self.footprint)
@@ -33,7 +40,7 @@ class ResNetSpec(ModelSpec):
         if size < least:
             raise ValueError(f"{self.name} needs an input of at least {least} pixels, not {size}")
 
-    def build(self, num_classes: int) -> ResNet:
+    def build_classifier(self, num_classes: int) -> ResNet:
         return ResNet(self, num_classes)
 
     def build_backbone(self) -> ResNetBackbone:
@@ -93,6 +100,7 @@ class ResNetTrunk(Trunk):
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The map after the first convolution, then those of the stages."""
+        check_map(x_N3HW, self.conv1, "the images")
         maps = [relu(self.bn1(self.conv1(x_N3HW)), inplace=True)]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:

@@ -16,6 +16,7 @@ from san.nn import (
     SelfAttention,
     SelfAttentionBlock,
 )
+from san.nn.inputs import check_map
 from san.ops.footprint import check_footprint
 
 
@@ -48,7 +49,7 @@ class SANSpec(ModelSpec):
         """The attention of one block."""
         raise NotImplementedError
 
-    def build(self, num_classes: int) -> SAN:
+    def build_classifier(self, num_classes: int) -> SAN:
         return SAN(self, num_classes)
 
     def build_backbone(self) -> SANBackbone:
@@ -140,6 +141,7 @@ class SANTrunk(Trunk):
         self.stages = nn.ModuleList(Stage(width_in, width, depth, k, spec) for width_in, width, depth, k in rows)
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
+        check_map(x_N3HW, self.stem, "the images")
         x_NCHW = relu(self.stem_norm(self.stem(x_N3HW)), inplace=True)
         maps = []
         for stage in self.stages:

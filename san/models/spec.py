@@ -32,6 +32,10 @@ class Trunk(nn.Module):
         raise NotImplementedError
 
 
+MOST_CHANNELS = 2**16
+"""More are a slip of the pen, and end in torch's words on memory."""
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -71,6 +75,8 @@ class ModelSpec:
             raise ValueError(f"{self.name}: stages must be 1 to {len(self.depths)}, not {self.stages}")
         if not 0 < self.width_factor < math.inf:
             raise ValueError(f"{self.name}: width_factor must be positive, not {self.width_factor}")
+        if max(self.scaled_widths(), default=0) > MOST_CHANNELS:
+            raise ValueError(f"{self.name}: a stage of {max(self.scaled_widths())} channels is beyond {MOST_CHANNELS}")
         if not self.depths or min(self.depths) < 1 or min(self.scaled_widths()) < 1:
             shape = f"depths {self.depths} and widths {self.scaled_widths()}"
             raise ValueError(f"{self.name}: each stage needs a block and a channel, not {shape}")
@@ -88,7 +94,17 @@ class ModelSpec:
         raise NotImplementedError
 
     def build(self, num_classes: int) -> Trunk:
-        """The classifier with fresh weights, images [N, 3, H, W] to logits [N, num_classes]."""
+        """The classifier with fresh weights, images [N, 3, H, W] to logits [N, num_classes].
+
+        Raises:
+            ValueError: no classes, or numbers that do not fit together.
+        """
+        if not _is_whole(num_classes) or num_classes < 1:
+            raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
+        return self.build_classifier(num_classes)
+
+    def build_classifier(self, num_classes: int) -> Trunk:
+        """`build` for a number of classes that was checked."""
         raise NotImplementedError
 
     def build_backbone(self) -> Trunk:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from san import ops
 from san.choice import ChoiceError, choose
+from san.nn.inputs import check_map
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation
@@ -43,8 +44,11 @@ class SelfAttention(nn.Module):
 
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, transformation: str = "distinct") -> None:
         super().__init__()
+        for what, value in (("channels", channels), ("footprint", footprint), ("r1", r1), ("r2", r2)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{what} must be a whole number of at least 1, not {value!r}")
         check_side(footprint)
-        if min(r1, r2) < 1 or channels % r1 or channels % r2:
+        if channels % r1 or channels % r2:
             raise ValueError(f"{channels} channels cannot be divided by r1={r1} and by r2={r2}")
         self.footprint = footprint
         self.relation_channels = channels // r1
@@ -59,9 +63,11 @@ class SelfAttention(nn.Module):
 
     def transform(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """phi [N, R, H, W], psi [N, R, H, W] and beta [N, M, H, W]; each Linear layer is run once."""
+        beta = self.get_submodule("beta")
+        assert isinstance(beta, nn.Conv2d)
+        check_map(x_NCHW, beta, "x")
         maps = {role: self.get_submodule(role)(x_NCHW) for role in dict.fromkeys(self.roles)}
-        phi, psi, beta = self.roles
-        return maps[phi], maps[psi], maps[beta]
+        return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """The attention weights alpha, [N, G, K, P]."""
@@ -73,7 +79,11 @@ class SelfAttention(nn.Module):
         return self.weigh(phi, psi)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Maps [N, C, H, W] to [N, M, H, W]."""
+        """Maps [N, C, H, W] to [N, M, H, W].
+
+        Raises:
+            ValueError: another shape, dtype or device than the module's, or a map that is too small for the footprint.
+        """
         phi, psi, beta_NMHW = self.transform(x_NCHW)
         # Under autocast the softmax answers in float32 while beta is a half type.
         weight_NGKP = self.weigh(phi, psi).to(beta_NMHW.dtype)
@@ -85,15 +95,13 @@ class VectorAttention(SelfAttention):
 
     Args:
         share: S, value channels that share one attention weight; G = M / S.
-        mapping: layers of gamma, a key of `MAPPINGS`.
     """
 
-    def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int, mapping: str, transformation: str) -> None:
+    def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int, transformation: str) -> None:
         super().__init__(channels, footprint, r1, r2, transformation)
         if share < 1 or self.value_channels % share:
             raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by share={share}")
         self.weight_channels = self.value_channels // share
-        self.hidden = choose("mapping", mapping, MAPPINGS)
 
     def extra_repr(self) -> str:
         return f"footprint={self.footprint}, values={self.value_channels}, weights={self.weight_channels}"
@@ -104,6 +112,7 @@ class PairwiseAttention(VectorAttention):
 
     Args:
         relation: delta, a key of `san.nn.relation.PAIRWISE`.
+        mapping: layers of gamma, a key of `MAPPINGS`.
         position: what is told of the places of i and j, a key of `POSITIONS`.
     """
 
@@ -120,14 +129,15 @@ class PairwiseAttention(VectorAttention):
         transformation: str = "distinct",
         position: str = "relative",
     ) -> None:
-        super().__init__(channels, footprint, r1, r2, share, mapping, transformation)
+        super().__init__(channels, footprint, r1, r2, share, transformation)
         row = choose("relation", relation, PAIRWISE)
         self.relation = relation
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
-        if self.hidden and channels % HIDDEN_REDUCTION:
+        hidden = choose("mapping", mapping, MAPPINGS).pairwise(channels // HIDDEN_REDUCTION)
+        if hidden and channels % HIDDEN_REDUCTION:
             raise ValueError(f"{channels} channels cannot be divided by {HIDDEN_REDUCTION} for the hidden layers of {mapping}")
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
-        self.gamma = gamma((d, *[channels // HIDDEN_REDUCTION] * self.hidden, self.weight_channels))
+        self.gamma = gamma((d, *hidden, self.weight_channels))
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, so the weights of a pixel sum to one in each weight channel: [N, G, K, P]."""
@@ -143,6 +153,7 @@ class PatchwiseAttention(VectorAttention):
 
     Args:
         relation: delta, a key of `san.nn.relation.PATCHWISE`.
+        mapping: layers of gamma, a key of `MAPPINGS`.
     """
 
     def __init__(
@@ -157,11 +168,12 @@ class PatchwiseAttention(VectorAttention):
         mapping: str = "LRL",
         transformation: str = "distinct",
     ) -> None:
-        super().__init__(channels, footprint, r1, r2, share, mapping, transformation)
+        super().__init__(channels, footprint, r1, r2, share, transformation)
         choose("relation", relation, PATCHWISE)
         self.relation = relation
         K, R, G = footprint**2, self.relation_channels, self.weight_channels
-        self.gamma = gamma((self.row.channels(R, K), *(R, G)[2 - self.hidden :], K * G))
+        hidden = choose("mapping", mapping, MAPPINGS).patchwise(R, G)
+        self.gamma = gamma((self.row.channels(R, K), *hidden, K * G))
 
     @property
     def row(self) -> Relation:

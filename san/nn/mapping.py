@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
-MAPPINGS = {"L": 0, "LRL": 1, "LRLRL": 2}
-"""Number of hidden layers by the paper's names: L a Linear layer, R a ReLU."""
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A row: the widths of gamma's hidden layers."""
+
+    pairwise: Callable[[int], tuple[int, ...]]
+    """From the C / 16 hidden channels of a pairwise mapping."""
+    patchwise: Callable[[int, int], tuple[int, ...]]
+    """From R relation channels and G weight channels."""
+
+
+MAPPINGS: dict[str, Mapping] = {
+    "L": Mapping(lambda hidden: (), lambda R, G: ()),
+    "LRL": Mapping(lambda hidden: (hidden,), lambda R, G: (G,)),
+    "LRLRL": Mapping(lambda hidden: (hidden, hidden), lambda R, G: (R, G)),
+}
+"""By the paper's names: L a Linear layer, R a ReLU."""
 
 
 def gamma(widths: tuple[int, ...]) -> nn.Sequential:

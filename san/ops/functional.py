@@ -59,11 +59,13 @@ def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
 
 def summation(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     """The summation relation phi_i + psi_j over the footprint, [N, R, K, P] (section 3.1). Raises like `subtraction`."""
+    _check_pair(phi_NRHW, psi_NRHW, kernel_size)
     return subtraction(phi_NRHW, -psi_NRHW, kernel_size)
 
 
 def hadamard(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     """The Hadamard relation phi_i * psi_j over the footprint, [N, R, K, P] (section 3.1). Raises like `dot`."""
+    _check_pair(phi_NRHW, psi_NRHW, kernel_size)
     return dot(phi_NRHW, psi_NRHW, kernel_size, groups=phi_NRHW.shape[1])
 
 
@@ -74,8 +76,8 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
         ValueError: shapes, dtypes or devices differ, the footprint does not fit the map, or `groups` does not divide R.
     """
     _check_pair(phi_NRHW, psi_NRHW, kernel_size)
-    if groups < 1 or phi_NRHW.shape[1] % groups != 0:
-        raise ValueError(f"phi's {phi_NRHW.shape[1]} channels must be a multiple of the {groups} groups")
+    if groups < 1 or phi_NRHW.shape[1] < 1 or phi_NRHW.shape[1] % groups != 0:
+        raise ValueError(f"phi's {phi_NRHW.shape[1]} channels must be a positive multiple of the {groups} groups")
     if _kernels_run(phi_NRHW):
         return torch.ops.san.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
     return reference.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
@@ -97,8 +99,8 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
     shape = weight_NGKP.shape
     if weight_NGKP.dim() != 4 or (shape[0], shape[2], shape[3]) != wanted:
         raise ValueError(f"weight must be [N={N}, G, K={wanted[1]}, P={wanted[2]}] for this beta, not {list(shape)}")
-    if shape[1] == 0 or C % shape[1] != 0:
-        raise ValueError(f"beta's {C} channels must be a multiple of the {shape[1]} weight channels")
+    if shape[1] < 1 or C < 1 or C % shape[1] != 0:
+        raise ValueError(f"beta's {C} channels must be a positive multiple of the {shape[1]} weight channels")
     aggregate = torch.ops.san.aggregation if _kernels_run(beta_NCHW) else reference.aggregation
     y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
     is_channels_last = not beta_NCHW.is_contiguous() and beta_NCHW.is_contiguous(memory_format=torch.channels_last)
@@ -136,6 +138,7 @@ def _kernels_run(x: Tensor) -> bool:
 @torch.compiler.assume_constant_result
 def _kernels_chosen(device: str) -> bool:
     """A compiled graph keeps the back end that was chosen when it was traced; an exported one runs where `san` is not."""
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or _backend.get() == "reference":
         return False
-    return _backend.get() == "auto" and library.load() and library.runs_on(device)
+    is_built = library.load()
+    return device == "meta" or (is_built and library.runs_on(device))

@@ -6,6 +6,7 @@ Schemas stand in `cuda_ext/library.cpp`. Forward and backward are both operators
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -13,23 +14,29 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext.build import BuildError, library
+from cuda_ext.build import SOURCE_DIR, BuildError, library
 from san.ops.footprint import check_footprint
 
 
 @functools.cache
 def load() -> bool:
-    """Loads the kernels once per process; False, after one warning, where they cannot be built."""
+    """Loads the kernels once per process; False, after one warning, where they cannot be built.
+
+    The operators are then still known on the meta device, so that models can be counted.
+    """
+    is_built = True
     try:
         torch.ops.load_library(library())
     except (BuildError, OSError) as error:
         warnings.warn(f"san runs on its slower reference operators: {error}", stacklevel=2)
-        return False
+        is_built = False
+        for name, signature in re.findall(r'm\.def\("(\w+)(.+)"\);', (SOURCE_DIR / "library.cpp").read_text()):
+            torch.library.define(f"san::{name}", signature)
     _register_unfold()
     _register_subtraction()
     _register_dot()
     _register_aggregation()
-    return True
+    return is_built
 
 
 @functools.cache
@@ -110,7 +117,9 @@ def _register_dot() -> None:
 
     @torch.library.register_fake("san::dot")
     def _(phi: Tensor, psi: Tensor, kernel_size: int, groups: int) -> Tensor:
-        return _unfolded(phi[:, :groups], kernel_size)
+        N, _, H, W = phi.shape
+        check_footprint(kernel_size, H, W)
+        return phi.new_empty(N, groups, kernel_size**2, H * W)
 
     @torch.library.register_fake("san::dot_backward")
     def _(grad: Tensor, phi: Tensor, psi: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def test_complexity_of_a_grid_beside_the_printed_numbers(san: San) -> None:
     grid = str(GRIDS_DIR / "position.yaml")
     code, out, _ = san("complexity", "--grid", grid)
     assert code == 0
-    heading, none, absolute, relative = out.splitlines()
+    heading, _, none, absolute, relative = out.splitlines()
     assert re.split("  +", heading) == ["model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)"]
     assert relative.split()[:5] == ["pairwise_relative", "10.532", "10.5", "2.155", "2.2"]
     assert [len(line) for line in (none, absolute, relative)] == [len(heading)] * 3
@@ -116,19 +116,19 @@ def test_complexity_of_a_grid_beside_the_printed_numbers(san: San) -> None:
         code, out, _ = san("complexity", "--grid", grid, *arguments)
         assert code == 0
         assert "printed" not in out  # the paper's are for 224 pixels
-        assert len(out.splitlines()) == (1 + 3 * 8 if "--stages" in arguments else 4)
+        assert len(out.splitlines()) == (2 + 3 * 8 if "--stages" in arguments else 5)
 
 
 def test_complexity_of_a_model_tells_its_stages(san: San) -> None:
     code, out, _ = san("complexity", "san10_pairwise", "footprint=9")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == [
+    assert [line.split()[0] for line in out.splitlines()[2:]] == [
         "san10_pairwise",
         "stem",
         *(f"stage{i}" for i in range(1, 6)),
         "head",
     ]
-    assert out.splitlines()[1].split()[1:3] == ["10.532", "2.533"]  # table "footprint" prints 10.5 and 2.5
+    assert out.splitlines()[2].split()[1:3] == ["10.532", "2.533"]  # table "footprint" prints 10.5 and 2.5
 
 
 def test_complexity_of_all_variants(san: San) -> None:
@@ -201,6 +201,18 @@ def test_convert_there_and_back(san: San, tmp_path: Path) -> None:
     state = load_checkpoint(ours).state_dict()
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert sorted(os.listdir(tmp_path)) == ["ours.pth", "theirs.pth"]
+
+
+def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -> None:
+    ours, theirs = str(tmp_path / "ours.pth"), str(tmp_path / "theirs.pth")
+    save_checkpoint(create_model("san10_pairwise", 3, footprint=9, stages=2, width_factor=0.5), ours)
+    code, _, err = san("convert", ours, theirs, "--to", "released")
+    hidden = "name=san10_pairwise, stages=2, width_factor=0.5, footprint=9"
+    assert (code, err) == (0, f"note: the released form does not tell {hidden}; give it when {theirs} is loaded\n")
+    told = ("--name", "san10_pairwise", "stages=2", "width_factor=0.5", "footprint=9")
+    assert san("convert", theirs, ours, "--force", *told)[0] == 0
+    assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, stages=2, width_factor=0.5).spec
+    assert san("convert", ours, theirs, "footprint=9", "--force")[0] == 2
 
 
 def bad_grid(tmp_path: Path) -> str:
@@ -307,6 +319,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "no weights": (
         lambda tmp: ["convert", str(tmp / "no-such.pth"), str(tmp / "ours.pth")],
         ["no-such.pth: cannot be read (No such file or directory)"],
+    ),
+    "two models": (
+        lambda tmp: ["complexity", "san10_pairwise", "name=resnet26"],
+        ["override name=resnet26: the model is san10_pairwise already; leave one of the two out"],
+    ),
+    "no channels in a stem": (
+        lambda tmp: ["complexity", "resnet26", "stem_width=0"],
+        ["resnet26: stem and bottlenecks need a channel, not 0 and 64; give larger widths"],
+    ),
+    "too many channels": (
+        lambda tmp: ["complexity", "san10_pairwise", "width_factor=1e9"],
+        ["san10_pairwise: a stage of 2048000000000 channels is beyond 65536"],
     ),
     "weights over a file": (
         lambda tmp: ["convert", "a.pth", bad_grid(tmp)],

@@ -96,6 +96,54 @@ def test_tables_share_their_cells() -> None:
         assert len(set(mine)) == len(mine), path
 
 
+def test_the_papers_setting() -> None:
+    assert {path.stem for path in GRIDS} == {
+        "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
+    }  # fmt: skip
+    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS}
+    assert sum(map(len, rows.values())) == 47
+    for name, trials in rows.items():
+        for trial in trials.values():
+            data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.placement
+            assert data.split == ("val-original" if name == "comparison" else "val-split")
+            assert (data.val_split_per_class, data.train_per_class) == (50, None)
+            assert (data.size, data.resize, data.crop_area, data.flip) == (224, 256, (0.08, 1.0), True)
+            assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))
+            assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum) == (100, 256, 0.1, 0.9)
+            assert (recipe.weight_decay, recipe.label_smoothing) == (1e-4, 0.1)
+            assert (placement.workers, placement.gpus) == (8, 1)
+            assert trial.config.model.spec().stages is None and trial.config.model.spec().width_factor == 1
+
+
+def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
+    text = told(lambda: expand(path, "recipe.lr=0.5"))
+    assert text == f"override 'recipe.lr=0.5': recipe.lr is an axis of {path}'s product; change its values there"
+
+
+def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
+    trials = expand(small_grid, "recipe.epochs=1", "recipe.epochs=2", "recipe.epochs=1")
+    assert {trial.config.recipe.epochs for trial in trials.values()} == {1}
+
+
+def test_an_override_of_a_section_is_blamed_for_itself(small_grid: Path) -> None:
+    assert told(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: a mapping of keys was expected, not 3"
+
+
+def test_a_row_that_is_wrong_is_told_once(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
+    assert told(lambda: expand(path)) == f"{path}: rows[0].model: a mapping of keys was expected, not 'resnet26'"
+
+
+def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: q
+        plot: {x: model.footprint, series: model.name, label: footprint}
+        rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
+    """)
+    assert told(lambda: expand(path)) == f"{path}: plot: rows a and b would be one point; choose a series that parts them"
+
+
 def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("""
         question: Does the best learning rate depend on the footprint?
@@ -231,7 +279,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
         ("{name: resnet26, stages: two}", "model.stages: input should be a valid integer"),
         ("{name: resnet26, widths: 5}", "model.widths: a list was expected, not 5"),
         ("{name: san10_pairwise, width_factor: 0.25}", "4 value channels .* cannot be divided by share=8"),
-        ("{name: san10_pairwise, r1: 0}", "cannot be divided by r1=0"),
+        ("{name: san10_pairwise, r1: 0}", "r1 must be a whole number of at least 1, not 0"),
         ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
         ("{}", "model.name: missing; it must be given"),
         ("3", r"rows\[0\].model: a mapping of keys was expected, not 3"),

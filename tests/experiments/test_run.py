@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import cluster
+from experiments.errors import UserError
 from experiments.grid import Trial
-from experiments.run import Job, open_job, plan, run, table_of
+from experiments.run import Job, known_results, open_job, plan, run, study, table_of
 from experiments.tracking import Tracker
 from tests.experiments.test_training import EPOCH
 
@@ -75,7 +76,7 @@ def test_equal_rows_are_trained_once_and_both_are_shown(
     out, err = capsys.readouterr()
     assert "grid first, profile digits: 3 cells, 1 equal to another, 2 to train" in err
     assert "trained 2 cells" in err
-    assert [line.top1 for line in table_of(job)] == [1.0, 2.0, 1.0]
+    assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 2.0, 1.0]
     assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
         ["plain", "1.0"],
         ["other", "2.0"],
@@ -94,7 +95,7 @@ def test_a_cell_of_another_grid_is_not_trained_again(
     assert run(job, None)
     assert trained == ["first/plain", "first/other", "second/namesan10_pairwise-footprint3"]
     assert "grid second, profile digits: 2 cells, 1 finished before (taken from MLflow), 1 to train" in capsys.readouterr().err
-    assert [line.top1 for line in table_of(job)] == [2.0, 3.0]
+    assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 3.0]
 
 
 def test_a_cell_that_another_process_trains_is_left_to_it(
@@ -132,14 +133,43 @@ def test_a_question_without_a_table_has_no_numbers_of_the_paper(
     assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs at the paper's setting." in out
     assert "top-1 paper" not in out
     assert (job.workspace.runs / "first-digits" / "table.md").read_text().startswith("Is it the same? Ours:")
-    assert [line.paper_top1 for line in table_of(job)] == [None] * 3
+    assert [line.paper_top1 for line in table_of(job, known_results(job))] == [None] * 3
 
 
 def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
     text = "{question: q, seeds: [7], rows: [{id: a, model: {name: resnet26}}]}"
     assert [trial.name for trial in open_text(text).trials] == ["a-seed7"]
-    job = open_text(text, seeds=range(3))
+    job = open_text(text, seeds=3)
     assert [trial.name for trial in job.trials] == ["a", "a-seed1", "a-seed2"]
     assert run(job, None)
-    (line,) = table_of(job)
+    (line,) = table_of(job, known_results(job))
     assert (line.seeds, line.top1) == (3, 2.0)
+
+
+def test_the_study_trains_every_cell_once_and_writes_its_page(
+    trained: list[str], tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "docs" / "page.md"
+    runs.mkdir()
+    shutil.copy(empty_database, runs / "mlflow.db")
+    assert study("study", 2, runs, None, page)
+    assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
+    text = page.read_text()
+    assert "1200 training and 360 validation images of" in text
+    assert "Its\n58 different cells took" in text
+    assert {path.name for path in page.parent.iterdir()} == {
+        "page.md",
+        *(f"study-{table}.png" for table in ("relation", "mapping", "transformation", "footprint", "position")),
+    }
+    assert study("study", 2, runs, None, page)
+    assert len(trained) == 58
+
+
+@pytest.mark.parametrize("where", ["folder", "a/file/page.md"])
+def test_the_study_asks_for_its_page_before_it_trains(where: str, trained: list[str], tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    with pytest.raises(UserError, match="cannot be"):
+        study("study", 2, tmp_path / "runs", None, tmp_path / where)
+    assert not trained

@@ -21,7 +21,7 @@ TABLES = ("relation", "mapping", "transformation", "footprint", "position")
 
 def opened(table: str, runs: Path, *overrides: str) -> Job:
     (path,) = (path for path in GRIDS if path.stem == table)
-    return open_job(path, "study", overrides, runs, range(3))
+    return open_job(path, "study", overrides, runs, 3)
 
 
 def invented(job: Job, tops: dict[str, list[float]]) -> Section:
@@ -103,17 +103,20 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
     cells = sum(len(job.trials) for job in jobs)
     assert "600 training and 360 validation images" in page
     assert f"Of {cells} cells 3 are not trained yet" in page
-    assert "`make study`" in page
+    assert "`san study --profile study --seeds 3`" in page
+    assert "keep 2 stages of the paper's five, and the last map is 6 pixels wide" in page
     for job, section in zip(jobs, sections, strict=True):
         assert f"## {section.table.capitalize()}\n\n{job.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
         for row in job.grid.rows:
             assert f"| {row.id} | {paper_rows(section.table)[row.id].top1} | " in page
         for finding in findings(section):
-            assert f"| {finding.claim.claim} | {finding.verdict} | {finding.paper_gap:+.1f} | " in page
+            told = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
+            assert f"| {' | '.join(told)} | " in page
             assert f"- {section.table}: {finding.claim.claim} (" in page
     found = [finding.verdict for section in sections for finding in findings(section)]
-    assert f"The paper reports {len(found)} orderings." in page
+    text = sum(claim.source == "text" for claims in paper_claims().values() for claim in claims)
+    assert f"{len(found)} orderings, {text} stated in the paper's text, the others in its tables alone." in page
     assert f"Shown here: {found.count('shows')}." in page
     assert f"Reversed here: {found.count('reversed')}." in page
     assert f"Cannot be told from these runs: {found.count('cannot be told')}." in page

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import san
 from experiments.report.paper import TABLES
 from san import ops
+from san.choice import ChoiceError
 from san.models import model_spec
+from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
 from san.ops import library
 
 SMALL = {"stages": 2, "width_factor": 0.5}
@@ -101,6 +106,9 @@ REFUSALS = {
     "text for a number": (("san10_pairwise", {"footprint": "7"}), "san10_pairwise: footprint must be a whole number, not '7'"),
     "number for a name": (("san10_pairwise", {"relation": 1}), "san10_pairwise: relation must be a name, not 1"),
     "unknown relation": (("san10_patchwise", {"relation": "dot"}), "unknown relation 'dot'. Known: star, clique, concat"),
+    "empty stem": (("resnet26", {"stem_width": 0}), "resnet26: stem and bottlenecks need a channel, not 0 and 64"),
+    "empty bottlenecks": (("resnet26", {"widths": [2, 4, 8, 16]}), "need a channel, not 64 and 0"),
+    "too many channels": (("san10_pairwise", {"width_factor": 1e9}), "2048000000000 channels is beyond 65536"),
     "even convolution": (("resnet26", {"footprint": 4}), "odd and positive .* not 4"),
     "unknown field": (("resnet26", {"r1": 4}), "resnet26 has no field r1; its fields: depths, widths"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
@@ -108,6 +116,60 @@ REFUSALS = {
     "no width": (("san10_pairwise", {"width_factor": 0}), "width_factor must be positive, not 0"),
     "channels not divided": (("san10_pairwise", {"width_factor": 0.25}), "4 value channels .* divided by share=8"),
 }
+
+
+IMAGES = torch.randn(1, 3, 24, 24)
+BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be a whole number of at least 1, not 0"),
+    "classes in words": (lambda: san.create_model("resnet26", "ten"), "num_classes must be .* not 'ten'"),  # type: ignore[arg-type]
+    "grey images": (lambda: small()(IMAGES[:, :1]), r"the images must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
+    "one image without a batch": (
+        lambda: small("resnet26")(IMAGES[0]),
+        r"the images must be \[N, 3, H, W\], not \[3, 24, 24\]",
+    ),
+    "another dtype": (lambda: small()(IMAGES.double()), "the images is torch.float64, but the model is torch.float32"),
+    "bytes": (lambda: small()(IMAGES.byte()), "torch.uint8, but the model is torch.float32"),
+    "another device": (lambda: small()(IMAGES.to("meta")), "on meta, but the model is on cpu; move one of them"),
+    "a size in words": (lambda: san.complexity(small(), "224"), "input_size must be a side or .* not '224'"),  # type: ignore[arg-type]
+    "one side of two": (lambda: san.complexity(small(), (24,)), r"in whole pixels, not \(24,\)"),  # type: ignore[arg-type]
+    "no pixels": (lambda: san.complexity(small(), 0), "input_size must be a side .* not 0"),
+    "channels in words": (lambda: san.PairwiseAttention("64"), "channels must be a whole number .* not '64'"),  # type: ignore[arg-type]
+    "no channels": (lambda: san.PatchwiseAttention(0), "channels must be a whole number of at least 1, not 0"),
+}
+
+
+def small(name: str = "san10_pairwise") -> nn.Module:
+    return san.create_model(name, 10, **SMALL)
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_rejects_bad_calls(what: str) -> None:
+    call, message = BAD_CALLS[what]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("attention", "record"),
+    [
+        (san.PairwiseAttention, PairwiseSpec),
+        (san.PatchwiseAttention, PatchwiseSpec),
+        (san.ScalarAttention, ScalarSpec),
+    ],
+)
+def test_modules_and_records_have_the_same_defaults(attention: type[nn.Module], record: type[SANSpec]) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(record)}
+    parameters = inspect.signature(attention).parameters.values()
+    assert {p.name: p.default for p in parameters if p.name != "channels"} == {
+        p.name: defaults[p.name] for p in parameters if p.name != "channels"
+    }
+
+
+def test_errors_travel_between_processes() -> None:
+    with pytest.raises(ChoiceError) as caught:
+        san.PairwiseAttention(64, relation="star")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.field) == (str(caught.value), "relation")
 
 
 @pytest.mark.parametrize("what", REFUSALS)

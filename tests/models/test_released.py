@@ -168,6 +168,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         saved(lambda state: state.update({"bn0.weight": torch.ones(5)})), SMALL,
         "does not fit san10_pairwise with 3 classes; 1 of another shape: bn0.weight [5] instead of [32]",
     ),
+    "other kind of numbers": (
+        saved(lambda state: state.update({"fc.bias": torch.ones(3, dtype=torch.int64)})), SMALL,
+        "does not fit san10_pairwise with 3 classes; 1 of another kind: fc.bias torch.int64",
+    ),
     "prefix on some keys": (
         saved(lambda state: state.update({"module.fc.bias": state.pop("fc.bias")})), SMALL,
         "does not fit san10_pairwise with 3 classes; 1 missing: fc.bias; 1 left over: module.fc.bias",

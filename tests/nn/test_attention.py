@@ -214,6 +214,18 @@ def test_compiles_to_one_graph(kind: str) -> None:
     torch.testing.assert_close(compiled(x), module(x))
 
 
+@pytest.mark.parametrize("how", ["autocast", "half"])
+def test_positions_do_not_lose_their_steps_in_half_types(how: str) -> None:
+    position = PairwiseAttention(CHANNELS).position
+    assert position is not None
+    x = torch.zeros(1, 4, 56, 56)
+    exact = position(x, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        got = position(x.bfloat16(), 7) if how == "autocast" else position.bfloat16()(x.bfloat16(), 7)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-6 if how == "autocast" else 2**-9)
+
+
 def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
         return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()

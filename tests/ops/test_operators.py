@@ -170,6 +170,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"one shape, not \[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
     "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "one dtype and device, not torch.float32 on cpu"),
     "two devices": (lambda: ops.subtraction(MAP, MAP.to("meta"), 3), "torch.float32 on meta"),
+    "groups that do not divide": (
+        lambda: ops.dot(MAP, MAP, 3, groups=3),
+        "phi's 8 channels must be a positive multiple of the 3",
+    ),
+    "no groups": (lambda: ops.dot(MAP, MAP, 3, groups=0), "8 channels must be a positive multiple of the 0 groups"),
+    "no channels": (lambda: ops.hadamard(MAP[:, :0], MAP[:, :0], 3), "0 channels must be a positive multiple of the 0"),
+    "hadamard of vectors": (lambda: ops.hadamard(MAP[0, 0, 0], MAP[0, 0, 0], 3), "phi must have 4 dimensions"),
+    "summation of truths": (lambda: ops.summation(MAP, MAP.bool(), 3), "psi must be float16.* not torch.bool"),
     "weight of another footprint": (
         lambda: ops.aggregation(MAP, WEIGHT, 5),
         r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]",
@@ -192,6 +200,12 @@ def test_rejects(what: str) -> None:
 def test_rejects_a_large_footprint_below_python_too() -> None:
     with pytest.raises(RuntimeError, match="11x11 footprint does not fit a 5x5 map"):
         torch.ops.san.unfold(MAP, 11)
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_rejects_groups_below_python_too(groups: int) -> None:
+    with pytest.raises(RuntimeError, match=f"8 channels must be a positive multiple of the {groups} groups"):
+        torch.ops.san.dot(MAP, MAP, 3, groups)
 
 
 def test_backend_reference_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

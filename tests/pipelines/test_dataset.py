@@ -102,7 +102,7 @@ def test_hold_out_parts_the_images(many: Dataset) -> None:
     assert val == many.first(2)
     assert sorted(train.paths + val.paths) == list(many.paths)
     assert train.classes == val.classes == many.classes
-    with pytest.raises(DataError, match="too few images for 6 of each class: c has 5"):
+    with pytest.raises(DataError, match="too few images for 5 of each class and 1 to be left: c has 5; ask for at most 4"):
         many.hold_out(5)  # nothing would be left to train on
 
 
