@@ -5,6 +5,7 @@ Values in, files out: whoever calls this knows where runs are kept.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +111,7 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     placement, model = config.placement, config.model.spec()
     kept = len(model.kept_depths())
     missing = f" Of {len(trials)} cells {len(trials) - done} are not trained yet." if done < len(trials) else ""
-    return f"""\
-# What of the paper shows on small images
-
+    text = f"""\
 The tables of the paper's controlled experiments, trained with profile `{first.profile}`
 (`experiments/profiles/{first.profile}.yaml`): {train_images} training and {val_images} validation images of
 `{config.data.source}` at {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs, {seeds} seeds for every
@@ -129,6 +128,8 @@ The models keep {kept} stages of the paper's five, and the last map is {config.d
 twice that less one reaches over all of it from everywhere. Images are not the paper's: an ordering that is reversed here says
 nothing against the paper on ImageNet. Where the paper calls settings similar, or accuracy saturated, there is no ordering to
 test."""
+    paragraphs = [textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n")]
+    return "\n\n".join(["# What of the paper shows on small images", *paragraphs])
 
 
 def _summary(sections: Sequence[Section]) -> str:
