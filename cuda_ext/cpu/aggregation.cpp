@@ -1,8 +1,8 @@
 // aggregation and dot, forward and backward: each is the other's derivative. Definition: san/ops/reference.py.
 //
-// Parallel over images and weight channels: one task owns a weight channel g and the S value channels g, g + G, ... that
-// share it, so each weight is read once for S channels and no two tasks write the same gradient. The backward of dot, which
-// reads weights only, is parallel over images and value channels.
+// Parallel over images and weight channels: one task owns a weight channel g and the S value channels g, g + G, ...
+// that share it, so each weight is read once for S channels and no two tasks write the same gradient. The backward of
+// dot, which reads weights only, is parallel over images and value channels.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>
@@ -29,7 +29,7 @@ SAN_VECTOR void aggregate(const scalar_t* weight, const acc_t* padded, const Foo
 // grad_weight[o, i] += grad[i] * padded[i + o];  grad_padded[i + o] += grad[i] * weight[o, i].
 template <class scalar_t, class acc_t>
 SAN_VECTOR void aggregate_backward(const acc_t* grad, const scalar_t* weight, const acc_t* padded, const Footprint& f,
-                                    acc_t* grad_weight, acc_t* grad_padded) {
+                                   acc_t* grad_weight, acc_t* grad_padded) {
   for (int64_t o = 0; o < f.positions(); ++o) {
     const int64_t offset = o / f.kernel_size * f.padded_width() + o % f.kernel_size;
     const acc_t *value = padded + offset, *row = grad;
@@ -47,8 +47,8 @@ SAN_VECTOR void aggregate_backward(const acc_t* grad, const scalar_t* weight, co
 
 // out[o, i] = sum_c phi[c, i] * padded[c, i + o] over the `channels` of one group; phi's planes lie `stride` apart.
 template <class scalar_t, class acc_t>
-SAN_VECTOR void correlate(const scalar_t* phi, int64_t stride, int64_t channels, const acc_t* padded, const Footprint& f,
-                         acc_t* sum, scalar_t* out) {
+SAN_VECTOR void correlate(const scalar_t* phi, int64_t stride, int64_t channels, const acc_t* padded,
+                          const Footprint& f, acc_t* sum, scalar_t* out) {
   const int64_t padded_pixels = f.padded_height() * f.padded_width();
   for (int64_t o = 0; o < f.positions(); ++o) {
     const acc_t* shifted = padded + o / f.kernel_size * f.padded_width() + o % f.kernel_size;
@@ -67,7 +67,7 @@ SAN_VECTOR void correlate(const scalar_t* phi, int64_t stride, int64_t channels,
 // grad_phi[i] += grad[o, i] * padded[i + o];  grad_padded[i + o] += grad[o, i] * phi[i], all offsets of one channel.
 template <class scalar_t, class acc_t>
 SAN_VECTOR void correlate_backward(const scalar_t* grad, const scalar_t* phi, const acc_t* padded, const Footprint& f,
-                                  acc_t* grad_phi, acc_t* grad_padded) {
+                                   acc_t* grad_phi, acc_t* grad_padded) {
   for (int64_t o = 0; o < f.positions(); ++o) {
     const int64_t offset = o / f.kernel_size * f.padded_width() + o % f.kernel_size;
     for (int64_t h = 0; h < f.height; ++h, grad += f.width) {
@@ -193,7 +193,7 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
         std::fill(grad_padded.begin(), grad_padded.end(), acc_t(0));
         std::fill(sum.begin(), sum.end(), acc_t(0));
         correlate_backward(g + weight * f.positions() * f.pixels(), center + plane, padded.data(), f, sum.data(),
-                          grad_padded.data());
+                           grad_padded.data());
         for (int64_t i = 0; i < f.pixels(); ++i) to_phi[plane + i] = static_cast<scalar_t>(sum[i]);
         fold(grad_padded.data(), f, to_psi + plane);
       }

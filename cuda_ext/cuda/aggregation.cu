@@ -12,7 +12,7 @@ namespace san::cuda {
 // out[c, i] = sum_o weight[c % G, o, i] * beta[c, i + o]
 template <class scalar_t>
 __global__ void aggregate_kernel(const scalar_t* beta, const scalar_t* weight, Footprint f, int64_t C, int64_t G,
-                                   int64_t elements, scalar_t* out) {
+                                 int64_t elements, scalar_t* out) {
   using acc_t = accumulate_t<scalar_t>;
   SAN_FOR_EACH(index, elements) {
     const int64_t i = index % f.pixels(), plane = index / f.pixels();
@@ -50,7 +50,7 @@ __global__ void correlate_kernel(const scalar_t* center, const scalar_t* around,
 // out[c, j] = sum over all (o, i) that show pixel j of weight[c % G, o, i] * center[c, i]
 template <class scalar_t>
 __global__ void gather_kernel(const scalar_t* center, const scalar_t* weight, Footprint f, int64_t C, int64_t G,
-                               int64_t elements, scalar_t* out) {
+                              int64_t elements, scalar_t* out) {
   using acc_t = accumulate_t<scalar_t>;
   SAN_FOR_EACH(index, elements) {
     const int64_t i = index % f.pixels(), plane = index / f.pixels();
