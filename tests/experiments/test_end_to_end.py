@@ -106,7 +106,7 @@ def test_a_grid_survives_kill_and_interrupt_and_is_trained_once(start: Callable[
     assert re.search(r"3 cells, [12] finished before \(taken from MLflow\)", interrupted.said)
     os.killpg(interrupted.process.pid, signal.SIGINT)
     assert interrupted.finish() == 1
-    assert "interrupted: finished cells are kept, the same command continues" in interrupted.said
+    assert "interrupted: what is finished is kept, the same command continues" in interrupted.said
     assert "Traceback" not in interrupted.said
 
     last = start()

@@ -101,9 +101,7 @@ def test_the_interval_of_a_difference() -> None:
     assert found is not None
     assert found.middle == pytest.approx(4.0)
     assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
-    still = interval.of_difference([92.0, 92.0], [91.0, 91.0])
-    assert still is not None
-    assert (still.low, still.high) == (1.0, 1.0)
+    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # no spread is no certainty
 
 
 def test_a_grid_without_a_table_has_no_columns_of_the_paper(open_small_job: Callable[..., Job]) -> None:
