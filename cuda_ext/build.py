@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,10 @@ CUDA_ARCHITECTURES = ("80", "90")
 # Symbols of torch 2.11, the oldest supported; a library built so loads in later releases too.
 TORCH_TARGET = "0x020b000000000000"
 CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
+# The sources in cpu/simd are compiled for each of these and the best is picked when the library is loaded.
+INSTRUCTION_SETS = (
+    {"baseline": "x86-64", "v3": "x86-64-v3", "v4": "x86-64-v4"} if platform.machine() == "x86_64" else {"baseline": ""}
+)
 NVCC_FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "--expt-extended-lambda")
 
 
@@ -65,9 +71,16 @@ def find_nvcc() -> str | None:
 
 
 def sources(cuda: bool) -> list[Path]:
-    """The files to compile: the schemas and the CPU kernels, and the CUDA kernels if asked for."""
+    """The files to compile once: the schemas and the CPU kernels, and the CUDA kernels if asked for."""
     found = [SOURCE_DIR / "library.cpp", *sorted(SOURCE_DIR.glob("cpu/*.cpp"))]
     return found + sorted(SOURCE_DIR.glob("cuda/*.cu")) if cuda else found
+
+
+def simd_command(source: Path, output: Path, toolchain: Toolchain, instruction_set: str) -> list[str]:
+    """The command that compiles a source of `cpu/simd` for one of `INSTRUCTION_SETS`."""
+    architecture = INSTRUCTION_SETS[instruction_set]
+    flags = [*([f"-march={architecture}"] if architecture else []), f"-DSAN_ISA={instruction_set}", "-Wno-psabi"]
+    return [toolchain.cxx, *CXX_FLAGS, *flags, "-c", str(source), "-o", str(output)]
 
 
 def include_flags() -> list[str]:
@@ -122,8 +135,11 @@ def build(output: Path, toolchain: Toolchain) -> None:
     objects_dir.mkdir(parents=True, exist_ok=True)
     inputs = sources(cuda=toolchain.nvcc is not None)
     objects = [objects_dir / f"{s.parent.name}_{s.name}.o" for s in inputs]
+    commands = [compile_command(s, o, toolchain) for s, o in zip(inputs, objects, strict=True)]
+    for source, instruction_set in itertools.product(sorted(SOURCE_DIR.glob("cpu/simd/*.cpp")), INSTRUCTION_SETS):
+        objects.append(objects_dir / f"simd_{source.name}_{instruction_set}.o")
+        commands.append(simd_command(source, objects[-1], toolchain, instruction_set))
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        commands = [compile_command(s, o, toolchain) for s, o in zip(inputs, objects, strict=True)]
         list(pool.map(run, commands))
     partial = output.with_suffix(".partial")
     run(link_command(objects, partial, toolchain))
@@ -136,7 +152,7 @@ def digest(toolchain: Toolchain) -> str:
     state = hashlib.sha256()
     for path in sorted(p for p in SOURCE_DIR.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
         state.update(path.relative_to(SOURCE_DIR).as_posix().encode() + path.read_bytes())
-    state.update(repr((CXX_FLAGS, NVCC_FLAGS, CUDA_ARCHITECTURES, toolchain, torch.__version__)).encode())
+    state.update(repr((CXX_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES, toolchain, torch.__version__)).encode())
     return state.hexdigest()[:16]
 
 

@@ -22,4 +22,46 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SAN_LIBRARY, m) {
   // beta [N, C, H, W], weight [N, G, K, P] -> sum_j weight_{c % G, j} beta_{c, j} [N, C, H, W]
   m.def("aggregation(Tensor beta, Tensor weight, int kernel_size) -> Tensor");
   m.def("aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -> (Tensor, Tensor)");
+
+  // Fused attention. Maps are channels-last: [N, H, W, channels]; gamma = LRL, its parameters and statistics are of the
+  // type that sums are kept in (float for half types). With `training`, BatchNorm uses the statistics of its input,
+  // which are returned (biased variances); else the given ones. E hidden channels, d relation channels, M value
+  // channels.
+  //
+  // Pairwise: delta_ij = center_i - around_j [.., d]; weight1 [E, d], weight2 [G, E] -> y [N, H, W, M], logsumexp over
+  // j [N, H, W, G]. bias3 [G] of the last Linear has no influence: softmax cancels it.
+  m.def(
+      "pairwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, "
+      "Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, "
+      "int kernel_size, bool training, float eps) -> (Tensor y, Tensor logsumexp, Tensor mean1, Tensor var1, "
+      "Tensor mean2, Tensor var2)");
+  // -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2
+  m.def(
+      "pairwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, "
+      "Tensor weight1, Tensor gain2, Tensor bias2, Tensor weight2, Tensor mean1, Tensor var1, Tensor mean2, "
+      "Tensor var2, Tensor logsumexp, int kernel_size, bool training, float eps) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // Patchwise: delta_i = [center_i, around_j for all j] [.., C + R * K], channel C + r * K + j; center may have C = 0
+  // channels. weight1 [E, C + R * K], weight2 [G * K, E], bias3 [G * K], row g * K + j -> y [N, H, W, M], the hidden
+  // map before the second BatchNorm [N, H, W, E].
+  m.def(
+      "patchwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, "
+      "Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, "
+      "int kernel_size, bool training, float eps) -> (Tensor y, Tensor hidden, Tensor mean1, Tensor var1, "
+      "Tensor mean2, Tensor var2)");
+  // -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, bias3
+  m.def(
+      "patchwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, "
+      "Tensor weight1, Tensor gain2, Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, "
+      "Tensor mean2, Tensor var2, Tensor hidden, int kernel_size, bool training, float eps) -> (Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // BatchNorm and ReLU of a map [N, H, W, C]; statistics as above -> y, mean, var
+  m.def(
+      "norm_relu(Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) -> (Tensor, "
+      "Tensor, Tensor)");
+  // -> gradients of x, gain, bias
+  m.def(
+      "norm_relu_backward(Tensor grad, Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, "
+      "float eps) -> (Tensor, Tensor, Tensor)");
 }

@@ -62,7 +62,7 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
     meta = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, 3, height, width, device="meta")
     with (
-        ops.backend("auto"),
+        ops.backend("unfused"),  # one that is fused would hide its layers
         torch.no_grad(),
         FlopCounterMode(display=False, custom_mapping=SOFTMAX) as actual,
         _PaperCounter() as paper,

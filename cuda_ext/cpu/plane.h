@@ -13,6 +13,9 @@
 #define SAN_VECTOR
 #endif
 
+// Pointers that do not overlap: the compiler need not check before it vectorises.
+#define SAN_RESTRICT __restrict__
+
 namespace san::cpu {
 
 template <class scalar_t, class acc_t>

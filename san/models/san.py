@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import max_pool2d, relu
+from torch.nn.functional import max_pool2d
 
+from san import ops
 from san.models.spec import ModelSpec, Trunk
 from san.nn import (
     GlobalAveragePool,
@@ -16,6 +18,7 @@ from san.nn import (
     SelfAttention,
     SelfAttentionBlock,
 )
+from san.nn.fusion import norm_relu
 from san.nn.inputs import check_map
 from san.ops.footprint import check_footprint
 
@@ -123,7 +126,7 @@ class Stage(nn.Module):
         self.norm = nn.BatchNorm2d(width)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        return relu(self.norm(self.blocks(self.linear(max_pool2d(x_NCHW, 2)))), inplace=True)
+        return norm_relu(self.norm, self.blocks(self.linear(max_pool2d(x_NCHW, 2))))
 
 
 class SANTrunk(Trunk):
@@ -142,7 +145,9 @@ class SANTrunk(Trunk):
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_N3HW, self.stem, "the images")
-        x_NCHW = relu(self.stem_norm(self.stem(x_N3HW)), inplace=True)
+        if ops.fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
+            x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
+        x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW))
         maps = []
         for stage in self.stages:
             x_NCHW = stage(x_NCHW)

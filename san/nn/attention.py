@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from san import ops
 from san.choice import ChoiceError, choose
+from san.nn.fusion import fusable, fused
 from san.nn.inputs import check_map
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
@@ -84,9 +85,12 @@ class SelfAttention(nn.Module):
         Raises:
             ValueError: another shape, dtype or device than the module's, or a map that is too small for the footprint.
         """
-        phi, psi, beta_NMHW = self.transform(x_NCHW)
+        return self.attend(*self.transform(x_NCHW))
+
+    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
+        """The weighted sum of beta, [N, M, H, W]."""
         # Under autocast the softmax answers in float32 while beta is a half type.
-        weight_NGKP = self.weigh(phi, psi).to(beta_NMHW.dtype)
+        weight_NGKP = self.weigh(phi_NRHW, psi_NRHW).to(beta_NMHW.dtype)
         return ops.aggregation(beta_NMHW, weight_NGKP, self.footprint)
 
 
@@ -147,6 +151,20 @@ class PairwiseAttention(VectorAttention):
             relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(relation_NdKP.shape[0], -1, -1, -1)), 1)
         return self.gamma(relation_NdKP).softmax(dim=2)
 
+    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
+        """In one kernel where delta is a difference and gamma can be fused; else operator by operator."""
+        difference, layers = PAIRWISE[self.relation].difference, fusable("pairwise", self.gamma, beta_NMHW)
+        if difference is None or layers is None:
+            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        center, around = difference(phi_NRHW, psi_NRHW)
+        if self.position is not None:
+            maps = self.position.row.difference(self.position.features(phi_NRHW))
+            # In p's type, float32 at least: a difference of half types would be another.
+            center, around = (
+                torch.cat((x, p.expand(x.shape[0], -1, -1, -1)), 1) for x, p in zip((center, around), maps, strict=True)
+            )
+        return fused(ops.pairwise_attention, center, around, beta_NMHW, layers, self.footprint)
+
 
 class PatchwiseAttention(VectorAttention):
     """y_i = sum_j gamma(delta(patch))_j * beta_j (equations 4 and 5): the weights see the whole patch; no softmax.
@@ -186,6 +204,14 @@ class PatchwiseAttention(VectorAttention):
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
         patch_Nd1P = self.row.delta(phi_NRHW, psi_NRHW, self.footprint)
         return self.gamma(patch_Nd1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
+
+    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
+        """In one kernel where delta is a concatenation and gamma can be fused; else operator by operator."""
+        layers = fusable("patchwise", self.gamma, beta_NMHW)
+        if self.relation != "concatenation" or layers is None:
+            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
+        return fused(ops.patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)
 
 
 class ScalarAttention(SelfAttention):

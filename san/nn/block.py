@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import relu
 
 from san.nn.attention import SelfAttention
+from san.nn.fusion import norm_relu
 
 
 class SelfAttentionBlock(nn.Module):
@@ -19,8 +19,8 @@ class SelfAttentionBlock(nn.Module):
         self.linear = nn.Conv2d(attention.value_channels, channels, 1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y_NMHW = self.attention(relu(self.norm1(x_NCHW), inplace=True))
-        return x_NCHW + self.linear(relu(self.norm2(y_NMHW), inplace=True))
+        y_NMHW = self.attention(norm_relu(self.norm1, x_NCHW))
+        return x_NCHW + self.linear(norm_relu(self.norm2, y_NMHW))
 
 
 class GlobalAveragePool(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,21 @@ def coordinates(like_NRHW: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack((across, down)).unsqueeze(0)
 
 
-def _relative(p_12HW: Tensor, footprint: int) -> Tensor:
-    """p_i - p_j."""
-    return ops.subtraction(p_12HW, p_12HW, footprint)
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A row: what is told of the pair (i, j), from position features p [1, 2, H, W]."""
+
+    encode: Callable[[Tensor, int], Tensor]
+    """(p, side of the footprint) to [1, 2, K, P]."""
+    difference: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """The same as center_i - around_j, [1, 2, H, W] each."""
 
 
-# What is concatenated to the relation, [1, 2, K, P], from the position features p [1, 2, H, W]; absolute is p_j.
-POSITIONS: dict[str, Callable[[Tensor, int], Tensor] | None] = {"none": None, "absolute": ops.unfold, "relative": _relative}
+POSITIONS: dict[str, Encoding | None] = {
+    "none": None,
+    "absolute": Encoding(ops.unfold, lambda p: (torch.zeros_like(p), -p)),  # p_j
+    "relative": Encoding(lambda p, footprint: ops.subtraction(p, p, footprint), lambda p: (p, p)),  # p_i - p_j
+}
 
 
 class Position(nn.Module):
@@ -44,17 +53,25 @@ class Position(nn.Module):
 
     def forward(self, like_NRHW: Tensor, footprint: int) -> Tensor:
         """`like_NRHW` gives the map's size, dtype and device; its values are not read."""
+        return self.row.encode(self.features(like_NRHW), footprint).to(like_NRHW.dtype)
+
+    @property
+    def row(self) -> Encoding:
+        """The encoding of this module's name."""
+        row = POSITIONS[self.encoding]
+        assert row is not None, "attention without position has no such module"
+        return row
+
+    def features(self, like_NRHW: Tensor) -> Tensor:
+        """p of every pixel, [1, 2, H, W], in float32 at least."""
         device = like_NRHW.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self._encoded(like_NRHW, footprint)
-        return self._encoded(like_NRHW, footprint)
+                return self._features(like_NRHW)
+        return self._features(like_NRHW)
 
-    def _encoded(self, like_NRHW: Tensor, footprint: int) -> Tensor:
-        encode = POSITIONS[self.encoding]
-        assert encode is not None, "attention without position has no such module"
+    def _features(self, like_NRHW: Tensor) -> Tensor:
         dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
         weight, bias = self.linear.weight.to(dtype), self.linear.bias
         assert bias is not None, "p is an affine map"
-        p_12HW = conv2d(coordinates(like_NRHW, dtype), weight, bias.to(dtype))
-        return encode(p_12HW, footprint).to(like_NRHW.dtype)
+        return conv2d(coordinates(like_NRHW, dtype), weight, bias.to(dtype))

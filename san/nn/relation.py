@@ -23,6 +23,8 @@ class Relation:
     """d, from R relation channels and K footprint positions."""
     delta: Callable[[Tensor, Tensor, int], Tensor]
     """(phi, psi, side of the footprint) to delta."""
+    difference: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """(phi, psi) to maps of d channels with delta = center_i - around_j, if there are such: fused attention needs them."""
     when_shared: Relation | None = None
     """What stands in where phi and psi are one transformation, if that makes a difference."""
 
@@ -31,6 +33,11 @@ def _pairs(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
     """[phi_i, psi_j]: [N, 2R, K, P]."""
     phi_NR1P = phi_NRHW.flatten(2).unsqueeze(2)
     return torch.cat((phi_NR1P.expand(-1, -1, footprint**2, -1), ops.unfold(psi_NRHW, footprint)), 1)
+
+
+def _apart(phi_NRHW: Tensor, psi_NRHW: Tensor) -> tuple[Tensor, Tensor]:
+    """[phi, 0] and [0, -psi]: their difference is the concatenation."""
+    return torch.cat((phi_NRHW, torch.zeros_like(phi_NRHW)), 1), torch.cat((torch.zeros_like(psi_NRHW), -psi_NRHW), 1)
 
 
 def _patch(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
@@ -56,9 +63,9 @@ def _clique(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
 
 
 PAIRWISE: dict[str, Relation] = {
-    "summation": Relation(lambda R, K: R, ops.summation),
-    "subtraction": Relation(lambda R, K: R, ops.subtraction),
-    "concatenation": Relation(lambda R, K: 2 * R, _pairs),
+    "summation": Relation(lambda R, K: R, ops.summation, lambda phi, psi: (phi, -psi)),
+    "subtraction": Relation(lambda R, K: R, ops.subtraction, lambda phi, psi: (phi, psi)),
+    "concatenation": Relation(lambda R, K: 2 * R, _pairs, _apart),
     "hadamard": Relation(lambda R, K: R, ops.hadamard),
     "dot": Relation(lambda R, K: 1, ops.dot),
 }
@@ -67,5 +74,5 @@ PATCHWISE: dict[str, Relation] = {
     "star": Relation(lambda R, K: K, _star),
     "clique": Relation(lambda R, K: K * K, _clique),
     # With phi = psi, x_i would stand in the vector twice.
-    "concatenation": Relation(lambda R, K: R * (K + 1), _center_and_patch, Relation(lambda R, K: R * K, _patch)),
+    "concatenation": Relation(lambda R, K: R * (K + 1), _center_and_patch, when_shared=Relation(lambda R, K: R * K, _patch)),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,15 +16,19 @@ from torch import Tensor
 from san.ops import library, reference
 from san.ops.footprint import check_footprint
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "unfused", "reference"]
 _backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
 
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Chooses what runs inside the `with` block: `auto` (the kernels) or `reference` (plain torch, the specification)."""
-    if name not in ("auto", "reference"):
-        raise ValueError(f"the backend must be 'auto' or 'reference', not {name!r}")
+    """Chooses what runs inside the `with` block.
+
+    `auto`: attention as one kernel where it has one; `unfused`: a kernel for each operator; `reference`: plain torch, the
+    specification.
+    """
+    if name not in get_args(Backend):
+        raise ValueError(f"the backend must be 'auto', 'unfused' or 'reference', not {name!r}")
     token = _backend.set(name)
     try:
         yield
@@ -105,6 +109,16 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
     y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
     is_channels_last = not beta_NCHW.is_contiguous() and beta_NCHW.is_contiguous(memory_format=torch.channels_last)
     return y_NCHW.contiguous(memory_format=torch.channels_last) if is_channels_last else y_NCHW
+
+
+def fuses(operator: str, x: Tensor) -> bool:
+    """Whether a fused operator (`san.ops.fused`, by its name in torch.ops.san) runs on maps like `x`."""
+    return _fusion_chosen(operator, x.device.type)
+
+
+@torch.compiler.assume_constant_result
+def _fusion_chosen(operator: str, device: str) -> bool:
+    return _backend.get() == "auto" and device != "meta" and _kernels_chosen(device) and library.has(operator, device)
 
 
 def _check_map(x: Tensor, name: str) -> None:

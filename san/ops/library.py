@@ -30,12 +30,16 @@ def load() -> bool:
     except (BuildError, OSError) as error:
         warnings.warn(f"san runs on its slower reference operators: {error}", stacklevel=2)
         is_built = False
-        for name, signature in re.findall(r'm\.def\("(\w+)(.+)"\);', (SOURCE_DIR / "library.cpp").read_text()):
+        schemas = re.sub(r'"\s+"', "", (SOURCE_DIR / "library.cpp").read_text())  # joins the parts of long ones
+        for name, signature in re.findall(r'm\.def\(\s*"(\w+)(.+)"\);', schemas):
             torch.library.define(f"san::{name}", signature)
     _register_unfold()
     _register_subtraction()
     _register_dot()
     _register_aggregation()
+    _register_pairwise()
+    _register_patchwise()
+    _register_norm_relu()
     return is_built
 
 
@@ -52,6 +56,11 @@ def runs_on(device: str) -> bool:
         )
         return False
     return device == "cuda"
+
+
+def has(name: str, device: str) -> bool:
+    """Whether the loaded kernels serve an operator on a device type that `runs_on`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"san::{name}", device.upper())
 
 
 def _unfolded(x: Tensor, kernel_size: int) -> Tensor:
@@ -207,3 +216,116 @@ def _register_aggregation() -> None:
 
     register_flop_formula(ops.aggregation)(flops)
     register_flop_formula(ops.aggregation_backward)(flops_backward)
+
+
+def _fused_outputs(beta: Tensor, gamma: tuple[Any, ...], extra_channels: int) -> tuple[Tensor, ...]:
+    gain1, bias1, _, gain2, bias2, _ = gamma
+    extra = gain1.new_empty(*beta.shape[:3], extra_channels)
+    return beta.new_empty(beta.shape), extra, *(torch.empty_like(x) for x in (gain1, bias1, gain2, bias2))
+
+
+def _refuse_second_derivative(name: str) -> None:
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(f'san::{name} has no second derivative; run the model under san.ops.backend("unfused")')
+
+    torch.library.register_autograd(f"san::{name}_backward", backward, setup_context=lambda ctx, inputs, output: None)
+
+
+def _register_pairwise() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::pairwise")
+    def _(center: Tensor, around: Tensor, beta: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        check_footprint(rest[11], *beta.shape[1:3])
+        return _fused_outputs(beta, rest[:6], rest[5].shape[0])
+
+    @torch.library.register_fake("san::pairwise_backward")
+    def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in inputs[:9])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.kernel_size, ctx.training, ctx.eps = inputs
+        _, logsumexp, *statistics = output
+        ctx.save_for_backward(*tensors[:9], *statistics, logsumexp, tensors[9])
+        ctx.mark_non_differentiable(logsumexp, *statistics)
+
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        *saved, bias3 = ctx.saved_tensors
+        grads = ops.pairwise_backward(grad, *saved, ctx.kernel_size, ctx.training, ctx.eps)
+        return *grads, torch.zeros_like(bias3), *(None,) * 7
+
+    torch.library.register_autograd("san::pairwise", backward, setup_context=setup)
+    _refuse_second_derivative("pairwise")
+
+    def flops(center_shape: Any, around_shape: Any, beta_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        """Two FLOPs per multiply-accumulate of gamma's products and of the aggregation, as of the operators that it fuses."""
+        N, H, W, M = beta_shape
+        (E, d), G = rest[2], rest[5][0]
+        return 2 * int(N * H * W * rest[11] ** 2) * (d * E + E * G + M)
+
+    def flops_backward(grad_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        return 2 * flops(*rest[:3], *rest[3:9], *(None,) * 5, rest[14])
+
+    register_flop_formula(ops.pairwise)(flops)
+    register_flop_formula(ops.pairwise_backward)(flops_backward)
+
+
+def _register_patchwise() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::patchwise")
+    def _(center: Tensor, around: Tensor, beta: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        check_footprint(rest[11], *beta.shape[1:3])
+        return _fused_outputs(beta, rest[:6], rest[2].shape[0])
+
+    @torch.library.register_fake("san::patchwise_backward")
+    def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in inputs[:10])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.kernel_size, ctx.training, ctx.eps = inputs
+        _, hidden, *statistics = output
+        ctx.save_for_backward(*tensors[:10], *statistics, hidden)
+        ctx.mark_non_differentiable(hidden, *statistics)
+
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = ops.patchwise_backward(grad, *ctx.saved_tensors, ctx.kernel_size, ctx.training, ctx.eps)
+        return *grads, *(None,) * 7
+
+    torch.library.register_autograd("san::patchwise", backward, setup_context=setup)
+    _refuse_second_derivative("patchwise")
+
+    def flops(center_shape: Any, around_shape: Any, beta_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        """Two FLOPs per multiply-accumulate of gamma's products and of the aggregation, as of the operators that it fuses."""
+        N, H, W, M = beta_shape
+        (E, d), (outputs, _), k = rest[2], rest[5], rest[11]
+        return 2 * int(N * H * W) * (d * E + E * outputs + k**2 * M)
+
+    def flops_backward(grad_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        return 2 * flops(*rest[:3], *rest[3:9], *(None,) * 5, rest[15])
+
+    register_flop_formula(ops.patchwise)(flops)
+    register_flop_formula(ops.patchwise_backward)(flops_backward)
+
+
+def _register_norm_relu() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::norm_relu")
+    def _(x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(bias)
+
+    @torch.library.register_fake("san::norm_relu_backward")
+    def _(grad: Tensor, x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(bias)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, gain, bias, _, _, ctx.training, ctx.eps = inputs
+        ctx.save_for_backward(x, gain, bias, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *ops.norm_relu_backward(grad, *ctx.saved_tensors, ctx.training, ctx.eps), None, None, None, None
+
+    torch.library.register_autograd("san::norm_relu", backward, setup_context=setup)
+    _refuse_second_derivative("norm_relu")

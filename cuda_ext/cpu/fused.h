@@ -1,0 +1,222 @@
+// What pairwise and patchwise attention share on the CPU: work in bands of rows, widths padded to whole vectors, and
+// the repetition of weight channels.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/Dispatch.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <numeric>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "../check.h"
+#include "../footprint.h"
+
+namespace san::cpu {
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Calls work(task, scratch) for every task, each thread with scratch of its own. Threads take the next task that is
+// left; results must not depend on which thread takes which.
+template <class T, class Work>
+void for_each_task(int64_t tasks, int64_t scratch_size, const Work& work) {
+  std::atomic<int64_t> next = 0;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tasks);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) {
+      std::vector<T> scratch(scratch_size);
+      for (int64_t task = next++; task < tasks; task = next++) work(task, scratch.data());
+    }
+  });
+}
+
+// Rows [first, last) of an image: what a task computes. Even and odd bands lie apart by more than the footprint reaches
+// over, so all bands of one parity can add to their neighbours' pixels at once, in an order that threads do not change.
+struct Band {
+  int64_t image, first, last;
+};
+
+inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int parity) {
+  constexpr int64_t kTasks = 64;  // enough for as many cores
+  const int64_t least = std::max<int64_t>(f.kernel_size, (images * f.height + kTasks - 1) / kTasks);
+  const int64_t count = std::max<int64_t>(1, f.height / least);
+  std::vector<Band> bands;
+  for (int64_t n = 0; n < images; ++n)
+    for (int64_t b = parity; b < count; b += 2) bands.push_back({n, b * f.height / count, (b + 1) * f.height / count});
+  return bands;
+}
+
+// All bands, even ones first.
+inline std::vector<Band> bands_of(int64_t images, const Footprint& f) {
+  std::vector<Band> bands = bands_of(images, f, 0);
+  for (const Band& band : bands_of(images, f, 1)) bands.push_back(band);
+  return bands;
+}
+
+// A tensor of any floating type as values of T that lie in a row.
+template <class T>
+Tensor as(const Tensor& x) {
+  const ScalarType type = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+  return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
+}
+
+template <class T>
+const T* values(const Tensor& x) {
+  return x.const_data_ptr<T>();
+}
+
+// Parameters and statistics as values that lie in a row; sums are kept in their type.
+class Contiguous {
+ public:
+  Contiguous(std::initializer_list<const Tensor*> tensors, bool is_double) {
+    for (const Tensor* x : tensors) {
+      STD_TORCH_CHECK(x->scalar_type() == (is_double ? ScalarType::Double : ScalarType::Float),
+                      "gamma's parameters and statistics must be float64 for float64 maps and float32 for others");
+      tensors_.push_back(torch::stable::contiguous(*x));
+    }
+  }
+  const Tensor& operator[](size_t at) const { return tensors_[at]; }
+
+ private:
+  std::vector<Tensor> tensors_;
+};
+
+// [rows, columns] with the columns padded by zeros.
+template <class T>
+std::vector<T> padded(const T* from, int64_t rows, int64_t columns, int64_t pitch) {
+  std::vector<T> to(rows * pitch);
+  for (int64_t i = 0; i < rows; ++i) std::copy(from + i * columns, from + (i + 1) * columns, to.data() + i * pitch);
+  return to;
+}
+
+// A map [P, channels] whose rows have whole vectors: the tensor's own memory where they do already.
+template <class T>
+class PaddedMap {
+ public:
+  PaddedMap(const Tensor& map, int64_t pitch) : map_(as<T>(map)) {
+    const int64_t channels = map.size(-1);
+    if (channels != pitch) copy_ = padded(map_.template const_data_ptr<T>(), map.numel() / channels, channels, pitch);
+  }
+  const T* data() const { return copy_.empty() ? map_.template const_data_ptr<T>() : copy_.data(); }
+
+ private:
+  Tensor map_;
+  std::vector<T> copy_;
+};
+
+// Weight channels are repeated until a value channel's weight lies in the same lane for all of its vector: channel l of
+// the repeated ones is channel l % G.
+inline int64_t repeated_weights(int64_t weights, int64_t lanes) { return std::lcm(weights, lanes); }
+
+template <class T>
+Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& sizes) {
+  const ScalarType type = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+  return torch::stable::new_empty(like, sizes, type);
+}
+
+// A result [N, H, W, channels] that is written as rows of whole vectors, first `zero`ed where it is added to.
+template <class T>
+class PaddedResult {
+ public:
+  PaddedResult(const Tensor& like, std::vector<int64_t> sizes, int64_t pitch, bool zero)
+      : pitch_(pitch), out_(new_tensor<T>(like, sizes)) {
+    if (sizes.back() != pitch)
+      copy_.resize(out_.numel() / sizes.back() * pitch);
+    else if (zero)
+      torch::stable::zero_(out_);
+  }
+  T* data() { return copy_.empty() ? out_.template mutable_data_ptr<T>() : copy_.data(); }
+  // The tensor, of type `type`.
+  Tensor take(ScalarType type) {
+    const int64_t channels = out_.size(-1);
+    for (size_t i = 0; i < copy_.size() / pitch_; ++i)
+      std::copy_n(copy_.data() + i * pitch_, channels, out_.template mutable_data_ptr<T>() + i * channels);
+    return out_.scalar_type() == type ? out_ : torch::stable::to(out_, type);
+  }
+
+ private:
+  int64_t pitch_;
+  Tensor out_;
+  std::vector<T> copy_;
+};
+
+// The sum over tasks of what each has written, in the order of tasks: [size].
+template <class T>
+std::vector<double> sum_over_tasks(const std::vector<T>& partial, int64_t size) {
+  std::vector<double> sum(size);
+  for (size_t at = 0; at < partial.size(); ++at) sum[at % size] += partial[at];
+  return sum;
+}
+
+template <class T, class From>
+Tensor tensor_of(const std::vector<From>& from, const Tensor& like, std::vector<int64_t> sizes) {
+  Tensor out = new_tensor<T>(like, sizes);
+  T* to = out.template mutable_data_ptr<T>();
+  for (int64_t i = 0; i < out.numel(); ++i) to[i] = static_cast<T>(from[i]);
+  return out;
+}
+
+// How often each coordinate is seen along one axis: once from each place within reach, and again from each mirror
+// image.
+template <class T>
+std::vector<T> counts_of(int64_t size, int64_t reach) {
+  std::vector<T> counts(size);
+  for (int64_t i = 0; i < size; ++i)
+    for (int64_t o = -reach; o <= reach; ++o) counts[reflect(i + o, size)] += 1;
+  return counts;
+}
+
+// Calls visit(o) for each position o of a footprint, once for every pixel that sees (h, w) there.
+template <class Visit>
+void for_each_view(const Footprint& f, int64_t h, int64_t w, const Visit& visit) {
+  const int64_t k = f.kernel_size;
+  for_each_image(h, f.height, f.reach(), [&](int64_t padded_h) {
+    for (int64_t y = 0; y < k; ++y) {
+      const int64_t from_h = padded_h - y + f.reach();
+      if (from_h < 0 || from_h >= f.height) continue;
+      for_each_image(w, f.width, f.reach(), [&](int64_t padded_w) {
+        for (int64_t x = 0; x < k; ++x) {
+          const int64_t from_w = padded_w - x + f.reach();
+          if (from_w >= 0 && from_w < f.width) visit(y * k + x);
+        }
+      });
+    }
+  });
+}
+
+// What the sources in simd/ offer, as compiled for each instruction set.
+template <class Tiles>
+struct Compiled {
+  const Tiles& baseline;
+#if defined(__x86_64__)
+  const Tiles &v3, &v4;
+
+  // The best that this machine can run; the environment's SAN_CPU (baseline, v3, v4) chooses another, for tests.
+  const Tiles& chosen() const {
+    const char* wish = std::getenv("SAN_CPU");
+    const std::string name = wish == nullptr ? "" : wish;
+    STD_TORCH_CHECK(name.empty() || name == "baseline" || name == "v3" || name == "v4",
+                    "SAN_CPU must be baseline, v3 or v4, not ", name);
+    const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_v4 && (name.empty() || name == "v4")) return v4;
+    return has_v3 && name != "baseline" ? v3 : baseline;
+  }
+#else
+  const Tiles& chosen() const { return baseline; }
+#endif
+};
+
+}  // namespace san::cpu
+
+#if defined(__x86_64__)
+#define SAN_COMPILED(tiles) {baseline::tiles, v3::tiles, v4::tiles}
+#else
+#define SAN_COMPILED(tiles) {baseline::tiles}
+#endif

@@ -1,0 +1,186 @@
+// BatchNorm and ReLU in one, forward and backward: a map is read twice and written once each way, and no tensor is kept
+// but the input. Definition: torch's batch_norm followed by relu. Memory decides, so loops are left to the compiler.
+#include <cmath>
+
+#include "fused.h"
+#include "maps.h"
+
+namespace san::cpu {
+namespace {
+
+constexpr int64_t kChunk = 512;  // pixels whose sums are kept in the type of sums before they are added up in double
+
+// Sums of x - origin and of its square.
+template <class scalar_t, class acc_t>
+SAN_VECTOR void sum_distances(const scalar_t* SAN_RESTRICT x, int64_t pixels, int64_t C,
+                              const acc_t* SAN_RESTRICT origin, acc_t* SAN_RESTRICT sum, acc_t* SAN_RESTRICT square) {
+  for (int64_t i = 0; i < pixels; ++i, x += C)
+    for (int64_t c = 0; c < C; ++c) {
+      const acc_t distance = static_cast<acc_t>(x[c]) - origin[c];
+      sum[c] += distance, square[c] += distance * distance;
+    }
+}
+
+template <class scalar_t, class acc_t>
+SAN_VECTOR void scale_and_rectify(const scalar_t* SAN_RESTRICT x, int64_t pixels, int64_t C,
+                                  const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT shift,
+                                  scalar_t* SAN_RESTRICT y) {
+  for (int64_t i = 0; i < pixels; ++i, x += C, y += C)
+    for (int64_t c = 0; c < C; ++c) {
+      const acc_t v = scale[c] * static_cast<acc_t>(x[c]) + shift[c];
+      y[c] = static_cast<scalar_t>(v < acc_t(0) ? acc_t(0) : v);  // NaN stays
+    }
+}
+
+// Sums of g, the gradient where the output is positive, and of g * (x - mean).
+template <class scalar_t, class acc_t>
+SAN_VECTOR void sum_gradients(const scalar_t* SAN_RESTRICT grad, const scalar_t* SAN_RESTRICT x, int64_t pixels,
+                              int64_t C, const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT shift,
+                              const acc_t* SAN_RESTRICT mean, acc_t* SAN_RESTRICT sum, acc_t* SAN_RESTRICT product) {
+  for (int64_t i = 0; i < pixels; ++i, x += C, grad += C)
+    for (int64_t c = 0; c < C; ++c) {
+      const acc_t value = static_cast<acc_t>(x[c]);
+      const acc_t g = scale[c] * value + shift[c] > acc_t(0) ? static_cast<acc_t>(grad[c]) : acc_t(0);
+      sum[c] += g, product[c] += g * (value - mean[c]);
+    }
+}
+
+// scale * (g - offset - (x - mean) * tilt).
+template <class scalar_t, class acc_t>
+SAN_VECTOR void finish_gradients(const scalar_t* SAN_RESTRICT grad, const scalar_t* SAN_RESTRICT x, int64_t pixels,
+                                 int64_t C, const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT shift,
+                                 const acc_t* SAN_RESTRICT mean, const acc_t* SAN_RESTRICT offset,
+                                 const acc_t* SAN_RESTRICT tilt, scalar_t* SAN_RESTRICT out) {
+  for (int64_t i = 0; i < pixels; ++i, x += C, grad += C, out += C)
+    for (int64_t c = 0; c < C; ++c) {
+      const acc_t value = static_cast<acc_t>(x[c]);
+      const acc_t g = scale[c] * value + shift[c] > acc_t(0) ? static_cast<acc_t>(grad[c]) : acc_t(0);
+      out[c] = static_cast<scalar_t>(scale[c] * (g - offset[c] - (value - mean[c]) * tilt[c]));
+    }
+}
+
+// Adds up, over chunks of pixels in their order, what sum(first pixel, pixels, out [2 C]) leaves.
+template <class acc_t, class Sum>
+std::vector<double> sum_chunks(int64_t pixels, int64_t C, const Sum& sum) {
+  constexpr int64_t kTasks = 64;
+  const int64_t chunks = (pixels + kChunk - 1) / kChunk, tasks = std::min(kTasks, chunks);
+  std::vector<double> partial(tasks * 2 * C);
+  for_each_task<acc_t>(tasks, 2 * C, [&](int64_t task, acc_t* row) {
+    for (int64_t chunk = task * chunks / tasks; chunk < (task + 1) * chunks / tasks; ++chunk) {
+      std::fill(row, row + 2 * C, acc_t(0));
+      sum(chunk * kChunk, std::min(kChunk, pixels - chunk * kChunk), row);
+      for (int64_t c = 0; c < 2 * C; ++c) partial[task * 2 * C + c] += row[c];
+    }
+  });
+  return sum_over_tasks(partial, 2 * C);
+}
+
+template <class Work>
+void for_each_chunk(int64_t pixels, const Work& work) {
+  const int64_t chunks = (pixels + kChunk - 1) / kChunk;
+  for_each_task<char>(chunks, 0,
+                      [&](int64_t chunk, char*) { work(chunk * kChunk, std::min(kChunk, pixels - chunk * kChunk)); });
+}
+
+// y = relu(scale * x + shift).
+template <class acc_t>
+struct Affine {
+  std::vector<acc_t> scale, shift;
+  std::vector<double> deviation;  // 1 / standard deviation
+
+  Affine(const Tensor& gain, const Tensor& bias, const acc_t* mean, const acc_t* var, double eps)
+      : scale(gain.numel()), shift(gain.numel()), deviation(gain.numel()) {
+    const acc_t *gains = values<acc_t>(gain), *biases = values<acc_t>(bias);
+    for (size_t c = 0; c < scale.size(); ++c) {
+      deviation[c] = 1 / std::sqrt(var[c] + eps);
+      scale[c] = static_cast<acc_t>(gains[c] * deviation[c]);
+      shift[c] = static_cast<acc_t>(biases[c] - gains[c] * deviation[c] * mean[c]);
+    }
+  }
+};
+
+void check_norm(const Tensor& x, const Contiguous& p) {
+  check_map(x, "x");
+  for (int i = 0; i < 4; ++i)
+    STD_TORCH_CHECK(p[i].dim() == 1 && p[i].size(0) == x.size(3) && x.size(3) > 0, "gain, bias, mean and var must be [",
+                    x.size(3), "], as x has channels");
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& gain, const Tensor& bias,
+                                             const Tensor& mean, const Tensor& var, bool training, double eps) {
+  const Contiguous p({&gain, &bias, &mean, &var}, x.scalar_type() == ScalarType::Double);
+  check_norm(x, p);
+  const Tensor map = torch::stable::contiguous(x);
+  const int64_t C = x.size(3), pixels = x.numel() / C;
+  Tensor y = torch::stable::empty_like(map), new_mean = torch::stable::clone(p[2]),
+         new_var = torch::stable::clone(p[3]);
+  SAN_DISPATCH(x.scalar_type(), "norm_relu", [&] {
+    using acc_t = accumulate_t<scalar_t>;
+    const scalar_t* in = map.const_data_ptr<scalar_t>();
+    scalar_t* out = y.mutable_data_ptr<scalar_t>();
+    acc_t *m = new_mean.mutable_data_ptr<acc_t>(), *v = new_var.mutable_data_ptr<acc_t>();
+    if (training && pixels > 0) {
+      const std::vector<acc_t> origin(in, in + C);  // so that squares of large means do not cancel
+      const std::vector<double> sums = sum_chunks<acc_t>(pixels, C, [&](int64_t first, int64_t count, acc_t* row) {
+        sum_distances(in + first * C, count, C, origin.data(), row, row + C);
+      });
+      for (int64_t c = 0; c < C; ++c) {
+        const double distance = sums[c] / pixels;
+        m[c] = static_cast<acc_t>(origin[c] + distance);
+        v[c] = static_cast<acc_t>(std::max(0.0, sums[C + c] / pixels - distance * distance));
+        if (sums[c] != sums[c] || sums[C + c] != sums[C + c]) v[c] = static_cast<acc_t>(sums[C + c]);  // NaN stays
+      }
+    }
+    const Affine<acc_t> affine(p[0], p[1], m, v, eps);
+    for_each_chunk(pixels, [&](int64_t first, int64_t count) {
+      scale_and_rectify(in + first * C, count, C, affine.scale.data(), affine.shift.data(), out + first * C);
+    });
+  });
+  return {y, new_mean, new_var};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& gain,
+                                                      const Tensor& bias, const Tensor& mean, const Tensor& var,
+                                                      bool training, double eps) {
+  const Contiguous p({&gain, &bias, &mean, &var}, x.scalar_type() == ScalarType::Double);
+  check_norm(x, p);
+  check_same(grad, x, "grad and x");
+  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have one shape");
+  const Tensor map = torch::stable::contiguous(x), grads = torch::stable::contiguous(grad);
+  const int64_t C = x.size(3), pixels = x.numel() / C;
+  Tensor grad_x = torch::stable::empty_like(map);
+  Tensor grad_gain = torch::stable::empty_like(p[0]), grad_bias = torch::stable::empty_like(p[1]);
+  SAN_DISPATCH(x.scalar_type(), "norm_relu_backward", [&] {
+    using acc_t = accumulate_t<scalar_t>;
+    const scalar_t *in = map.const_data_ptr<scalar_t>(), *g = grads.const_data_ptr<scalar_t>();
+    scalar_t* out = grad_x.mutable_data_ptr<scalar_t>();
+    acc_t *to_gain = grad_gain.mutable_data_ptr<acc_t>(), *to_bias = grad_bias.mutable_data_ptr<acc_t>();
+    const acc_t* m = values<acc_t>(p[2]);
+    const Affine<acc_t> affine(p[0], p[1], m, values<acc_t>(p[3]), eps);
+    const acc_t *scale = affine.scale.data(), *shift = affine.shift.data();
+    const std::vector<double> sums = sum_chunks<acc_t>(pixels, C, [&](int64_t first, int64_t count, acc_t* row) {
+      sum_gradients(g + first * C, in + first * C, count, C, scale, shift, m, row, row + C);
+    });
+    std::vector<acc_t> offset(C), tilt(C);
+    for (int64_t c = 0; c < C; ++c) {
+      const double deviation = affine.deviation[c];
+      to_bias[c] = static_cast<acc_t>(sums[c]), to_gain[c] = static_cast<acc_t>(deviation * sums[C + c]);
+      if (!training || pixels == 0) continue;
+      offset[c] = static_cast<acc_t>(sums[c] / pixels);
+      tilt[c] = static_cast<acc_t>(deviation * deviation * sums[C + c] / pixels);
+    }
+    for_each_chunk(pixels, [&](int64_t first, int64_t count) {
+      finish_gradients(g + first * C, in + first * C, count, C, scale, shift, m, offset.data(), tilt.data(),
+                       out + first * C);
+    });
+  });
+  return {grad_x, grad_gain, grad_bias};
+}
+
+}  // namespace
+}  // namespace san::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
+  m.impl("norm_relu", TORCH_BOX(&san::cpu::norm_relu));
+  m.impl("norm_relu_backward", TORCH_BOX(&san::cpu::norm_relu_backward));
+}

@@ -1,0 +1,455 @@
+// Fused pairwise attention, forward and backward: no tensor has a footprint's size times a map's. Definition:
+// san/nn/attention.py; the tiles, where the time goes: simd/pairwise.cpp.
+//
+// With K positions, M = N * P * K pairs, r = 1 / sqrt(var + eps):
+//   v1_ij = gain1 * r1 * (center_i - around_j - mean1) + bias1, a1 = relu(v1), u = W1 a1, h = r2 * (u - mean2)
+// mean1 and var1 are closed forms in box sums of the maps, because delta is a difference; mean2 and var2 need one pass
+// over pairs, and so do forward and both halves of backward. Each recomputes what it needs from the maps.
+#include <cmath>
+#include <tuple>
+
+#include "fused.h"
+#include "maps.h"
+#include "simd/tiles.h"
+
+namespace san::cpu {
+
+namespace baseline {
+extern const PairwiseTiles<float> pairwise_float;
+extern const PairwiseTiles<double> pairwise_double;
+}  // namespace baseline
+#if defined(__x86_64__)
+namespace v3 {
+extern const PairwiseTiles<float> pairwise_float;
+extern const PairwiseTiles<double> pairwise_double;
+}  // namespace v3
+namespace v4 {
+extern const PairwiseTiles<float> pairwise_float;
+extern const PairwiseTiles<double> pairwise_double;
+}  // namespace v4
+#endif
+
+namespace {
+
+template <class T>
+const PairwiseTiles<T>& tiles() {
+  if constexpr (std::is_same_v<T, double>)
+    return Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_double).chosen();
+  else
+    return Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_float).chosen();
+}
+
+// out_i = sum of in_j over the reflected footprint of i, or with `adjoint` the sum over all i whose footprint holds j.
+// Maps are [H, W, channels]; separable, so each axis takes k additions.
+template <class T>
+SAN_VECTOR void box_sums(const T* SAN_RESTRICT in, const Footprint& f, int64_t channels, bool adjoint,
+                         T* SAN_RESTRICT rows, T* SAN_RESTRICT out) {
+  const int64_t reach = f.reach(), W = f.width, H = f.height;
+  std::fill(rows, rows + H * W * channels, T(0));
+  std::fill(out, out + H * W * channels, T(0));
+  for (int64_t h = 0; h < H; ++h)
+    for (int64_t w = 0; w < W; ++w)
+      for (int64_t o = -reach; o <= reach; ++o) {
+        const int64_t here = (h * W + w) * channels, there = (h * W + reflect(w + o, W)) * channels;
+        const T* from = in + (adjoint ? here : there);
+        T* to = rows + (adjoint ? there : here);
+        for (int64_t c = 0; c < channels; ++c) to[c] += from[c];
+      }
+  for (int64_t h = 0; h < H; ++h)
+    for (int64_t o = -reach; o <= reach; ++o) {
+      const int64_t here = h * W * channels, there = reflect(h + o, H) * W * channels;
+      const T* from = rows + (adjoint ? here : there);
+      T* to = out + (adjoint ? there : here);
+      for (int64_t c = 0; c < W * channels; ++c) to[c] += from[c];
+    }
+}
+
+// Adds to sum [channels] the squares of center_i - around_j over all pairs, from centred maps x and y and y's box sums:
+// K x^2 + seen y^2 - 2 x box.
+template <class T>
+SAN_VECTOR void sum_squares(const T* SAN_RESTRICT x, const T* SAN_RESTRICT y, const T* SAN_RESTRICT box,
+                            const Footprint& f, int64_t channels, const T* SAN_RESTRICT seen_h,
+                            const T* SAN_RESTRICT seen_w, T* SAN_RESTRICT row, double* SAN_RESTRICT sum) {
+  const T positions = static_cast<T>(f.positions());
+  for (int64_t h = 0; h < f.height; ++h) {
+    std::fill(row, row + channels, T(0));
+    for (int64_t w = 0; w < f.width; ++w, x += channels, y += channels, box += channels) {
+      const T seen = seen_h[h] * seen_w[w];
+      for (int64_t c = 0; c < channels; ++c)
+        row[c] += positions * x[c] * x[c] + seen * y[c] * y[c] - T(2) * x[c] * box[c];
+    }
+    for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
+  }
+}
+
+// The first BatchNorm's part of the gradients of center and around: scale * (g - seen * mean - (seen * x - other) *
+// tilt), where `other` are the box sums of the other map and `seen` says how many pairs see a pixel.
+template <class T>
+SAN_VECTOR void finish(const T* SAN_RESTRICT g, int64_t pitch, const T* SAN_RESTRICT x, const T* SAN_RESTRICT other,
+                       const Footprint& f, int64_t channels, const T* SAN_RESTRICT seen_h, const T* SAN_RESTRICT seen_w,
+                       const T* SAN_RESTRICT scale, const T* SAN_RESTRICT mean, const T* SAN_RESTRICT tilt,
+                       T* SAN_RESTRICT out) {
+  for (int64_t h = 0; h < f.height; ++h)
+    for (int64_t w = 0; w < f.width; ++w, g += pitch, x += channels, other += channels, out += channels) {
+      const T seen = seen_h == nullptr ? static_cast<T>(f.positions()) : seen_h[h] * seen_w[w];
+      for (int64_t c = 0; c < channels; ++c)
+        out[c] = scale[c] * (g[c] - seen * mean[c] - (seen * x[c] - other[c]) * tilt[c]);
+    }
+}
+
+struct Inputs {
+  const Tensor &center, &around, &beta, &gain1, &bias1, &weight1, &gain2, &bias2, &weight2;
+};
+
+// What forward and backward both start from: sizes, the maps normalised by the first BatchNorm, gamma's folded
+// parameters.
+template <class T>
+class Problem {
+ public:
+  Problem(const Inputs& in, int64_t kernel_size, double eps)
+      : f(footprint_of(in.center.size(1), in.center.size(2), kernel_size)),
+        N(in.center.size(0)),
+        P(f.pixels()),
+        d(in.center.size(3)),
+        E(in.weight1.size(0)),
+        G(in.weight2.size(0)),
+        M(in.beta.size(3)),
+        pairs(double(N) * P * f.positions()),
+        eps(eps),
+        center(as<T>(in.center)),
+        around(as<T>(in.around)),
+        tile(tiles<T>()),
+        seen_h(counts_of<T>(f.height, f.reach())),
+        seen_w(counts_of<T>(f.width, f.reach())),
+        center_mean(d),
+        around_mean(d),
+        scale(d) {
+    const int64_t weights = repeated_weights(G, tile.lanes);
+    p.footprint = f, p.relation = d, p.hidden_used = E;
+    p.pitch = round_up(d, tile.lanes), p.hidden = round_up(E, tile.lanes);
+    p.weights = weights, p.values = round_up(M, weights);
+  }
+
+  // Batch statistics of the relation; center_mean and around_mean become those of the maps.
+  void relate_statistics(std::vector<T>& mean, std::vector<T>& var) {
+    const T *x = values<T>(center), *y = values<T>(around);
+    std::vector<double> sums(N * 2 * d), squares(N * d);
+    for_each_task<T>(N, d, [&](int64_t n, T* row) {
+      sum_pixels<T>(x + n * P * d, f, d, nullptr, nullptr, row, sums.data() + n * 2 * d);
+      sum_pixels(y + n * P * d, f, d, seen_h.data(), seen_w.data(), row, sums.data() + (n * 2 + 1) * d);
+    });
+    const std::vector<double> sum = sum_over_tasks(sums, 2 * d);
+    for (int64_t c = 0; c < d; ++c) {
+      center_mean[c] = static_cast<T>(sum[c] / (N * P)), around_mean[c] = static_cast<T>(sum[d + c] / pairs);
+      mean[c] = static_cast<T>(sum[c] / (N * P) - sum[d + c] / pairs);
+    }
+    const std::vector<T> none(d), one(d, 1);
+    for_each_task<T>(N, (4 * P + 1) * d, [&](int64_t n, T* scratch) {
+      T *x_c = scratch, *y_c = x_c + P * d, *rows = y_c + P * d, *box = rows + P * d, *row = box + P * d;
+      // Of centred maps, so that large means do not cancel.
+      affine(x + n * P * d, P, d, center_mean.data(), one.data(), none.data(), x_c, d);
+      affine(y + n * P * d, P, d, around_mean.data(), one.data(), none.data(), y_c, d);
+      box_sums(y_c, f, d, false, rows, box);
+      sum_squares(x_c, y_c, box, f, d, seen_h.data(), seen_w.data(), row, squares.data() + n * d);
+    });
+    const std::vector<double> square = sum_over_tasks(squares, d);
+    for (int64_t c = 0; c < d; ++c) {
+      const double rounding = mean[c] - (double(center_mean[c]) - around_mean[c]);  // of the means taken off
+      var[c] = static_cast<T>(std::max(0.0, square[c] / pairs - rounding * rounding));
+    }
+  }
+
+  // With fixed statistics nothing is known of the maps' own means.
+  void take_relation_mean(const T* mean) { center_mean.assign(mean, mean + d), around_mean.assign(d, 0); }
+
+  // Normalises the maps, so that a1 = relu(center_i - around_j).
+  void normalise(const T* gain, const T* bias, const T* var) {
+    for (int64_t c = 0; c < d; ++c) scale[c] = static_cast<T>(gain[c] / std::sqrt(var[c] + eps));
+    const T *x = values<T>(center), *y = values<T>(around);
+    const std::vector<T> none(d);
+    center_n.resize(N * P * p.pitch), around_n.resize(N * P * p.pitch);
+    for_each_task<T>(N, 0, [&](int64_t n, T*) {
+      affine(x + n * P * d, P, d, center_mean.data(), scale.data(), bias, center_n.data() + n * P * p.pitch, p.pitch);
+      affine(y + n * P * d, P, d, around_mean.data(), scale.data(), none.data(), around_n.data() + n * P * p.pitch,
+             p.pitch);
+    });
+  }
+
+  // W1 for the tiles; `deviation` and `mean` are those of the hidden map, or 1 and 0 while they are not known.
+  void fold_hidden(const Inputs& in, const T* mean, const T* var) {
+    const T *weight1 = values<T>(in.weight1), *weight2 = values<T>(in.weight2);
+    w1.assign(d * p.hidden, 0), w1_back.assign(p.hidden * p.pitch, 0), bias1.assign(p.hidden, 0);
+    w2.assign(p.hidden * p.weights, 0), w2_back.assign(p.weights * p.hidden, 0);
+    gain2.assign(p.hidden, 0), bias2.assign(p.hidden, 0), deviation.assign(E, 1);
+    slope.assign(p.hidden, 0), offset.assign(p.hidden, 0), tilt.assign(p.hidden, 0);
+    for (int64_t e = 0; e < E; ++e) {
+      if (var != nullptr)
+        deviation[e] = 1 / std::sqrt(var[e] + eps), bias1[e] = static_cast<T>(-mean[e] * deviation[e]);
+      for (int64_t c = 0; c < d; ++c) {
+        const T weight = weight1[e * d + c];
+        w1[c * p.hidden + e] = static_cast<T>(weight * deviation[e]);
+        w1_back[e * p.pitch + c] = weight;
+      }
+      for (int64_t l = 0; l < p.weights; ++l)
+        w2[e * p.weights + l] = w2_back[l * p.hidden + e] = weight2[l % G * E + e];
+      gain2[e] = values<T>(in.gain2)[e], bias2[e] = values<T>(in.bias2)[e];
+    }
+    p.w1 = w1.data(), p.w1_back = w1_back.data(), p.w2 = w2.data(), p.w2_back = w2_back.data();
+    p.bias1 = bias1.data(), p.gain2 = gain2.data(), p.bias2 = bias2.data();
+    p.slope = slope.data(), p.offset = offset.data(), p.tilt = tilt.data();
+  }
+
+  void hidden_statistics(std::vector<T>& mean, std::vector<T>& var) {
+    const std::vector<Band> bands = bands_of(N, f);
+    const int64_t size = p.hidden;
+    std::vector<double> means(bands.size() * size), squares(bands.size() * size);
+    for_each_task<T>(bands.size(), tile.scratch(p), [&](int64_t task, T* scratch) {
+      const Band& band = bands[task];
+      tile.moments(p, image(band.image), band.first, band.last, scratch, means.data() + task * size,
+                   squares.data() + task * size);
+    });
+    for (int64_t e = 0; e < E; ++e) {  // Chan, Golub, LeVeque 1983: means and squares of parts to those of the whole
+      double count = 0, middle = 0, square = 0;
+      for (size_t task = 0; task < bands.size(); ++task) {
+        const double more = double(bands[task].last - bands[task].first) * f.width * f.positions();
+        const double gap = means[task * size + e] - middle;
+        middle += gap * more / (count + more);
+        square += squares[task * size + e] + gap * gap * count * more / (count + more);
+        count += more;
+      }
+      mean[e] = static_cast<T>(middle), var[e] = static_cast<T>(square / pairs);
+    }
+  }
+
+  Image<T> image(int64_t n) const {
+    return {center_n.data() + n * P * p.pitch, around_n.data() + n * P * p.pitch, nullptr, nullptr, nullptr, nullptr};
+  }
+
+  Footprint f;
+  int64_t N, P, d, E, G, M;
+  double pairs, eps;
+  Tensor center, around;
+  const PairwiseTiles<T>& tile;
+  std::vector<double> deviation;
+  std::vector<T> seen_h, seen_w, center_mean, around_mean, scale;  // how many pairs see a row, a column; [d]
+  std::vector<T> center_n, around_n, w1, w1_back, w2, w2_back, bias1, gain2, bias2, slope, offset, tilt;
+  Pairwise<T> p{};
+};
+
+void check_inputs(const Inputs& in, const std::vector<const Tensor*>& statistics) {
+  check_map(in.center, "center"), check_map(in.around, "around"), check_map(in.beta, "beta");
+  STD_TORCH_CHECK(in.center.sizes().vec() == in.around.sizes().vec(), "center and around must have one shape");
+  for (int axis = 0; axis < 3; ++axis)
+    STD_TORCH_CHECK(in.beta.size(axis) == in.center.size(axis), "beta and center must be maps of one size");
+  const int64_t d = in.center.size(3), E = in.weight1.size(0), G = in.weight2.size(0);
+  STD_TORCH_CHECK(d > 0 && E > 0 && G > 0 && in.beta.size(3) > 0 && in.beta.size(3) % G == 0,
+                  "beta's channels must be a positive multiple of the ", G, " weight channels");
+  STD_TORCH_CHECK(in.weight1.dim() == 2 && in.weight1.size(1) == d && in.weight2.dim() == 2 && in.weight2.size(1) == E,
+                  "weight1 must be [E, d] and weight2 [G, E]");
+  for (const Tensor* x : {&in.gain1, &in.bias1, statistics[0], statistics[1]})
+    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == d, "the first BatchNorm must have ", d, " channels");
+  for (const Tensor* x : {&in.gain2, &in.bias2, statistics[2], statistics[3]})
+    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == E, "the second BatchNorm must have ", E, " channels");
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <class T>
+Forward forward(const Inputs& in, const Tensor& given_mean1, const Tensor& given_var1, const Tensor& given_mean2,
+                const Tensor& given_var2, int64_t kernel_size, bool training, double eps) {
+  Problem<T> problem(in, kernel_size, eps);
+  const auto [N, P, d, E, G, M] = std::tuple(problem.N, problem.P, problem.d, problem.E, problem.G, problem.M);
+  Pairwise<T>& p = problem.p;
+  std::vector<T> mean1(values<T>(given_mean1), values<T>(given_mean1) + d);
+  std::vector<T> var1(values<T>(given_var1), values<T>(given_var1) + d);
+  std::vector<T> mean2(values<T>(given_mean2), values<T>(given_mean2) + E);
+  std::vector<T> var2(values<T>(given_var2), values<T>(given_var2) + E);
+  const bool counts = training && N > 0;
+  problem.take_relation_mean(mean1.data());
+  if (counts) problem.relate_statistics(mean1, var1);
+  problem.normalise(values<T>(in.gain1), values<T>(in.bias1), var1.data());
+  if (counts) {
+    problem.fold_hidden(in, nullptr, nullptr);
+    problem.hidden_statistics(mean2, var2);
+  }
+  problem.fold_hidden(in, mean2.data(), var2.data());
+
+  const int64_t H = problem.f.height, W = problem.f.width;
+  const PaddedMap<T> beta(in.beta, p.values);
+  PaddedResult<T> y(in.beta, {N, H, W, M}, p.values, false), logsumexp(in.beta, {N, H, W, G}, p.weights, false);
+  T *y_data = y.data(), *logsumexp_data = logsumexp.data();
+  // Tiles are independent here, so bands may be as fine as rows.
+  for_each_task<T>(N * H, problem.tile.scratch(p), [&](int64_t task, T* scratch) {
+    const int64_t n = task / H, row = task % H;
+    Image<T> image = problem.image(n);
+    image.beta = beta.data() + n * P * p.values;
+    image.y = y_data + n * P * p.values;
+    image.logsumexp = logsumexp_data + n * P * p.weights;
+    problem.tile.forward(p, image, row, row + 1, scratch);
+  });
+  return {y.take(in.beta.scalar_type()),     logsumexp.take(given_mean1.scalar_type()),
+          tensor_of<T>(mean1, in.beta, {d}), tensor_of<T>(var1, in.beta, {d}),
+          tensor_of<T>(mean2, in.beta, {E}), tensor_of<T>(var2, in.beta, {E})};
+}
+
+template <class T>
+Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, const Tensor& var1, const Tensor& mean2,
+                  const Tensor& var2, const Tensor& logsumexp, int64_t kernel_size, bool training, double eps) {
+  Problem<T> problem(in, kernel_size, eps);
+  const auto [N, P, d, E, G, M] = std::tuple(problem.N, problem.P, problem.d, problem.E, problem.G, problem.M);
+  const Footprint& f = problem.f;
+  Pairwise<T>& p = problem.p;
+  problem.take_relation_mean(values<T>(mean1));
+  if (training && N > 0) {
+    std::vector<T> ignored_mean(d), ignored_var(d);  // the maps' own means are what is wanted
+    problem.relate_statistics(ignored_mean, ignored_var);
+  }
+  problem.normalise(values<T>(in.gain1), values<T>(in.bias1), values<T>(var1));
+  problem.fold_hidden(in, values<T>(mean2), values<T>(var2));
+
+  const PaddedMap<T> beta(in.beta, p.values), gradient(grad_y, p.values);
+  std::vector<T> repeated(N * P * p.weights);
+  const T* logs = values<T>(logsumexp);
+  for_each_task<T>(N, 0, [&](int64_t n, T*) {
+    for (int64_t i = n * P; i < (n + 1) * P; ++i)
+      for (int64_t l = 0; l < p.weights; l += G) std::copy_n(logs + i * G, G, repeated.data() + i * p.weights + l);
+  });
+  const auto image_of = [&](int64_t n) {
+    Image<T> image = problem.image(n);
+    image.beta = beta.data() + n * P * p.values;
+    image.grad_y = gradient.data() + n * P * p.values;
+    image.logsumexp = repeated.data() + n * P * p.weights;
+    return image;
+  };
+  // First the even bands, then the odd ones: no two that are worked on at once add to one pixel.
+  const std::vector<Band> bands = bands_of(N, f);
+  const int64_t even = bands_of(N, f, 0).size(), all = bands.size();
+  const auto for_each_band = [&](const auto& work) {
+    for (const auto& [begin, end] : {std::pair(int64_t(0), even), std::pair(even, all)})
+      for_each_task<T>(end - begin, problem.tile.scratch(p),
+                       [&](int64_t task, T* scratch) { work(begin + task, bands[begin + task], scratch); });
+  };
+
+  PaddedResult<T> grad_beta(in.beta, {N, f.height, f.width, M}, p.values, true);
+  T* grad_beta_data = grad_beta.data();
+  std::vector<T> grad_w2(all * p.hidden * p.weights), sums(all * 2 * p.hidden);
+  for_each_band([&](int64_t task, const Band& band, T* scratch) {
+    T* sum = sums.data() + task * 2 * p.hidden;
+    problem.tile.backward_mapping(p, image_of(band.image), band.first, band.last, scratch,
+                                  grad_w2.data() + task * p.hidden * p.weights, sum, sum + p.hidden,
+                                  grad_beta_data + band.image * P * p.values);
+  });
+  const std::vector<double> by_repeated = sum_over_tasks(grad_w2, p.hidden * p.weights);
+  const std::vector<double> sum2 = sum_over_tasks(sums, 2 * p.hidden);
+  std::vector<double> to_weight2(G * E), to_weight1(E * d), sum1(d), product1(d);
+  for (int64_t e = 0; e < E; ++e) {
+    for (int64_t l = 0; l < p.weights; ++l) to_weight2[l % G * E + e] += by_repeated[e * p.weights + l];
+    const double slope = problem.deviation[e] * problem.gain2[e];
+    problem.slope[e] = static_cast<T>(slope);
+    problem.offset[e] = static_cast<T>(training ? slope * sum2[e] / problem.pairs : 0);
+    problem.tilt[e] = static_cast<T>(training ? slope * sum2[p.hidden + e] / problem.pairs : 0);
+  }
+
+  std::vector<T> grad_w1(all * d * p.hidden), to_center(N * P * p.pitch), to_around(N * P * p.pitch);
+  for_each_band([&](int64_t task, const Band& band, T* scratch) {
+    const int64_t at = band.image * P * p.pitch;
+    problem.tile.backward_relation(p, image_of(band.image), band.first, band.last, scratch,
+                                   grad_w1.data() + task * d * p.hidden, to_center.data() + at, to_around.data() + at);
+  });
+  const std::vector<double> by_relation = sum_over_tasks(grad_w1, d * p.hidden);
+  for (int64_t e = 0; e < E; ++e)
+    for (int64_t c = 0; c < d; ++c) to_weight1[e * d + c] = by_relation[c * p.hidden + e];
+
+  // The first BatchNorm: what depends on pairs is a sum over them that the maps' box sums give.
+  const T *center = values<T>(problem.center), *around = values<T>(problem.around);
+  const std::vector<T> none(d), one(d, 1);
+  std::vector<double> products(N * 4 * d);  // of each image: sums of g and g * x of center, then of around
+  for_each_task<T>(N, (P + 2) * d, [&](int64_t n, T* scratch) {
+    T *x = scratch, *row = x + P * d;
+    double* sum = products.data() + n * 4 * d;
+    affine(center + n * P * d, P, d, problem.center_mean.data(), one.data(), none.data(), x, d);
+    sum_products(to_center.data() + n * P * p.pitch, p.pitch, x, f, d, row, sum, sum + d);
+    affine(around + n * P * d, P, d, problem.around_mean.data(), one.data(), none.data(), x, d);
+    sum_products(to_around.data() + n * P * p.pitch, p.pitch, x, f, d, row, sum + 2 * d, sum + 3 * d);
+  });
+  const std::vector<double> product = sum_over_tasks(products, 4 * d);
+  std::vector<T> mean_g(d), tilt(d), minus(d);
+  for (int64_t c = 0; c < d; ++c) {
+    const double deviation = 1 / std::sqrt(values<T>(var1)[c] + eps);
+    sum1[c] = product[c], product1[c] = deviation * (product[d + c] - product[3 * d + c]);
+    if (training) {
+      mean_g[c] = static_cast<T>(sum1[c] / problem.pairs);
+      tilt[c] = static_cast<T>(deviation * product1[c] / problem.pairs);
+    }
+    minus[c] = -problem.scale[c];
+  }
+  Tensor grad_center = new_tensor<T>(in.center, {N, f.height, f.width, d}),
+         grad_around = torch::stable::empty_like(grad_center);
+  T *out_center = grad_center.template mutable_data_ptr<T>(), *out_around = grad_around.template mutable_data_ptr<T>();
+  for_each_task<T>(N, 5 * P * d, [&](int64_t n, T* scratch) {
+    T *x = scratch, *y = x + P * d, *rows = y + P * d, *box = rows + P * d, *back = box + P * d;
+    if (training) {
+      affine(center + n * P * d, P, d, problem.center_mean.data(), one.data(), none.data(), x, d);
+      affine(around + n * P * d, P, d, problem.around_mean.data(), one.data(), none.data(), y, d);
+      box_sums(y, f, d, false, rows, box);
+      box_sums(x, f, d, true, rows, back);
+    }
+    const T *seen_h = problem.seen_h.data(), *seen_w = problem.seen_w.data();
+    finish<T>(to_center.data() + n * P * p.pitch, p.pitch, x, box, f, d, nullptr, nullptr, problem.scale.data(),
+              mean_g.data(), tilt.data(), out_center + n * P * d);
+    // d loss / d around = -scale * (...), where y enters with the other sign: seen * y - back = -(back - seen * y).
+    for (int64_t c = 0; c < d; ++c) rows[c] = -tilt[c];
+    finish<T>(to_around.data() + n * P * p.pitch, p.pitch, y, back, f, d, seen_h, seen_w, minus.data(), mean_g.data(),
+              rows, out_around + n * P * d);
+  });
+  const auto of_maps_type = [&](const Tensor& x) {
+    return x.scalar_type() == in.center.scalar_type() ? x : torch::stable::to(x, in.center.scalar_type());
+  };
+  const std::vector<double> to_gain2(sum2.begin() + p.hidden, sum2.end());
+  return {of_maps_type(grad_center),
+          of_maps_type(grad_around),
+          grad_beta.take(in.beta.scalar_type()),
+          tensor_of<T>(product1, in.beta, {d}),
+          tensor_of<T>(sum1, in.beta, {d}),
+          tensor_of<T>(to_weight1, in.beta, {E, d}),
+          tensor_of<T>(to_gain2, in.beta, {E}),
+          tensor_of<T>(sum2, in.beta, {E}),
+          tensor_of<T>(to_weight2, in.beta, {G, E})};
+}
+
+Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,
+                 const Tensor& bias1, const Tensor& weight1, const Tensor& gain2, const Tensor& bias2,
+                 const Tensor& weight2, const Tensor& bias3, const Tensor& mean1, const Tensor& var1,
+                 const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps) {
+  const bool is_double = beta.scalar_type() == ScalarType::Double;
+  const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &mean1, &var1, &mean2, &var2}, is_double);
+  const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5]};
+  check_inputs(in, {&x[6], &x[7], &x[8], &x[9]});
+  if (is_double) return forward<double>(in, x[6], x[7], x[8], x[9], kernel_size, training, eps);
+  return forward<float>(in, x[6], x[7], x[8], x[9], kernel_size, training, eps);
+}
+
+Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Tensor& around, const Tensor& beta,
+                           const Tensor& gain1, const Tensor& bias1, const Tensor& weight1, const Tensor& gain2,
+                           const Tensor& bias2, const Tensor& weight2, const Tensor& mean1, const Tensor& var1,
+                           const Tensor& mean2, const Tensor& var2, const Tensor& logsumexp, int64_t kernel_size,
+                           bool training, double eps) {
+  const bool is_double = beta.scalar_type() == ScalarType::Double;
+  const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &mean1, &var1, &mean2, &var2, &logsumexp},
+                     is_double);
+  const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5]};
+  check_inputs(in, {&x[6], &x[7], &x[8], &x[9]});
+  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
+  STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
+  if (is_double) return backward<double>(grad_y, in, x[6], x[7], x[8], x[9], x[10], kernel_size, training, eps);
+  return backward<float>(grad_y, in, x[6], x[7], x[8], x[9], x[10], kernel_size, training, eps);
+}
+
+}  // namespace
+}  // namespace san::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
+  m.impl("pairwise", TORCH_BOX(&san::cpu::pairwise));
+  m.impl("pairwise_backward", TORCH_BOX(&san::cpu::pairwise_backward));
+}

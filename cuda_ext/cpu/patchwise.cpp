@@ -1,0 +1,508 @@
+// Fused patchwise attention, forward and backward. Definition: san/nn/attention.py; the tiles: simd/patchwise.cpp.
+//
+// A patch has K + 1 pieces of R channels: psi at each position of the footprint and, last, phi of the pixel itself.
+// BatchNorm has statistics of its own for each channel of each piece. The hidden map u is small (E channels a pixel)
+// and kept; patches and weights, which have K times more, are not.
+#include <cmath>
+
+#include "fused.h"
+#include "maps.h"
+#include "simd/tiles.h"
+
+namespace san::cpu {
+
+namespace baseline {
+extern const PatchwiseTiles<float> patchwise_float;
+extern const PatchwiseTiles<double> patchwise_double;
+}  // namespace baseline
+#if defined(__x86_64__)
+namespace v3 {
+extern const PatchwiseTiles<float> patchwise_float;
+extern const PatchwiseTiles<double> patchwise_double;
+}  // namespace v3
+namespace v4 {
+extern const PatchwiseTiles<float> patchwise_float;
+extern const PatchwiseTiles<double> patchwise_double;
+}  // namespace v4
+#endif
+
+namespace {
+
+template <class T>
+const PatchwiseTiles<T>& tiles() {
+  if constexpr (std::is_same_v<T, double>)
+    return Compiled<PatchwiseTiles<double>> SAN_COMPILED(patchwise_double).chosen();
+  else
+    return Compiled<PatchwiseTiles<float>> SAN_COMPILED(patchwise_float).chosen();
+}
+
+struct Inputs {
+  const Tensor &center, &around, &beta, &gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3;
+};
+
+// Sums of x and x^2 over what one position of the footprint shows of a map [H, W, channels].
+template <class T>
+SAN_VECTOR void shifted_sums(const T* SAN_RESTRICT map, const Footprint& f, int64_t channels, int64_t position,
+                             T* SAN_RESTRICT row, double* SAN_RESTRICT sum, double* SAN_RESTRICT square) {
+  for (int64_t h = 0; h < f.height; ++h) {
+    const T* from = map + reflect(h + position / f.kernel_size - f.reach(), f.height) * f.width * channels;
+    std::fill(row, row + 2 * channels, T(0));
+    for (int64_t w = 0; w < f.width; ++w) {
+      const T* x = from + reflect(w + position % f.kernel_size - f.reach(), f.width) * channels;
+      for (int64_t c = 0; c < channels; ++c) row[c] += x[c], row[channels + c] += x[c] * x[c];
+    }
+    for (int64_t c = 0; c < channels; ++c) sum[c] += row[c], square[c] += row[channels + c];
+  }
+}
+
+// The BatchNorm between u and a2, which has a value per pixel and hidden channel: a2 = relu(scale * u + shift).
+template <class T>
+struct HiddenNorm {
+  std::vector<T> mean, deviation, scale, shift;  // [E]; 1 / deviation is the standard deviation
+
+  HiddenNorm(const Tensor& gain, const Tensor& bias, const T* mean, const T* var, int64_t E, double eps)
+      : mean(mean, mean + E), deviation(E), scale(E), shift(E) {
+    for (int64_t e = 0; e < E; ++e) {
+      const double r = 1 / std::sqrt(var[e] + eps), slope = r * values<T>(gain)[e];
+      deviation[e] = static_cast<T>(r), scale[e] = static_cast<T>(slope);
+      shift[e] = static_cast<T>(values<T>(bias)[e] - slope * mean[e]);
+    }
+  }
+
+  // a2 [N * P, pitch] of u [N * P, E].
+  std::vector<T> activated(const T* u, int64_t N, int64_t P, int64_t pitch) const {
+    const int64_t E = scale.size();
+    std::vector<T> a2(N * P * pitch);
+    for_each_task<T>(N, 0, [&](int64_t n, T*) {
+      activate(u + n * P * E, P, E, scale.data(), shift.data(), a2.data() + n * P * pitch, pitch);
+    });
+    return a2;
+  }
+};
+
+// Sets g to 0 where a2 is, and adds g and g * (u - mean) to the sums [E].
+template <class T>
+SAN_VECTOR void sum_hidden(T* SAN_RESTRICT g, const T* SAN_RESTRICT a2, int64_t pitch, const T* SAN_RESTRICT u,
+                           const T* SAN_RESTRICT mean, const Footprint& f, int64_t E, T* SAN_RESTRICT row,
+                           double* SAN_RESTRICT sum, double* SAN_RESTRICT product) {
+  for (int64_t h = 0; h < f.height; ++h) {
+    std::fill(row, row + 2 * E, T(0));
+    for (int64_t w = 0; w < f.width; ++w, g += pitch, a2 += pitch, u += E)
+      for (int64_t e = 0; e < E; ++e) {
+        g[e] = a2[e] > T(0) ? g[e] : T(0);
+        row[e] += g[e], row[E + e] += g[e] * (u[e] - mean[e]);
+      }
+    for (int64_t e = 0; e < E; ++e) sum[e] += row[e], product[e] += row[E + e];
+  }
+}
+
+// g = scale * (g - offset - (u - mean) * tilt).
+template <class T>
+SAN_VECTOR void finish_hidden(T* SAN_RESTRICT g, int64_t pitch, const T* SAN_RESTRICT u, const T* SAN_RESTRICT mean,
+                              int64_t pixels, int64_t E, const T* SAN_RESTRICT scale, const T* SAN_RESTRICT offset,
+                              const T* SAN_RESTRICT tilt) {
+  for (int64_t i = 0; i < pixels; ++i, g += pitch, u += E)
+    for (int64_t e = 0; e < E; ++e) g[e] = scale[e] * (g[e] - offset[e] - (u[e] - mean[e]) * tilt[e]);
+}
+
+// What forward and backward both start from. `piece * R + c` counts the channels of a patch; those of module and
+// parameters are ordered otherwise (`channel_of`).
+template <class T>
+class Problem {
+ public:
+  Problem(const Inputs& in, int64_t kernel_size, double eps, const T* given_mean, bool training)
+      : f(footprint_of(in.around.size(1), in.around.size(2), kernel_size)),
+        N(in.around.size(0)),
+        P(f.pixels()),
+        K(f.positions()),
+        R(in.around.size(3)),
+        C(in.center.size(3)),
+        E(in.weight1.size(0)),
+        G(in.weight2.size(0) / f.positions()),
+        M(in.beta.size(3)),
+        pieces(K + (C > 0 ? 1 : 0)),
+        pixels(double(N) * P),
+        eps(eps),
+        tile(tiles<T>()),
+        mean(given_mean, given_mean + pieces * R) {
+    const int64_t repeated = repeated_weights(G, tile.lanes);
+    p.footprint = f, p.relation = R, p.center = C;
+    p.pitch = round_up(R, tile.lanes), p.hidden = round_up(E, tile.lanes);
+    p.weights = repeated, p.values = round_up(M, repeated);
+    center_c = centred(in.center, C, center_middle, training);
+    around_c = centred(in.around, R, around_middle, training);
+  }
+
+  // Where a piece's channel stands among the parameters: the center first, then each channel's K positions.
+  int64_t channel_of(int64_t piece, int64_t c) const { return piece == K ? c : C + c * K + piece; }
+
+  // Less what `centred` took off.
+  double middle(int64_t piece, int64_t c) const { return piece == K ? center_middle[c] : around_middle[c]; }
+
+  void patch_statistics(std::vector<T>& mean_out, std::vector<T>& var_out) {
+    std::vector<double> sums(N * pieces * 2 * p.pitch);
+    const Footprint alone{1, f.height, f.width};
+    for_each_task<T>(N * pieces, 2 * p.pitch, [&](int64_t task, T* row) {
+      const int64_t n = task / pieces, piece = task % pieces;
+      double* sum = sums.data() + task * 2 * p.pitch;
+      if (piece == K)
+        shifted_sums(center_c.data() + n * P * p.pitch, alone, p.pitch, 0, row, sum, sum + p.pitch);
+      else
+        shifted_sums(around_c.data() + n * P * p.pitch, f, p.pitch, piece, row, sum, sum + p.pitch);
+    });
+    const std::vector<double> sum = sum_over_tasks(sums, pieces * 2 * p.pitch);
+    for (int64_t piece = 0; piece < pieces; ++piece)
+      for (int64_t c = 0; c < R; ++c) {
+        const double* s = sum.data() + piece * 2 * p.pitch + c;
+        const double first = s[0] / pixels, second = s[p.pitch] / pixels;
+        mean_out[channel_of(piece, c)] = static_cast<T>(first + middle(piece, c));
+        var_out[channel_of(piece, c)] = static_cast<T>(std::max(0.0, second - first * first));
+      }
+    mean.assign(mean_out.begin(), mean_out.end());
+  }
+
+  // Parameters in the order of pieces, with the first BatchNorm as scale and shift of centred maps.
+  void fold(const Inputs& in, const T* var) {
+    scale.assign((K + 1) * p.pitch, 0), shift.assign((K + 1) * p.pitch, 0), deviation.assign(pieces * R, 0);
+    w1.assign(pieces * R * p.hidden, 0), w1_back.assign(pieces * p.hidden * p.pitch, 0);
+    w2.assign(K * p.hidden * p.weights, 0), w2_back.assign(K * p.weights * p.hidden, 0), bias3.assign(K * p.weights, 0);
+    const T *gain1 = values<T>(in.gain1), *bias1 = values<T>(in.bias1), *weight1 = values<T>(in.weight1);
+    const T *weight2 = values<T>(in.weight2), *last = values<T>(in.bias3);
+    for (int64_t piece = 0; piece < pieces; ++piece)
+      for (int64_t c = 0; c < R; ++c) {
+        const int64_t at = channel_of(piece, c);
+        deviation[piece * R + c] = 1 / std::sqrt(var[at] + eps);
+        const double slope = gain1[at] * deviation[piece * R + c];
+        scale[piece * p.pitch + c] = static_cast<T>(slope);
+        shift[piece * p.pitch + c] = static_cast<T>(bias1[at] - slope * (mean[at] - middle(piece, c)));
+        for (int64_t e = 0; e < E; ++e)
+          w1[(piece * R + c) * p.hidden + e] = w1_back[(piece * p.hidden + e) * p.pitch + c] =
+              weight1[e * (C + R * K) + at];
+      }
+    for (int64_t o = 0; o < K; ++o)
+      for (int64_t l = 0; l < p.weights; ++l) {
+        const int64_t row = l % G * K + o;
+        bias3[o * p.weights + l] = last[row];
+        for (int64_t e = 0; e < E; ++e)
+          w2[(o * p.hidden + e) * p.weights + l] = w2_back[(o * p.weights + l) * p.hidden + e] = weight2[row * E + e];
+      }
+    p.scale = scale.data(), p.shift = shift.data(), p.w1 = w1.data(), p.w1_back = w1_back.data();
+    p.w2 = w2.data(), p.w2_back = w2_back.data(), p.bias3 = bias3.data();
+  }
+
+  Patches<T> patches(int64_t n, const T* beta, const T* grad_y, T* hidden, T* y) const {
+    const int64_t at = n * P;
+    return {C > 0 ? center_c.data() + at * p.pitch : nullptr,
+            around_c.data() + at * p.pitch,
+            beta == nullptr ? nullptr : beta + at * p.values,
+            grad_y == nullptr ? nullptr : grad_y + at * p.values,
+            hidden + at * p.hidden,
+            y == nullptr ? nullptr : y + at * p.values};
+  }
+
+  Footprint f;
+  int64_t N, P, K, R, C, E, G, M, pieces;
+  double pixels, eps;
+  const PatchwiseTiles<T>& tile;
+  std::vector<double> deviation, mean;
+  std::vector<T> center_middle, around_middle, center_c, around_c, scale, shift, w1, w1_back, w2, w2_back, bias3;
+  Patchwise<T> p{};
+
+ private:
+  // [N * P, pitch], less each channel's mean in training, so that squares of large means do not cancel.
+  std::vector<T> centred(const Tensor& map, int64_t channels, std::vector<T>& middle, bool training) {
+    middle.assign(channels, 0);
+    if (channels == 0) return {};
+    const Tensor held = as<T>(map);
+    const T* x = values<T>(held);
+    if (training && N > 0) {
+      std::vector<double> sums(N * channels);
+      for_each_task<T>(N, channels, [&](int64_t n, T* row) {
+        sum_pixels<T>(x + n * P * channels, f, channels, nullptr, nullptr, row, sums.data() + n * channels);
+      });
+      const std::vector<double> sum = sum_over_tasks(sums, channels);
+      for (int64_t c = 0; c < channels; ++c) middle[c] = static_cast<T>(sum[c] / pixels);
+    }
+    const std::vector<T> none(channels), one(channels, 1);
+    std::vector<T> out(N * P * p.pitch);
+    for_each_task<T>(N, 0, [&](int64_t n, T*) {
+      affine(x + n * P * channels, P, channels, middle.data(), one.data(), none.data(), out.data() + n * P * p.pitch,
+             p.pitch);
+    });
+    return out;
+  }
+};
+
+void check_inputs(const Inputs& in, const Contiguous& x, int64_t kernel_size) {
+  check_map(in.center, "center"), check_map(in.around, "around"), check_map(in.beta, "beta");
+  const int64_t C = in.center.size(3), R = in.around.size(3), K = kernel_size * kernel_size, rows = in.weight2.size(0);
+  for (int axis = 0; axis < 3; ++axis)
+    STD_TORCH_CHECK(in.beta.size(axis) == in.around.size(axis) && in.center.size(axis) == in.around.size(axis),
+                    "center, around and beta must be maps of one size");
+  STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center must have around's ", R, " channels or none");
+  STD_TORCH_CHECK(rows > 0 && rows % K == 0 && in.beta.size(3) > 0 && in.beta.size(3) % (rows / K) == 0,
+                  "beta's channels must be a positive multiple of the weight channels");
+  const int64_t E = in.weight1.size(0), channels = C + R * K;
+  STD_TORCH_CHECK(in.weight1.dim() == 2 && in.weight1.size(1) == channels && in.weight2.dim() == 2 &&
+                      in.weight2.size(1) == E && E > 0 && in.bias3.size(0) == rows,
+                  "weight1 must be [E, ", channels, "], weight2 [G * K, E] and bias3 [G * K]");
+  for (const Tensor* t : {&in.gain1, &in.bias1, &x[7], &x[8]})
+    STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == channels, "the first BatchNorm must have ", channels, " channels");
+  for (const Tensor* t : {&in.gain2, &in.bias2, &x[9], &x[10]})
+    STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == E, "the second BatchNorm must have ", E, " channels");
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <class T>
+Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool training, double eps) {
+  Problem<T> problem(in, kernel_size, eps, values<T>(x[7]), training);
+  const auto [N, P, E, M] = std::tuple(problem.N, problem.P, problem.E, problem.M);
+  const Patchwise<T>& p = problem.p;
+  const int64_t H = problem.f.height, W = problem.f.width, channels = x[7].size(0);
+  std::vector<T> mean1(values<T>(x[7]), values<T>(x[7]) + channels), var1(values<T>(x[8]), values<T>(x[8]) + channels);
+  std::vector<T> mean2(values<T>(x[9]), values<T>(x[9]) + E), var2(values<T>(x[10]), values<T>(x[10]) + E);
+  const bool counts = training && N > 0;
+  if (counts) problem.patch_statistics(mean1, var1);
+  problem.fold(in, var1.data());
+
+  const std::vector<Band> bands = bands_of(N, problem.f);
+  std::vector<T> wide(N * P * p.hidden);
+  for_each_task<T>(bands.size(), problem.tile.scratch(p), [&](int64_t task, T* scratch) {
+    const Band& band = bands[task];
+    const Patches<T> patches = problem.patches(band.image, nullptr, nullptr, wide.data(), nullptr);
+    problem.tile.map(p, patches, band.first, band.last, scratch);
+  });
+  Tensor hidden = new_tensor<T>(in.beta, {N, H, W, E});
+  T* u = hidden.template mutable_data_ptr<T>();
+  for_each_task<T>(N, 0, [&](int64_t n, T*) {
+    for (int64_t i = n * P; i < (n + 1) * P; ++i) std::copy_n(wide.data() + i * p.hidden, E, u + i * E);
+  });
+  if (counts) {
+    // Of distances from the first pixel's values, so that squares do not cancel.
+    std::vector<double> sums(N * 2 * E);
+    const std::vector<T> one(E, 1), none(E);
+    for_each_task<T>(N, (P + 2) * E, [&](int64_t n, T* scratch) {
+      T* row = scratch + P * E;
+      double* sum = sums.data() + n * 2 * E;
+      affine(u + n * P * E, P, E, u, one.data(), none.data(), scratch, E);
+      sum_products(scratch, E, scratch, problem.f, E, row, sum, sum + E);
+    });
+    const std::vector<double> sum = sum_over_tasks(sums, 2 * E);
+    for (int64_t e = 0; e < E; ++e) {
+      const double mean = sum[e] / problem.pixels;
+      mean2[e] = static_cast<T>(u[e] + mean);
+      var2[e] = static_cast<T>(std::max(0.0, sum[E + e] / problem.pixels - mean * mean));
+    }
+  }
+  std::vector<T> a2 = HiddenNorm<T>(in.gain2, in.bias2, mean2.data(), var2.data(), E, eps).activated(u, N, P, p.hidden);
+
+  const PaddedMap<T> beta(in.beta, p.values);
+  PaddedResult<T> y(in.beta, {N, H, W, M}, p.values, false);
+  T* y_data = y.data();
+  for_each_task<T>(bands.size(), problem.tile.scratch(p), [&](int64_t task, T* scratch) {
+    const Band& band = bands[task];
+    const Patches<T> patches = problem.patches(band.image, beta.data(), nullptr, a2.data(), y_data);
+    problem.tile.forward(p, patches, band.first, band.last, scratch);
+  });
+  return {y.take(in.beta.scalar_type()),
+          hidden,
+          tensor_of<T>(mean1, in.beta, {channels}),
+          tensor_of<T>(var1, in.beta, {channels}),
+          tensor_of<T>(mean2, in.beta, {E}),
+          tensor_of<T>(var2, in.beta, {E})};
+}
+
+// The gradients of gamma that are summed over pixels, in slots whose number and order do not depend on threads.
+template <class T>
+class Slots {
+ public:
+  static constexpr int64_t kMost = 32;  // a slot holds a copy of all parameters
+
+  Slots(const Patchwise<T>& p, int64_t bands) : count_(std::min(kMost, bands)), K_(p.footprint.positions()) {
+    const int64_t pieces = K_ + 1;
+    sizes_ = {pieces * p.relation * p.hidden, pieces * p.pitch, pieces * p.pitch, K_ * p.hidden * p.weights,
+              K_ * p.weights};
+    for (size_t part = 0; part < sizes_.size(); ++part) parts_.emplace_back(count_ * sizes_[part]);
+  }
+  int64_t count() const { return count_; }
+  PatchwiseSums<T> operator[](int64_t slot) {
+    T* at[5];
+    for (int part = 0; part < 5; ++part) at[part] = parts_[part].data() + slot * sizes_[part];
+    return {at[0], at[1], at[2], at[3], at[4]};
+  }
+  std::vector<double> sum(int part) const { return sum_over_tasks(parts_[part], sizes_[part]); }
+
+ private:
+  int64_t count_, K_;
+  std::vector<int64_t> sizes_;
+  std::vector<std::vector<T>> parts_;
+};
+
+template <class T>
+Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, const Tensor& hidden,
+                  int64_t kernel_size, bool training, double eps) {
+  Problem<T> problem(in, kernel_size, eps, values<T>(x[7]), training);
+  const auto [N, P, K, R, C, E, G, M] =
+      std::tuple(problem.N, problem.P, problem.K, problem.R, problem.C, problem.E, problem.G, problem.M);
+  const Patchwise<T>& p = problem.p;
+  const Footprint& f = problem.f;
+  problem.fold(in, values<T>(x[8]));
+  const HiddenNorm<T> norm(in.gain2, in.bias2, values<T>(x[9]), values<T>(x[10]), E, eps);
+  const T* u = values<T>(hidden);
+  std::vector<T> a2 = norm.activated(u, N, P, p.hidden), grad_hidden(N * P * p.hidden);
+  const PaddedMap<T> beta(in.beta, p.values), gradient(grad_y, p.values);
+  PaddedResult<T> grad_beta(in.beta, {N, f.height, f.width, M}, p.values, true);
+  T* grad_beta_data = grad_beta.data();
+
+  const std::vector<Band> even = bands_of(N, f, 0), odd = bands_of(N, f, 1);
+  Slots<T> slots(p, even.size());
+  const auto for_each_band = [&](const auto& work) {  // even ones first: those of one parity share no pixel
+    for (const std::vector<Band>& bands : {even, odd})
+      for_each_task<T>(slots.count(), problem.tile.scratch(p), [&](int64_t slot, T* scratch) {
+        for (size_t at = slot; at < bands.size(); at += slots.count()) work(slots[slot], bands[at], scratch);
+      });
+  };
+  for_each_band([&](const PatchwiseSums<T>& sums, const Band& band, T* scratch) {
+    const int64_t n = band.image;
+    const Patches<T> patches = problem.patches(n, beta.data(), gradient.data(), a2.data(), nullptr);
+    problem.tile.backward_mapping(p, patches, band.first, band.last, scratch, sums,
+                                  grad_hidden.data() + n * P * p.hidden, grad_beta_data + n * P * p.values);
+  });
+
+  std::vector<double> hidden_sums(N * 2 * E);
+  for_each_task<T>(N, 2 * E, [&](int64_t n, T* row) {
+    double* sum = hidden_sums.data() + n * 2 * E;
+    sum_hidden(grad_hidden.data() + n * P * p.hidden, a2.data() + n * P * p.hidden, p.hidden, u + n * P * E,
+               norm.mean.data(), f, E, row, sum, sum + E);
+  });
+  const std::vector<double> sum2 = sum_over_tasks(hidden_sums, 2 * E);
+  std::vector<double> to_gain2(E);
+  std::vector<T> offset(E), tilt(E);
+  for (int64_t e = 0; e < E; ++e) {
+    to_gain2[e] = norm.deviation[e] * sum2[E + e];
+    if (!training) continue;
+    offset[e] = static_cast<T>(sum2[e] / problem.pixels);
+    tilt[e] = static_cast<T>(norm.deviation[e] * to_gain2[e] / problem.pixels);
+  }
+  for_each_task<T>(N, 0, [&](int64_t n, T*) {
+    finish_hidden(grad_hidden.data() + n * P * p.hidden, p.hidden, u + n * P * E, norm.mean.data(), P, E,
+                  norm.scale.data(), offset.data(), tilt.data());
+  });
+
+  std::vector<T> to_center(C > 0 ? N * P * p.pitch : 0), to_around(N * P * p.pitch);
+  for_each_band([&](const PatchwiseSums<T>& sums, const Band& band, T* scratch) {
+    const int64_t n = band.image;
+    const Patches<T> patches = problem.patches(n, nullptr, nullptr, grad_hidden.data(), nullptr);
+    problem.tile.backward_relation(p, patches, band.first, band.last, scratch, sums,
+                                   C > 0 ? to_center.data() + n * P * p.pitch : nullptr,
+                                   to_around.data() + n * P * p.pitch);
+  });
+
+  const int64_t channels = x[7].size(0);
+  std::vector<double> to_gain1(channels), to_bias1(channels), to_weight1(E * channels);
+  std::vector<double> to_weight2(G * K * E), to_bias3(G * K);
+  // Of a piece's correction by the first BatchNorm: constant + slope * x, per channel.
+  std::vector<T> constant(problem.pieces * R), slope(problem.pieces * R);
+  const T* gain1 = values<T>(in.gain1);
+  const std::vector<double> by_w1 = slots.sum(0), sum1 = slots.sum(1), raw = slots.sum(2);
+  for (int64_t piece = 0; piece < problem.pieces; ++piece)
+    for (int64_t c = 0; c < R; ++c) {
+      const int64_t at = problem.channel_of(piece, c), pitched = piece * p.pitch + c, row = piece * R + c;
+      const double mean = problem.mean[at] - problem.middle(piece, c), deviation = problem.deviation[row];
+      const double product = deviation * (raw[pitched] - mean * sum1[pitched]);
+      const double scale = deviation * gain1[at];
+      to_gain1[at] = product, to_bias1[at] = sum1[pitched];
+      if (training) {
+        constant[row] = static_cast<T>(scale * (sum1[pitched] - mean * deviation * product) / problem.pixels);
+        slope[row] = static_cast<T>(scale * deviation * product / problem.pixels);
+      }
+      for (int64_t e = 0; e < E; ++e) to_weight1[e * channels + at] = by_w1[row * p.hidden + e];
+    }
+  const std::vector<double> by_w2 = slots.sum(3), by_bias3 = slots.sum(4);
+  for (int64_t o = 0; o < K; ++o)
+    for (int64_t l = 0; l < p.weights; ++l) {
+      const int64_t row = l % G * K + o;
+      to_bias3[row] += by_bias3[o * p.weights + l];
+      for (int64_t e = 0; e < E; ++e) to_weight2[row * E + e] += by_w2[(o * p.hidden + e) * p.weights + l];
+    }
+
+  Tensor grad_center = new_tensor<T>(in.center, {N, f.height, f.width, C});
+  Tensor grad_around = new_tensor<T>(in.around, {N, f.height, f.width, R});
+  T *out_center = grad_center.template mutable_data_ptr<T>(), *out_around = grad_around.template mutable_data_ptr<T>();
+  const T *own_scale = problem.scale.data() + K * p.pitch, *own_constant = constant.data() + (C > 0 ? K * R : 0);
+  const T* own_slope = slope.data() + (C > 0 ? K * R : 0);
+  for_each_task<T>(C > 0 ? N : 0, 0, [&](int64_t n, T*) {
+    for (int64_t i = n * P; i < (n + 1) * P; ++i)
+      for (int64_t c = 0; c < C; ++c)
+        out_center[i * C + c] = own_scale[c] * to_center[i * p.pitch + c] - own_constant[c] -
+                                own_slope[c] * problem.center_c[i * p.pitch + c];
+  });
+  // A pixel's correction is the sum of those of all positions that see it, which is the same for all images.
+  for_each_task<T>(f.height, 2 * R, [&](int64_t h, T* total) {
+    for (int64_t w = 0; w < f.width; ++w) {
+      std::fill(total, total + 2 * R, T(0));
+      if (training)
+        for_each_view(f, h, w, [&](int64_t o) {
+          for (int64_t c = 0; c < R; ++c) total[c] += constant[o * R + c], total[R + c] += slope[o * R + c];
+        });
+      for (int64_t n = 0; n < N; ++n) {
+        const int64_t i = n * P + h * f.width + w;
+        for (int64_t c = 0; c < R; ++c)
+          out_around[i * R + c] =
+              to_around[i * p.pitch + c] - total[c] - total[R + c] * problem.around_c[i * p.pitch + c];
+      }
+    }
+  });
+  const auto of_maps_type = [&](const Tensor& t) {
+    return t.scalar_type() == in.around.scalar_type() ? t : torch::stable::to(t, in.around.scalar_type());
+  };
+  return {of_maps_type(grad_center),
+          of_maps_type(grad_around),
+          grad_beta.take(in.beta.scalar_type()),
+          tensor_of<T>(to_gain1, in.beta, {channels}),
+          tensor_of<T>(to_bias1, in.beta, {channels}),
+          tensor_of<T>(to_weight1, in.beta, {E, channels}),
+          tensor_of<T>(to_gain2, in.beta, {E}),
+          tensor_of<T>(sum2, in.beta, {E}),
+          tensor_of<T>(to_weight2, in.beta, {G * K, E}),
+          tensor_of<T>(to_bias3, in.beta, {G * K})};
+}
+
+Forward patchwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,
+                  const Tensor& bias1, const Tensor& weight1, const Tensor& gain2, const Tensor& bias2,
+                  const Tensor& weight2, const Tensor& bias3, const Tensor& mean1, const Tensor& var1,
+                  const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps) {
+  const bool is_double = beta.scalar_type() == ScalarType::Double;
+  const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3, &mean1, &var1, &mean2, &var2},
+                     is_double);
+  const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5], x[6]};
+  check_inputs(in, x, kernel_size);
+  return is_double ? forward<double>(in, x, kernel_size, training, eps)
+                   : forward<float>(in, x, kernel_size, training, eps);
+}
+
+Backward patchwise_backward(const Tensor& grad_y, const Tensor& center, const Tensor& around, const Tensor& beta,
+                            const Tensor& gain1, const Tensor& bias1, const Tensor& weight1, const Tensor& gain2,
+                            const Tensor& bias2, const Tensor& weight2, const Tensor& bias3, const Tensor& mean1,
+                            const Tensor& var1, const Tensor& mean2, const Tensor& var2, const Tensor& hidden,
+                            int64_t kernel_size, bool training, double eps) {
+  const bool is_double = beta.scalar_type() == ScalarType::Double;
+  const Contiguous x(
+      {&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3, &mean1, &var1, &mean2, &var2, &hidden}, is_double);
+  const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5], x[6]};
+  check_inputs(in, x, kernel_size);
+  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
+  STD_TORCH_CHECK(hidden.numel() == beta.numel() / beta.size(3) * weight1.size(0), "hidden must be [N, H, W, E]");
+  if (is_double) return backward<double>(grad_y, in, x, x[11], kernel_size, training, eps);
+  return backward<float>(grad_y, in, x, x[11], kernel_size, training, eps);
+}
+
+}  // namespace
+}  // namespace san::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
+  m.impl("patchwise", TORCH_BOX(&san::cpu::patchwise));
+  m.impl("patchwise_backward", TORCH_BOX(&san::cpu::patchwise_backward));
+}

@@ -1,0 +1,220 @@
+// Vectors of the instruction set that a source is compiled for, and the one matrix product that all tiles are made of.
+//
+// Sources of this folder are compiled once for each instruction set (cuda_ext/build.py), in namespaces of their own,
+// and one set is picked when the library is loaded. They use nothing of the standard library but memcpy, and all that
+// is inline here is internal to its source: the linker could otherwise keep a copy that an older machine cannot run.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define SAN_VECTOR_BYTES 64
+#define SAN_BLOCK_ROWS 12  // 24 of 32 registers hold sums
+#else
+#define SAN_VECTOR_BYTES 32
+#define SAN_BLOCK_ROWS 6  // 12 of 16
+#endif
+#define SAN_INLINE static inline __attribute__((always_inline))
+
+namespace san::cpu {
+namespace {
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(SAN_VECTOR_BYTES)));
+  typedef T unaligned __attribute__((vector_size(SAN_VECTOR_BYTES), aligned(sizeof(T)), may_alias));
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+template <class T>
+constexpr int64_t kLanes = SAN_VECTOR_BYTES / sizeof(T);
+
+template <class T>
+SAN_INLINE Vector<T> load(const T* from) {
+  return *reinterpret_cast<const typename VectorOf<T>::unaligned*>(from);
+}
+template <class T>
+SAN_INLINE void store(T* to, Vector<T> value) {
+  *reinterpret_cast<typename VectorOf<T>::unaligned*>(to) = value;
+}
+template <class T>
+SAN_INLINE Vector<T> broadcast(T value) {
+  return value - Vector<T>{};  // unlike a sum with 0 this is no operation at all, for -0 too
+}
+// max(0, x) that lets NaN through.
+template <class V>
+SAN_INLINE V relu(V x) {
+  const V zero{};
+  return zero > x ? zero : x;
+}
+// x where `by` is positive, else 0: the derivative of relu.
+template <class V>
+SAN_INLINE V where_positive(V by, V x) {
+  const V zero{};
+  return by > zero ? x : zero;
+}
+template <class V>
+SAN_INLINE V larger(V a, V b) {
+  return a > b ? a : b;
+}
+
+// exp for arguments up to 88; 0 below -87.
+SAN_INLINE Vector<float> exp(Vector<float> x) {
+  typedef int32_t Integers __attribute__((vector_size(SAN_VECTOR_BYTES)));
+  const Vector<float> low = broadcast(-87.0f), rounder = broadcast(12582912.0f);  // 1.5 * 2^23
+  const Vector<float> kept = x < low ? low : x;
+  const Vector<float> shifted = kept * 1.44269504f + rounder;
+  const Vector<float> whole = shifted - rounder;
+  Vector<float> rest = kept - whole * 0.693359375f;
+  rest = rest + whole * 2.12194440e-4f;
+  Vector<float> p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * rest + 8.3334519073e-3f;
+  p = p * rest + 4.1665795894e-2f;
+  p = p * rest + 1.6666665459e-1f;
+  p = p * rest + 5.0000001201e-1f;
+  p = p * rest * rest + rest + 1.0f;
+  const Integers power = ((Integers)shifted + (127 - 0x4B400000)) << 23;
+  return p * (Vector<float>)power;
+}
+SAN_INLINE Vector<double> exp(Vector<double> x) {
+  for (int64_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = __builtin_exp(x[lane]);
+  return x;
+}
+// log for finite arguments of at least 1, and NaN. Polynomial: Cephes, logf (Moshier, 1992).
+SAN_INLINE Vector<float> log(Vector<float> x) {
+  typedef int32_t Integers __attribute__((vector_size(SAN_VECTOR_BYTES)));
+  const Integers bits = (Integers)x;
+  Vector<float> power = __builtin_convertvector((bits >> 23) - 126, Vector<float>);
+  Vector<float> m = (Vector<float>)((bits & 0x007FFFFF) | 0x3F000000);  // in [0.5, 1)
+  const auto is_small = m < broadcast(0.707106781f);
+  power = is_small ? power - 1.0f : power;
+  m = (is_small ? m + m : m) - 1.0f;
+  const Vector<float> square = m * m;
+  Vector<float> p = m * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  const Vector<float> y = p * m * square - power * 2.12194440e-4f - 0.5f * square;
+  const Vector<float> value = m + y + power * 0.693359375f;
+  return x != x ? x : value;
+}
+SAN_INLINE Vector<double> log(Vector<double> x) {
+  for (int64_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = __builtin_log(x[lane]);
+  return x;
+}
+
+// term(0) + ... + term(count - 1), in four sums that need not wait for each other.
+template <class V, class Term>
+SAN_INLINE V sum_of(int64_t count, const Term& term) {
+  V sum[4]{};
+  int64_t n = 0;
+  for (; n + 4 <= count; n += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) sum[i] += term(n + i);
+  for (; n < count; ++n) sum[0] += term(n);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// The largest of term(0) ... term(count - 1), likewise.
+template <class V, class Term>
+SAN_INLINE V largest_of(int64_t count, const Term& term) {
+  V top[4] = {term(0), term(0), term(0), term(0)};
+  int64_t n = 0;
+  for (; n + 4 <= count; n += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) top[i] = larger(top[i], term(n + i));
+  for (; n < count; ++n) top[0] = larger(top[0], term(n));
+  return larger(larger(top[0], top[1]), larger(top[2], top[3]));
+}
+
+enum class Start { zero, bias, sum };  // what a product is added to: nothing, a row, or what is there
+// What becomes of it: it is stored; relu(gain * it + shift) is stored; both are, in places of their own.
+enum class Finish { store, activate, both };
+
+template <class T>
+struct Activation {
+  const T *gain, *shift;  // [columns]
+  T* to;                  // as C
+};
+
+// One block of C that stays in registers.
+template <Start start, Finish finish, int rows, int vectors, class T>
+SAN_INLINE void block(int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b, int64_t b_pitch,
+                      const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
+  constexpr int64_t L = kLanes<T>;
+  Vector<T> sum[rows][vectors];
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      if (start == Start::zero) sum[i][v] = Vector<T>{};
+      if (start == Start::bias) sum[i][v] = load(bias + v * L);
+      if (start == Start::sum) sum[i][v] = load(c + i * c_pitch + v * L);
+    }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vector<T> right[vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) right[v] = load(b + k * b_pitch + v * L);
+#pragma GCC unroll 32
+    for (int i = 0; i < rows; ++i) {
+      const Vector<T> left = broadcast(a[i * a_row + k * a_depth]);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) sum[i][v] += left * right[v];
+    }
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      const int64_t at = i * c_pitch + v * L;
+      if (finish != Finish::activate) store(c + at, sum[i][v]);
+      if (finish != Finish::store)
+        store(activation.to + at, relu(sum[i][v] * load(activation.gain + v * L) + load(activation.shift + v * L)));
+    }
+}
+
+template <Start start, Finish finish, int rows, int vectors, class T>
+SAN_INLINE void rows_of(int64_t& i, int64_t end, int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b,
+                        int64_t b_pitch, const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
+  for (; i + rows <= end; i += rows)
+    block<start, finish, rows, vectors>(depth, a + i * a_row, a_row, a_depth, b, b_pitch, bias, c + i * c_pitch,
+                                        c_pitch, {activation.gain, activation.shift, activation.to + i * c_pitch});
+}
+
+template <Start start, Finish finish, int vectors, class T>
+SAN_INLINE void columns_of(int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b,
+                           int64_t b_pitch, const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
+  int64_t i = 0;
+  constexpr int most = vectors == 1 ? 2 * SAN_BLOCK_ROWS : SAN_BLOCK_ROWS;
+  rows_of<start, finish, most, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
+  rows_of<start, finish, 4, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
+  rows_of<start, finish, 2, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
+  rows_of<start, finish, 1, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
+}
+
+// C [rows, columns] = start + A [rows, depth] B [depth, columns]. A's element (i, k) lies at a[i * a_row + k *
+// a_depth], so A may be transposed; `columns` is a multiple of the lanes. `c` is not touched where only the activation
+// is stored.
+template <Start start, Finish finish = Finish::store, class T>
+__attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_row,
+                                        int64_t a_depth, const T* b, int64_t b_pitch, const T* bias, T* c,
+                                        int64_t c_pitch, const Activation<T>& activation = {}) {
+  constexpr int64_t L = kLanes<T>;
+  int64_t j = 0;
+  const auto from = [&](int64_t column) __attribute__((always_inline)) {
+    return finish == Finish::store
+               ? activation
+               : Activation<T>{activation.gain + column, activation.shift + column, activation.to + column};
+  };
+  for (; j + 2 * L <= columns; j += 2 * L)
+    columns_of<start, finish, 2>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
+  if (j < columns)
+    columns_of<start, finish, 1>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
+}
+
+}  // namespace
+}  // namespace san::cpu
