@@ -80,8 +80,9 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    is_batch_norm = type(norm) is nn.BatchNorm2d
-    return is_batch_norm and norm.affine and norm.track_running_stats and norm.momentum is not None
+    if type(norm) is not nn.BatchNorm2d:
+        return False
+    return norm.affine and norm.track_running_stats and norm.momentum is not None
 
 
 def _require_several(norm: nn.BatchNorm2d, values: int) -> None:
