@@ -60,6 +60,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SAN_LIBRARY, m) {
   m.def(
       "norm_relu(Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) -> (Tensor, "
       "Tensor, Tensor)");
+  // the same in evaluation, in place of x
+  m.def("norm_relu_(Tensor(a!) x, Tensor gain, Tensor bias, Tensor mean, Tensor var, float eps) -> ()");
   // -> gradients of x, gain, bias
   m.def(
       "norm_relu_backward(Tensor grad, Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, "

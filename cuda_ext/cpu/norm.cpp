@@ -32,6 +32,16 @@ SAN_VECTOR void scale_and_rectify(const scalar_t* SAN_RESTRICT x, int64_t pixels
     }
 }
 
+template <class scalar_t, class acc_t>
+SAN_VECTOR void rectify_in_place(scalar_t* SAN_RESTRICT x, int64_t pixels, int64_t C, const acc_t* SAN_RESTRICT scale,
+                                 const acc_t* SAN_RESTRICT shift) {
+  for (int64_t i = 0; i < pixels; ++i, x += C)
+    for (int64_t c = 0; c < C; ++c) {
+      const acc_t v = scale[c] * static_cast<acc_t>(x[c]) + shift[c];
+      x[c] = static_cast<scalar_t>(v < acc_t(0) ? acc_t(0) : v);  // NaN stays
+    }
+}
+
 // Sums of g, the gradient where the output is positive, and of g * (x - mean).
 template <class scalar_t, class acc_t>
 SAN_VECTOR void sum_gradients(const scalar_t* SAN_RESTRICT grad, const scalar_t* SAN_RESTRICT x, int64_t pixels,
@@ -139,6 +149,22 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& gain
   return {y, new_mean, new_var};
 }
 
+// In evaluation, in place: no new map, whose memory would cost more than the arithmetic.
+void norm_relu_(Tensor x, const Tensor& gain, const Tensor& bias, const Tensor& mean, const Tensor& var, double eps) {
+  const Contiguous p({&gain, &bias, &mean, &var}, x.scalar_type() == ScalarType::Double);
+  check_norm(x, p);
+  STD_TORCH_CHECK(x.is_contiguous(), "x must be contiguous [N, H, W, C]");
+  const int64_t C = x.size(3), pixels = x.numel() / C;
+  SAN_DISPATCH(x.scalar_type(), "norm_relu_", [&] {
+    using acc_t = accumulate_t<scalar_t>;
+    scalar_t* map = x.mutable_data_ptr<scalar_t>();
+    const Affine<acc_t> affine(p[0], p[1], values<acc_t>(p[2]), values<acc_t>(p[3]), eps);
+    for_each_chunk(pixels, [&](int64_t first, int64_t count) {
+      rectify_in_place(map + first * C, count, C, affine.scale.data(), affine.shift.data());
+    });
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& gain,
                                                       const Tensor& bias, const Tensor& mean, const Tensor& var,
                                                       bool training, double eps) {
@@ -182,5 +208,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("norm_relu", TORCH_BOX(&san::cpu::norm_relu));
+  m.impl("norm_relu_", TORCH_BOX(&san::cpu::norm_relu_));
   m.impl("norm_relu_backward", TORCH_BOX(&san::cpu::norm_relu_backward));
 }

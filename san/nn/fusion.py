@@ -62,13 +62,15 @@ def fused(attention: Attention, center: Tensor, around: Tensor, beta: Tensor, la
     return y
 
 
-def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
-    """relu(norm(x)), in one kernel where x is channels-last."""
+def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
+    """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
     is_channels_last = x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
     if not (is_channels_last and ops.fuses("norm_relu", x_NCHW) and _is_plain(norm)) or _is_watched(norm):
         return relu(norm(x_NCHW), inplace=True)
     values = x_NCHW.numel() // x_NCHW.shape[1]
     _require_several(norm, values)
+    if last_use and not norm.training and not torch.is_grad_enabled():
+        return ops.norm_relu_(x_NCHW, _normalization(norm), norm.eps)
     y_NCHW, mean, var = ops.norm_relu(x_NCHW, _normalization(norm), norm.training, norm.eps)
     if norm.training:
         _remember(norm, mean, var, values)

@@ -1,7 +1,7 @@
 """Operators on footprints: the relation and the aggregation of vector self-attention, and both as one."""
 
 from san.ops.functional import Backend, aggregation, backend, dot, fuses, hadamard, subtraction, summation, unfold
-from san.ops.fused import LRL, Normalization, Statistics, norm_relu, pairwise_attention, patchwise_attention
+from san.ops.fused import LRL, Normalization, Statistics, norm_relu, norm_relu_, pairwise_attention, patchwise_attention
 
 __all__ = [
     "LRL",
@@ -14,6 +14,7 @@ __all__ = [
     "fuses",
     "hadamard",
     "norm_relu",
+    "norm_relu_",
     "pairwise_attention",
     "patchwise_attention",
     "subtraction",

@@ -20,6 +20,11 @@ class Normalization(NamedTuple):
     mean: Tensor
     var: Tensor
 
+    def parameters(self, like: Tensor) -> tuple[Tensor, ...]:
+        """In the type that sums are kept in: at least float32."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return tuple(x.to(dtype) for x in self)
+
 
 class LRL(NamedTuple):
     """gamma's parameters: weight1 [E, d], weight2 [outputs, E], bias3 [outputs]."""
@@ -73,10 +78,14 @@ def patchwise_attention(
 
 def norm_relu(x_NCHW: Tensor, norm: Normalization, training: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """relu(batch_norm(x)), and the batch's mean and biased variance, [C]; the result has x's memory format."""
-    dtype = torch.promote_types(x_NCHW.dtype, torch.float32)
-    parameters = (parameter.to(dtype) for parameter in norm)
-    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), *parameters, training, eps)
+    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), *norm.parameters(x_NCHW), training, eps)
     return _as_map(y_NHWC, x_NCHW), mean, var
+
+
+def norm_relu_(x_NCHW: Tensor, norm: Normalization, eps: float) -> Tensor:
+    """relu(batch_norm(x)) in evaluation, in place of a channels-last x; it has no derivative."""
+    torch.ops.san.norm_relu_(x_NCHW.permute(0, 2, 3, 1), *norm.parameters(x_NCHW), eps)
+    return x_NCHW
 
 
 def _channels_last(x_NCHW: Tensor) -> Tensor:

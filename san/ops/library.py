@@ -315,6 +315,10 @@ def _register_norm_relu() -> None:
     def _(x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(bias)
 
+    @torch.library.register_fake("san::norm_relu_")
+    def _(*inputs: Any) -> None:
+        pass
+
     @torch.library.register_fake("san::norm_relu_backward")
     def _(grad: Tensor, x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(bias)

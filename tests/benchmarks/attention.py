@@ -1,0 +1,298 @@
+"""What fused attention is worth: the network, its attention alone, what is left without it, memory, and the roofline.
+
+    python -m tests.benchmarks.attention [--device cpu|cuda] [--threads 2] [--repeats 7] [--batch 4] [--json FILE]
+
+SAN10 at 224x224 in float32, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges.
+The other operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator).
+Networks get channels-last images, which suits all of them; ResNet26 of the same library is the yardstick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import san
+from san import ops
+from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
+
+# Channels, side of the map, footprint, blocks: the stages of SAN10 at 224x224.
+STAGES = {
+    "stage 1": (64, 112, 3, 2),
+    "stage 2": (256, 56, 7, 1),
+    "stage 3": (512, 28, 7, 2),
+    "stage 4": (1024, 14, 7, 4),
+    "stage 5": (2048, 7, 7, 1),
+}
+KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
+    "pairwise": PairwiseAttention,
+    "patchwise": PatchwiseAttention,
+}
+BACKENDS: tuple[ops.Backend, ...] = ("auto", "unfused", "reference")
+Call = Callable[[], Any]
+
+
+class Core:
+    """The attention of one stage alone: phi, psi, beta to y."""
+
+    def __init__(self, kind: str, stage: str, batch: int, device: str) -> None:
+        self.channels, self.side, self.footprint, self.blocks = STAGES[stage]
+        self.batch = batch
+        self.attention = KINDS[kind](self.channels, self.footprint).to(device)
+        x = torch.randn(batch, self.channels, self.side, self.side, device=device)
+        maps = (m.detach().contiguous(memory_format=torch.channels_last) for m in self.attention.transform(x))
+        self.phi, self.psi, self.beta = (m.requires_grad_() for m in maps)
+        self.grad = torch.randn_like(self.beta)
+        self.wanted = [self.phi, self.psi, self.beta, *self.attention.gamma.parameters()]
+
+    def train(self) -> None:
+        """Forward and backward in training."""
+        self.attention.train()
+        torch.autograd.grad(self.attention.attend(self.phi, self.psi, self.beta), self.wanted, self.grad)
+
+    def evaluate(self) -> None:
+        """Forward in evaluation."""
+        self.attention.eval()
+        with torch.no_grad():
+            self.attention.attend(self.phi, self.psi, self.beta)
+
+    def flops(self, training: bool) -> int:
+        """What the fused kernels compute, recomputation included; two FLOPs per multiply-accumulate of products alone."""
+        pixels, K = self.batch * self.side**2, self.footprint**2
+        d_to_E, E_to_G = (2 * self.attention.gamma[i].weight.numel() for i in (2, 5))
+        M = 2 * self.attention.value_channels
+        if isinstance(self.attention, PairwiseAttention):
+            once = d_to_E + E_to_G + M
+            passes = once + d_to_E + (d_to_E + 3 * E_to_G + 2 * M) + (3 * d_to_E + 2 * E_to_G + M)
+            return pixels * K * (passes if training else once)
+        once = d_to_E + E_to_G + K * M
+        return pixels * (once + 2 * d_to_E + 3 * E_to_G + 2 * K * M if training else once)
+
+    def bytes(self, training: bool) -> int:
+        """What must move: each map read once and written once, with its gradient in training."""
+        maps = sum(m.numel() for m in (self.phi, self.psi, self.beta, self.beta))
+        return 4 * maps * (2 if training else 1)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each repeat, by name."""
+
+    seconds: dict[str, list[float]]
+
+    def ms(self, name: str) -> float:
+        """The median."""
+        return 1000 * statistics.median(self.seconds[name])
+
+    def ratio(self, name: str, other: str) -> str:
+        """other / name of each repeat: median and range."""
+        ratios = [b / a for a, b in zip(self.seconds[name], self.seconds[other], strict=True)]
+        return f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"
+
+
+def measure(calls: dict[str, Call], repeats: int, device: str) -> Timing:
+    """Runs all calls in turn, `repeats` times after a warm-up, so that what disturbs one disturbs all."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            _wait(device)
+            start = time.perf_counter()
+            call()
+            _wait(device)
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    return Timing(seconds)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def under(backend: ops.Backend, call: Call) -> Call:
+    def run() -> None:
+        with ops.backend(backend):
+            call()
+
+    return run
+
+
+@contextmanager
+def without_core() -> Iterator[None]:
+    """Attention that passes beta on: what a network costs besides."""
+    with patch.object(SelfAttention, "attend", _pass_on), patch.object(PairwiseAttention, "attend", _pass_on):
+        with patch.object(PatchwiseAttention, "attend", _pass_on):
+            yield
+
+
+def _pass_on(self: SelfAttention, phi: Tensor, psi: Tensor, beta: Tensor) -> Tensor:
+    return beta + (phi.mean() + psi.mean())
+
+
+def steps(model: torch.nn.Module, images: Tensor) -> tuple[Call, Call]:
+    """A training step (forward and backward) and an evaluation of a network."""
+
+    def train() -> None:
+        model.train()
+        model(images).sum().backward()
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(images)
+
+    return train, evaluate
+
+
+def peak_memory(call: Call, device: str) -> float:
+    """Bytes that a call needs at most on top of what is held before it."""
+    call()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is counted when it is taken again
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the highest residency so far
+    before = _status("VmRSS")
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024.0 * int(line.split()[1])
+
+
+def machine_peak(device: str) -> tuple[float, float]:
+    """FLOP/s of a float32 matrix product and bytes/s of a copy, the best of several: what libraries get out of it."""
+    a, b = (torch.randn(2048, 2048, device=device) for _ in range(2))
+    here, there = (torch.empty(64 * 2**20, device=device).fill_(i) for i in range(2))
+    product = measure({"": lambda: torch.mm(a, b)}, 9, device).seconds[""]
+    copy = measure({"": lambda: there.copy_(here)}, 9, device).seconds[""]
+    return 2 * 2048**3 / min(product), 8 * here.numel() / min(copy)
+
+
+def table(title: str, heading: str, rows: list[str]) -> str:
+    columns = heading.count("|") + 1
+    return "\n".join([f"\n**{title}**\n", f"| {heading} |", "|---" + "|---:" * (columns - 1) + "|", *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="also write all medians to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    device, repeats, batch = options.device, options.repeats, options.batch
+    flops, bandwidth = machine_peak(device)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
+    print(f"torch {torch.__version__}, {where}, {options.threads} threads, batch {batch}, {repeats} repeats, float32.")
+    print(f"Peak: {flops / 1e9:.0f} GFLOP/s (2048x2048 product), {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).")
+    record: dict[str, Any] = {"peak_flops": flops, "peak_bytes": bandwidth}
+    images = torch.randn(batch, 3, 224, 224, device=device).contiguous(memory_format=torch.channels_last)
+
+    for kind in KINDS:
+        network(kind, images, repeats, device, record)
+    for kind in KINDS:
+        cores(kind, batch, repeats, device, record)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def network(kind: str, images: Tensor, repeats: int, device: str, record: dict[str, Any]) -> None:
+    """SAN10 with each back end, without its attention, and ResNet26."""
+    rows = []
+    calls_of = zip(
+        ("training step", "evaluation"),
+        steps(san.create_model(f"san10_{kind}").to(device), images),
+        steps(san.create_model("resnet26").to(device), images),
+        strict=True,
+    )
+    for name, call, resnet in calls_of:
+        calls = {backend: under(backend, call) for backend in BACKENDS} | {"resnet26": resnet}
+        calls["glue"] = without_core()(under("auto", call))
+        timing = measure(calls, repeats, device)
+        record[f"{kind}, {name}"] = {key: timing.ms(key) for key in calls}
+        cells = [timing.ms("auto"), timing.ratio("auto", "reference"), timing.ratio("auto", "unfused")]
+        rows.append(row(name, *cells, timing.ms("glue"), timing.ms("resnet26"), timing.ratio("auto", "resnet26")))
+    heading = (
+        "SAN10 | fused, ms | reference / fused | unfused / fused | without attention, ms | ResNet26, ms | ResNet26 / fused"
+    )
+    print(table(f"Network, {kind}", heading, rows), flush=True)
+
+
+def cores(kind: str, batch: int, repeats: int, device: str, record: dict[str, Any]) -> None:
+    """Attention alone, stage by stage: time, memory, and shares of the machine's peak."""
+    rows, roofs = [], []
+    modes = {"train": Core.train, "eval": Core.evaluate}
+    names = [f"{mode} {backend}" for mode in modes for backend in BACKENDS]
+    total = {name: [0.0] * repeats for name in names}
+    for stage in STAGES:
+        core = Core(kind, stage, batch, device)
+        calls = {f"{mode} {b}": under(b, partial(run, core)) for mode, run in modes.items() for b in BACKENDS}
+        timing = measure(calls, repeats, device)
+        for name in names:
+            total[name] = [a + core.blocks * b for a, b in zip(total[name], timing.seconds[name], strict=True)]
+        memory = {b: peak_memory(under(b, core.train), device) for b in BACKENDS}
+        record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names} | {f"peak {b}": memory[b] for b in BACKENDS}
+        share = f"{memory['reference'] / max(memory['auto'], 1):.1f}"
+        rows.append(row(stage, *_times(timing), memory["auto"] / 2**20, share))
+        for mode in modes:
+            seconds, flops, moved = timing.ms(f"{mode} auto") / 1000, core.flops(mode == "train"), core.bytes(mode == "train")
+            shares = flops / seconds / record["peak_flops"], moved / seconds / record["peak_bytes"]
+            speed = f"{flops / seconds / 1e9:.0f}"
+            roofs.append(
+                row(
+                    f"{stage}, {mode}",
+                    f"{flops / 1e9:.2f}",
+                    moved / 1e6,
+                    1000 * seconds,
+                    speed,
+                    *(f"{100 * s:.0f} %" for s in shares),
+                )
+            )
+    whole = Timing(total)
+    record[f"{kind}, all stages"] = {name: whole.ms(name) for name in names}
+    rows.append(row("all ten blocks", *_times(whole), "", ""))
+    heading = (
+        "attention alone | training, ms | reference / fused | evaluation, ms | reference / fused | peak MiB | reference / fused"
+    )
+    print(table(f"Core, {kind}", heading, rows), flush=True)
+    heading = "attention alone | GFLOP | MB | ms | GFLOP/s | of peak FLOP/s | of peak bytes/s"
+    print(table(f"Roofline, {kind}", heading, roofs), flush=True)
+
+
+def _times(timing: Timing) -> list[float | str]:
+    cells: list[float | str] = []
+    for mode in ("train", "eval"):
+        cells += [timing.ms(f"{mode} auto"), timing.ratio(f"{mode} auto", f"{mode} reference")]
+    return cells
+
+
+def row(*cells: float | str) -> str:
+    return "| " + " | ".join(cell if isinstance(cell, str) else f"{cell:.1f}" for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
