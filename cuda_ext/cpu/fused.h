@@ -16,8 +16,10 @@
 
 #include "../check.h"
 #include "../footprint.h"
+#include "simd/tiles.h"
 
 namespace san::cpu {
+namespace {
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -189,14 +191,34 @@ void for_each_view(const Footprint& f, int64_t h, int64_t w, const Visit& visit)
   });
 }
 
+}  // namespace
+
 // What the sources in simd/ offer, as compiled for each instruction set.
+#define SAN_TILES(isa)                                  \
+  namespace isa {                                       \
+  extern const PairwiseTiles<float> pairwise_float;     \
+  extern const PairwiseTiles<double> pairwise_double;   \
+  extern const PatchwiseTiles<float> patchwise_float;   \
+  extern const PatchwiseTiles<double> patchwise_double; \
+  }
+SAN_TILES(baseline)
+#if defined(__x86_64__)
+SAN_TILES(v3)
+SAN_TILES(v4)
+#define SAN_COMPILED(tiles) {baseline::tiles, v3::tiles, v4::tiles}
+#else
+#define SAN_COMPILED(tiles) {baseline::tiles}
+#endif
+
+namespace {
+
 template <class Tiles>
 struct Compiled {
   const Tiles& baseline;
 #if defined(__x86_64__)
   const Tiles &v3, &v4;
 
-  // The best that this machine can run; the environment's SAN_CPU (baseline, v3, v4) chooses another, for tests.
+  // The best that this machine can run; the environment's SAN_CPU (baseline, v3, v4) chooses a lesser one, for tests.
   const Tiles& chosen() const {
     const char* wish = std::getenv("SAN_CPU");
     const std::string name = wish == nullptr ? "" : wish;
@@ -213,10 +235,21 @@ struct Compiled {
 #endif
 };
 
-}  // namespace san::cpu
+template <class T>
+const PairwiseTiles<T>& pairwise_tiles() {
+  if constexpr (std::is_same_v<T, double>)
+    return Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_double).chosen();
+  else
+    return Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_float).chosen();
+}
 
-#if defined(__x86_64__)
-#define SAN_COMPILED(tiles) {baseline::tiles, v3::tiles, v4::tiles}
-#else
-#define SAN_COMPILED(tiles) {baseline::tiles}
-#endif
+template <class T>
+const PatchwiseTiles<T>& patchwise_tiles() {
+  if constexpr (std::is_same_v<T, double>)
+    return Compiled<PatchwiseTiles<double>> SAN_COMPILED(patchwise_double).chosen();
+  else
+    return Compiled<PatchwiseTiles<float>> SAN_COMPILED(patchwise_float).chosen();
+}
+
+}  // namespace
+}  // namespace san::cpu

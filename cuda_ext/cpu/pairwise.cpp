@@ -10,34 +10,9 @@
 
 #include "fused.h"
 #include "maps.h"
-#include "simd/tiles.h"
 
 namespace san::cpu {
-
-namespace baseline {
-extern const PairwiseTiles<float> pairwise_float;
-extern const PairwiseTiles<double> pairwise_double;
-}  // namespace baseline
-#if defined(__x86_64__)
-namespace v3 {
-extern const PairwiseTiles<float> pairwise_float;
-extern const PairwiseTiles<double> pairwise_double;
-}  // namespace v3
-namespace v4 {
-extern const PairwiseTiles<float> pairwise_float;
-extern const PairwiseTiles<double> pairwise_double;
-}  // namespace v4
-#endif
-
 namespace {
-
-template <class T>
-const PairwiseTiles<T>& tiles() {
-  if constexpr (std::is_same_v<T, double>)
-    return Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_double).chosen();
-  else
-    return Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_float).chosen();
-}
 
 // out_i = sum of in_j over the reflected footprint of i, or with `adjoint` the sum over all i whose footprint holds j.
 // Maps are [H, W, channels]; separable, so each axis takes k additions.
@@ -118,7 +93,7 @@ class Problem {
         eps(eps),
         center(as<T>(in.center)),
         around(as<T>(in.around)),
-        tile(tiles<T>()),
+        tile(pairwise_tiles<T>()),
         seen_h(counts_of<T>(f.height, f.reach())),
         seen_w(counts_of<T>(f.width, f.reach())),
         center_mean(d),

@@ -7,34 +7,9 @@
 
 #include "fused.h"
 #include "maps.h"
-#include "simd/tiles.h"
 
 namespace san::cpu {
-
-namespace baseline {
-extern const PatchwiseTiles<float> patchwise_float;
-extern const PatchwiseTiles<double> patchwise_double;
-}  // namespace baseline
-#if defined(__x86_64__)
-namespace v3 {
-extern const PatchwiseTiles<float> patchwise_float;
-extern const PatchwiseTiles<double> patchwise_double;
-}  // namespace v3
-namespace v4 {
-extern const PatchwiseTiles<float> patchwise_float;
-extern const PatchwiseTiles<double> patchwise_double;
-}  // namespace v4
-#endif
-
 namespace {
-
-template <class T>
-const PatchwiseTiles<T>& tiles() {
-  if constexpr (std::is_same_v<T, double>)
-    return Compiled<PatchwiseTiles<double>> SAN_COMPILED(patchwise_double).chosen();
-  else
-    return Compiled<PatchwiseTiles<float>> SAN_COMPILED(patchwise_float).chosen();
-}
 
 struct Inputs {
   const Tensor &center, &around, &beta, &gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3;
@@ -123,7 +98,7 @@ class Problem {
         pieces(K + (C > 0 ? 1 : 0)),
         pixels(double(N) * P),
         eps(eps),
-        tile(tiles<T>()),
+        tile(patchwise_tiles<T>()),
         mean(given_mean, given_mean + pieces * R) {
     const int64_t repeated = repeated_weights(G, tile.lanes);
     p.footprint = f, p.relation = R, p.center = C;
