@@ -8,7 +8,8 @@
 namespace san::cpu {
 namespace {
 
-constexpr int64_t kChunk = 512;  // pixels whose sums are kept in the type of sums before they are added up in double
+constexpr int64_t kChunk = 512;  // pixels of a task
+constexpr int64_t kSummed = 32;  // pixels whose sums are kept in the type of sums before they are added up in double
 
 // Sums of x - origin and of its square.
 template <class scalar_t, class acc_t>
@@ -69,16 +70,16 @@ SAN_VECTOR void finish_gradients(const scalar_t* SAN_RESTRICT grad, const scalar
     }
 }
 
-// Adds up, over chunks of pixels in their order, what sum(first pixel, pixels, out [2 C]) leaves.
+// Adds up, over pixels in their order, what sum(first pixel, pixels, out [2 C]) leaves.
 template <class acc_t, class Sum>
 std::vector<double> sum_chunks(int64_t pixels, int64_t C, const Sum& sum) {
   constexpr int64_t kTasks = 64;
-  const int64_t chunks = (pixels + kChunk - 1) / kChunk, tasks = std::min(kTasks, chunks);
+  const int64_t chunks = (pixels + kSummed - 1) / kSummed, tasks = std::min(kTasks, chunks);
   std::vector<double> partial(tasks * 2 * C);
   for_each_task<acc_t>(tasks, 2 * C, [&](int64_t task, acc_t* row) {
     for (int64_t chunk = task * chunks / tasks; chunk < (task + 1) * chunks / tasks; ++chunk) {
       std::fill(row, row + 2 * C, acc_t(0));
-      sum(chunk * kChunk, std::min(kChunk, pixels - chunk * kChunk), row);
+      sum(chunk * kSummed, std::min(kSummed, pixels - chunk * kSummed), row);
       for (int64_t c = 0; c < 2 * C; ++c) partial[task * 2 * C + c] += row[c];
     }
   });

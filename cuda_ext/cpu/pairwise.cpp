@@ -130,7 +130,7 @@ class Problem {
     const std::vector<double> square = sum_over_tasks(squares, d);
     for (int64_t c = 0; c < d; ++c) {
       const double rounding = mean[c] - (double(center_mean[c]) - around_mean[c]);  // of the means taken off
-      var[c] = static_cast<T>(std::max(0.0, square[c] / pairs - rounding * rounding));
+      var[c] = static_cast<T>(std::max(square[c] / pairs - rounding * rounding, 0.0));
     }
   }
 

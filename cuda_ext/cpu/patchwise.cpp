@@ -131,7 +131,7 @@ class Problem {
         const double* s = sum.data() + piece * 2 * p.pitch + c;
         const double first = s[0] / pixels, second = s[p.pitch] / pixels;
         mean_out[channel_of(piece, c)] = static_cast<T>(first + middle(piece, c));
-        var_out[channel_of(piece, c)] = static_cast<T>(std::max(0.0, second - first * first));
+        var_out[channel_of(piece, c)] = static_cast<T>(std::max(second - first * first, 0.0));
       }
     mean.assign(mean_out.begin(), mean_out.end());
   }
@@ -210,6 +210,7 @@ class Problem {
 
 void check_inputs(const Inputs& in, const Contiguous& x, int64_t kernel_size) {
   check_map(in.center, "center"), check_map(in.around, "around"), check_map(in.beta, "beta");
+  footprint_of(in.around.size(1), in.around.size(2), kernel_size);
   const int64_t C = in.center.size(3), R = in.around.size(3), K = kernel_size * kernel_size, rows = in.weight2.size(0);
   for (int axis = 0; axis < 3; ++axis)
     STD_TORCH_CHECK(in.beta.size(axis) == in.around.size(axis) && in.center.size(axis) == in.around.size(axis),
@@ -268,7 +269,7 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
     for (int64_t e = 0; e < E; ++e) {
       const double mean = sum[e] / problem.pixels;
       mean2[e] = static_cast<T>(u[e] + mean);
-      var2[e] = static_cast<T>(std::max(0.0, sum[E + e] / problem.pixels - mean * mean));
+      var2[e] = static_cast<T>(std::max(sum[E + e] / problem.pixels - mean * mean, 0.0));
     }
   }
   std::vector<T> a2 = HiddenNorm<T>(in.gain2, in.bias2, mean2.data(), var2.data(), E, eps).activated(u, N, P, p.hidden);

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from san import ops
 from san.choice import ChoiceError, choose
-from san.nn.fusion import fusable, fused
+from san.nn.fusion import fusable, fused, is_watched
 from san.nn.inputs import check_map
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
@@ -154,7 +154,8 @@ class PairwiseAttention(VectorAttention):
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """In one kernel where delta is a difference and gamma can be fused; else operator by operator."""
         difference, layers = PAIRWISE[self.relation].difference, fusable("pairwise", self.gamma, beta_NMHW)
-        if difference is None or layers is None:
+        is_plain = type(self).weigh is PairwiseAttention.weigh and not (self.position and is_watched(self.position))
+        if difference is None or layers is None or not is_plain:
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         center, around = difference(phi_NRHW, psi_NRHW)
         if self.position is not None:
@@ -208,7 +209,8 @@ class PatchwiseAttention(VectorAttention):
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """In one kernel where delta is a concatenation and gamma can be fused; else operator by operator."""
         layers = fusable("patchwise", self.gamma, beta_NMHW)
-        if self.relation != "concatenation" or layers is None:
+        is_plain = type(self).weigh is PatchwiseAttention.weigh
+        if self.relation != "concatenation" or layers is None or not is_plain:
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
         return fused(ops.patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)

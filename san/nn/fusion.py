@@ -28,7 +28,9 @@ class Layers(NamedTuple):
 
 def fusable(operator: str, gamma: nn.Sequential, x: Tensor) -> Layers | None:
     """gamma's layers if attention over maps like `x` can run as `operator`: plain ones of an LRL that nobody watches."""
-    if not ops.fuses(operator, x) or x.numel() == 0 or _is_watched(gamma) or any(map(_is_watched, gamma)):
+    if type(gamma) is not nn.Sequential or not ops.fuses(operator, x) or x.numel() == 0:
+        return None
+    if is_watched(gamma) or any(map(is_watched, gamma)):
         return None
     if tuple(map(type, gamma)) != (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * 2:
         return None
@@ -36,6 +38,8 @@ def fusable(operator: str, gamma: nn.Sequential, x: Tensor) -> Layers | None:
     assert isinstance(norm1, nn.BatchNorm2d) and isinstance(norm2, nn.BatchNorm2d)
     assert isinstance(linear1, nn.Conv2d) and isinstance(linear2, nn.Conv2d)
     if not (_is_plain(norm1) and _is_plain(norm2) and norm1.eps == norm2.eps and norm1.training == norm2.training):
+        return None
+    if linear1.bias is not None or linear2.bias is None:
         return None
     return Layers(norm1, linear1, norm2, linear2)
 
@@ -62,10 +66,15 @@ def fused(attention: Attention, center: Tensor, around: Tensor, beta: Tensor, la
     return y
 
 
+def is_watched(layer: nn.Module) -> bool:
+    """Whether a hook waits for the layer to be called."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
 def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
     """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
     is_channels_last = x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
-    if not (is_channels_last and ops.fuses("norm_relu", x_NCHW) and _is_plain(norm)) or _is_watched(norm):
+    if not (is_channels_last and ops.fuses("norm_relu", x_NCHW) and _is_plain(norm)) or is_watched(norm):
         return relu(norm(x_NCHW), inplace=True)
     values = x_NCHW.numel() // x_NCHW.shape[1]
     _require_several(norm, values)
@@ -75,10 +84,6 @@ def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> T
     if norm.training:
         _remember(norm, mean, var, values)
     return y_NCHW
-
-
-def _is_watched(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
 
 
 def _is_plain(norm: nn.Module) -> bool:

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from san.ops import library
+from san.ops.footprint import check_footprint
+
 
 class Normalization(NamedTuple):
     """A BatchNorm's parameters and running statistics, [channels] each."""
@@ -58,7 +61,9 @@ def pairwise_attention(
 
     gamma's last bias has no influence, for softmax cancels it; its gradient is zero. The result has beta's memory format.
     """
+    check_footprint(kernel_size, *beta_NMHW.shape[2:])
     maps = map(_channels_last, (center_NdHW, around_NdHW, beta_NMHW))
+    _load()
     y_NHWM, _, *statistics = torch.ops.san.pairwise(*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps)
     return _as_map(y_NHWM, beta_NMHW), Statistics(*statistics)
 
@@ -71,13 +76,16 @@ def patchwise_attention(
     `center_NCHW` may have no channels. gamma's output g * K + j is the weight of position j for weight channel g. The result
     has beta's memory format.
     """
+    check_footprint(kernel_size, *beta_NMHW.shape[2:])
     maps = map(_channels_last, (center_NCHW, around_NRHW, beta_NMHW))
+    _load()
     y_NHWM, _, *statistics = torch.ops.san.patchwise(*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps)
     return _as_map(y_NHWM, beta_NMHW), Statistics(*statistics)
 
 
 def norm_relu(x_NCHW: Tensor, norm: Normalization, training: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """relu(batch_norm(x)), and the batch's mean and biased variance, [C]; the result has x's memory format."""
+    _load()
     y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), *norm.parameters(x_NCHW), training, eps)
     return _as_map(y_NHWC, x_NCHW), mean, var
 
@@ -86,6 +94,11 @@ def norm_relu_(x_NCHW: Tensor, norm: Normalization, eps: float) -> Tensor:
     """relu(batch_norm(x)) in evaluation, in place of a channels-last x; it has no derivative."""
     torch.ops.san.norm_relu_(x_NCHW.permute(0, 2, 3, 1), *norm.parameters(x_NCHW), eps)
     return x_NCHW
+
+
+@torch.compiler.assume_constant_result
+def _load() -> bool:
+    return library.load()
 
 
 def _channels_last(x_NCHW: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def _register_aggregation() -> None:
 def _fused_outputs(beta: Tensor, gamma: tuple[Any, ...], extra_channels: int) -> tuple[Tensor, ...]:
     gain1, bias1, _, gain2, bias2, _ = gamma
     extra = gain1.new_empty(*beta.shape[:3], extra_channels)
-    return beta.new_empty(beta.shape), extra, *(torch.empty_like(x) for x in (gain1, bias1, gain2, bias2))
+    return beta.new_empty(beta.shape), extra, *(x.new_empty(x.shape) for x in (gain1, bias1, gain2, bias2))
 
 
 def _refuse_second_derivative(name: str) -> None:
@@ -241,7 +241,7 @@ def _register_pairwise() -> None:
 
     @torch.library.register_fake("san::pairwise_backward")
     def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in inputs[:9])
+        return tuple(x.new_empty(x.shape) for x in inputs[:9])
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.kernel_size, ctx.training, ctx.eps = inputs
@@ -280,7 +280,7 @@ def _register_patchwise() -> None:
 
     @torch.library.register_fake("san::patchwise_backward")
     def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in inputs[:10])
+        return tuple(x.new_empty(x.shape) for x in inputs[:10])
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.kernel_size, ctx.training, ctx.eps = inputs
@@ -313,7 +313,7 @@ def _register_norm_relu() -> None:
 
     @torch.library.register_fake("san::norm_relu")
     def _(x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(bias)
+        return x.new_empty(x.shape), gain.new_empty(gain.shape), bias.new_empty(bias.shape)
 
     @torch.library.register_fake("san::norm_relu_")
     def _(*inputs: Any) -> None:
@@ -321,7 +321,7 @@ def _register_norm_relu() -> None:
 
     @torch.library.register_fake("san::norm_relu_backward")
     def _(grad: Tensor, x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(bias)
+        return x.new_empty(x.shape), gain.new_empty(gain.shape), bias.new_empty(bias.shape)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, gain, bias, _, _, ctx.training, ctx.eps = inputs

@@ -186,7 +186,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3),
         "8 channels .* multiple of the 3",
     ),
-    "unknown backend": (lambda: ops.backend("fast").__enter__(), "'auto' or 'reference', not 'fast'"),  # type: ignore[arg-type]
+    "unknown backend": (lambda: ops.backend("fast").__enter__(), "'auto', 'unfused' or 'reference', not 'fast'"),  # type: ignore[arg-type]
 }
 
 

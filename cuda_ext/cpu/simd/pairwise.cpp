@@ -111,7 +111,14 @@ struct Tile {
       for (int64_t c = 0; c < p.weights; c += kLanes<T>) {
         const Vector<T> logsumexp = load(image.logsumexp + pixel(t) * p.weights + c);
         T* z = weight + t * f.positions() * p.weights + c;
-        for (int64_t o = 0; o < f.positions(); ++o) store(z + o * p.weights, exp(load(z + o * p.weights) - logsumexp));
+        // What logsumexp lost to rounding is the same for all, and grows with it: their sum takes it off again.
+        const Vector<T> sum = sum_of<Vector<T>>(f.positions(), [&](int64_t o) __attribute__((always_inline)) {
+          const Vector<T> e = exp(load(z + o * p.weights) - logsumexp);
+          store(z + o * p.weights, e);
+          return e;
+        });
+        const Vector<T> scale = T(1) / sum;
+        for (int64_t o = 0; o < f.positions(); ++o) store(z + o * p.weights, load(z + o * p.weights) * scale);
       }
   }
   template <int shares, bool first_shares>
