@@ -1,4 +1,5 @@
-// What every CUDA file needs around its kernels: launching one thread per output element on the current stream.
+// What every CUDA file needs around its kernels: launching one thread per output element, or blocks that share memory,
+// on the current stream.
 //
 // With SAN_SHIM the same file is compiled by g++ and its kernels run on the CPU (shim/cuda_shim.h), so that tests cover
 // kernels and host code without a GPU; the operators are then registered in the library `san_shim` for CPU tensors.
@@ -18,7 +19,14 @@
 
 #define SAN_LIBRARY san
 #define SAN_DEVICE CUDA
+#define SAN_UNROLL _Pragma("unroll")
 #define SAN_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+// For kernels whose threads wait for each other, with `bytes` of dynamic shared memory.
+#define SAN_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+  do {                                                                 \
+    san::cuda::allow_shared_memory(kernel, bytes);                     \
+    kernel<<<blocks, threads, bytes, stream>>>(__VA_ARGS__);           \
+  } while (false)
 
 namespace san::cuda {
 
@@ -34,6 +42,33 @@ inline void check_launch(const char* name) {
   const cudaError_t status = cudaGetLastError();
   STD_TORCH_CHECK(status == cudaSuccess, name, ": ", cudaGetErrorString(status));
 }
+
+// The dynamic shared memory that a block of the current device can have.
+inline size_t shared_memory_limit() {
+  int device = 0, bytes = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
+  return known ? static_cast<size_t>(bytes) : size_t(48) << 10;
+}
+
+// Bytes that one pass may take for what its blocks hand to the next; larger batches go through in parts.
+inline int64_t workspace_limit() { return int64_t(256) << 20; }
+
+// A kernel must ask for more than 48 KB.
+template <class Kernel>
+void allow_shared_memory(Kernel* kernel, size_t bytes) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  STD_TORCH_CHECK(status == cudaSuccess, bytes, " bytes of shared memory: ", cudaGetErrorString(status));
+}
+
+#ifdef __CUDACC__
+// Start of the block's dynamic shared memory.
+__device__ __forceinline__ char* shared_memory_base() {
+  extern __shared__ __align__(32) char dynamic_shared_memory[];
+  return dynamic_shared_memory;
+}
+#endif
 
 }  // namespace san::cuda
 #endif

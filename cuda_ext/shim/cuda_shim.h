@@ -1,10 +1,23 @@
-// Runs __global__ code on the CPU: every block and thread in turn. Enough for kernels without shared memory, barriers
-// and shuffles. SAN_SHIM_REVERSE runs the threads backwards, which shows a kernel that depends on their order.
+// Runs __global__ code on the CPU, every block in turn. SAN_SHIM_REVERSE runs blocks and threads backwards, which shows
+// a kernel that depends on their order, as one that lacks a barrier does.
+//
+// SAN_LAUNCH runs one thread after the other; kernels with barriers, shuffles, shared memory or mma need
+// SAN_LAUNCH_SHARED, whose threads are fibers. What the shim cannot show: races inside a warp between two barriers,
+// misaligned vector loads, and anything about time.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
+
+#include "fibers.h"
 
 #define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
 #define SAN_DEVICE CPU
+#define SAN_UNROLL
 
 struct ShimIndex {
   unsigned x = 0;
@@ -13,6 +26,8 @@ inline thread_local ShimIndex threadIdx, blockIdx, blockDim, gridDim;
 
 #define SAN_LAUNCH(kernel, blocks, threads, stream, ...) \
   san::cuda::run_all(blocks, threads, [&] { kernel(__VA_ARGS__); })
+#define SAN_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+  san::cuda::run_fibers(blocks, threads, bytes, [&] { kernel(__VA_ARGS__); })
 
 namespace san::cuda {
 
@@ -21,10 +36,14 @@ struct DeviceGuard {
 };
 inline int current_stream(const Tensor&) { return 0; }
 inline void check_launch(const char*) {}
+inline size_t shared_memory_limit() { return size_t(227) << 10; }  // as a block has on an H100
+inline int64_t workspace_limit() { return int64_t(16) << 10; }     // so that small tests meet it
+
+inline bool runs_in_reverse() { return std::getenv("SAN_SHIM_REVERSE") != nullptr; }
 
 template <class Body>
 void run_all(int blocks, int threads, const Body& body) {
-  const bool reverse = std::getenv("SAN_SHIM_REVERSE") != nullptr;
+  const bool reverse = runs_in_reverse();
   gridDim.x = blocks, blockDim.x = threads;
   for (int block = 0; block < blocks; ++block) {
     for (int thread = 0; thread < threads; ++thread) {
@@ -35,4 +54,64 @@ void run_all(int blocks, int threads, const Body& body) {
   }
 }
 
+constexpr uintptr_t kSharedAlignment = 32;
+inline thread_local char* shared_memory = nullptr;
+
+template <class Body>
+void run_fibers(int blocks, int threads, size_t bytes, const Body& body) {
+  const bool reverse = runs_in_reverse();
+  shim::Scheduler scheduler(threads, reverse);
+  std::unique_ptr<char[]> memory(new char[bytes + kSharedAlignment]);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.get()) + kSharedAlignment - 1;
+  shared_memory = reinterpret_cast<char*>(address / kSharedAlignment * kSharedAlignment);
+  gridDim.x = blocks, blockDim.x = threads;
+  for (int block = 0; block < blocks; ++block) {
+    blockIdx.x = reverse ? blocks - 1 - block : block;
+    // NaN in every type: what is read before it is written shows.
+    std::fill_n(reinterpret_cast<uint16_t*>(shared_memory), (bytes + 1) / 2, uint16_t(0x7ff8));
+    scheduler.run_block(body, [](int thread) { threadIdx.x = thread; });
+  }
+}
+
+// Start of the block's dynamic shared memory.
+inline char* shared_memory_base() { return shared_memory; }
+
 }  // namespace san::cuda
+
+inline void __syncthreads() { san::shim::Scheduler::running().wait(san::shim::State::kAtBlockBarrier); }
+inline void __syncwarp(unsigned = ~0u) { san::shim::Scheduler::running().wait(san::shim::State::kAtWarpBarrier); }
+
+// What `lane` of the warp passes as value.
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  san::shim::Scheduler& scheduler = san::shim::Scheduler::running();
+  std::memcpy(scheduler.self().exchanged, &value, sizeof(T));
+  __syncwarp();
+  T result;
+  std::memcpy(&result, scheduler.neighbour(lane % san::shim::kWarp).exchanged, sizeof(T));
+  __syncwarp();
+  return result;
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+  return __shfl_sync(mask, value, san::shim::Scheduler::running().lane() ^ bits);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int distance) {
+  const int lane = san::shim::Scheduler::running().lane();
+  return __shfl_sync(mask, value, lane + distance < san::shim::kWarp ? lane + distance : lane);
+}
+
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+#include "mma.h"

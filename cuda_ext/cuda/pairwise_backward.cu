@@ -1,0 +1,616 @@
+// Fused pairwise attention, backward. Definition: san/ops/fused.py; how pairs are worked on: pairwise_tile.cuh.
+//
+// The gradients of a BatchNorm's input need sums over all pairs, so there are three passes over pairs:
+//   values    gradient of beta, and what the softmax subtracts: projection_i = sum_j w_ij * (gradient of w_ij)
+//   mapping   gradients of weight2, gain2 and bias2
+//   relation  gradient of weight1, and those of relu's argument summed over j (for center) and over i (for around)
+// The first BatchNorm needs no fourth: what it adds to the gradients of the maps are sums of center_i - around_j, which
+// `finish` takes from the maps.
+//
+// Sums over i go to one pixel from several tiles. Each tile writes its part for all pixels that its footprints cover,
+// its halo, and `fold` adds up the parts and the mirror images: no atomics, one order.
+#include <optional>
+#include <tuple>
+
+#include "pairwise_problem.cuh"
+#include "pairwise_sums.cuh"
+
+namespace san::cuda {
+namespace {
+
+// What backward reads of pixels: maps [pixels, M], and per weight channel [pixels, G].
+template <class scalar_t>
+struct Maps {
+  using T = accumulate_t<scalar_t>;
+  const scalar_t *beta, *grad_y;
+  const T *logsumexp, *projection;
+
+  // The same without the first pixels.
+  Maps from(const Pairwise<T>& p, int64_t pixel) const {
+    return {beta + pixel * p.M, grad_y + pixel * p.M, logsumexp + pixel * p.G, nullptr};
+  }
+};
+
+// The softmax weight of a row's pair from its logit.
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__device__ __forceinline__ T softmax_weight(const Pairwise<T>& p, const Maps<scalar_t>& maps, int64_t center, int g,
+                                            T logit) {
+  return exponential(logit - maps.logsumexp[center * p.G + g]);
+}
+
+template <class T>
+struct ValuesShared : Common<T> {
+  T *logits, *weights, *projection;  // [rows, pitch_of(G)], [all pairs of the tile, G], [pixels of the tile, G]
+  size_t bytes;
+
+  SAN_HOST_DEVICE ValuesShared(const Pairwise<T>& p, char* base) : ValuesShared(p, Carver(base)) {}
+
+ private:
+  SAN_HOST_DEVICE ValuesShared(const Pairwise<T>& p, Carver carver) : Common<T>(p, carver) {
+    logits = carver.take<T>(p.rows * pitch_of(p.G));
+    weights = carver.take<T>(p.tile_pixels() * p.positions() * p.G);
+    projection = carver.take<T>(p.tile_pixels() * p.G);
+    bytes = carver.used();
+  }
+};
+
+// projection, and each tile's part of the gradient of beta: to_beta [tiles, halo, M].
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__global__ void __launch_bounds__(kPairThreads, kResident<T>)
+    values_kernel(Pairwise<T> p, Maps<scalar_t> maps, T* projection, T* to_beta) {
+  const ValuesShared<T> shared(p, shared_memory_base());
+  const PairBlock<scalar_t> block{p, shared};
+  block.load(true);
+  for_each_tile(p, [&](const Tile& tile, int64_t index) {
+    const int count = tile.count(), pairs = count * p.positions();
+    for (int k = threadIdx.x; k < count * p.G; k += kPairThreads) shared.projection[k] = 0;
+    for (int first = 0; first < pairs; first += p.rows) {
+      const Step step = block.begin(tile, first);
+      __syncthreads();
+      block.relate();
+      __syncthreads();
+      block.activate(nullptr);
+      __syncthreads();
+      block.map_to_logits(shared.logits);
+      __syncthreads();
+      block.weight_gradients(maps.grad_y, maps.beta, step.valid, [&](int row, int g, T gradient) {
+        T& logit = shared.logits[row * pitch_of(p.G) + g];
+        const T weight = softmax_weight(p, maps, shared.center[row], g, logit);
+        shared.weights[(first + row) * p.G + g] = weight;
+        logit = weight * gradient;
+      });
+      __syncthreads();
+      for_each_cell(count, p.G, [&](int pixel, int g) {
+        T sum = 0;
+        for (int row = step.row_of(pixel); row < step.valid; row += count)
+          sum += shared.logits[row * pitch_of(p.G) + g];
+        shared.projection[pixel * p.G + g] += sum;
+      });
+      // The barriers of the next step keep its logits from being written before these are read.
+    }
+    __syncthreads();
+    for_each_cell(count, p.G, [&](int pixel, int g) {
+      projection[tile.pixel(p.f, pixel) * p.G + g] = shared.projection[pixel * p.G + g];
+    });
+    const int kernel_size = static_cast<int>(p.f.kernel_size);
+    const int height = tile.height + kernel_size - 1, width = tile.width + kernel_size - 1;
+    for_each_share(p, height * width, [&](int cell, auto shares) {
+      const int down = divide(cell, width), right = cell - down * width;
+      for (int h = std::max(0, down - kernel_size + 1); h < std::min(tile.height, down + 1); ++h) {
+        for (int w = std::max(0, right - kernel_size + 1); w < std::min(tile.width, right + 1); ++w) {
+          const int pair = ((down - h) * kernel_size + right - w) * count + h * tile.width + w;
+          shares.add(shared.weights + pair * p.G + shares.g, maps.grad_y + (tile.first + h * p.f.width + w) * p.M);
+        }
+      }
+      T* out = to_beta + (index * p.halo_pixels() + down * p.halo_width() + right) * p.M;
+      shares.for_each([&](int c, int, T sum) { out[c] = sum; });
+    });
+    __syncthreads();
+  });
+}
+
+// out [pixels, channels] = the sum over a pixel's mirror images and the tiles whose halo shows them of parts [tiles,
+// halo, channels].
+template <class T, class out_t>
+__global__ void fold_kernel(const T* parts, Pairwise<T> p, int channels, int64_t elements, out_t* out) {
+  const int high = static_cast<int>(p.tiles_high()), wide = static_cast<int>(p.tiles_wide());
+  const int reach = static_cast<int>(p.f.reach()), width = static_cast<int>(p.f.width);
+  const int halo_width = p.halo_width(), halo_height = p.halo_pixels() / halo_width;
+  SAN_FOR_EACH(index, elements) {
+    const int64_t pixel = index / channels, n = pixel / p.f.pixels();
+    const int place = static_cast<int>(pixel - n * p.f.pixels()), c = static_cast<int>(index - pixel * channels);
+    T sum = 0;
+    for_each_image(place / width, p.f.height, reach, [&](int64_t image_h) {
+      for_each_image(place % width, p.f.width, reach, [&](int64_t image_w) {
+        const int down = static_cast<int>(image_h) + reach, right = static_cast<int>(image_w) + reach;
+        const int first_row = down < halo_height ? 0 : (down - halo_height) / p.tile_height + 1;
+        const int first_column = right < halo_width ? 0 : (right - halo_width) / p.tile_width + 1;
+        for (int row = first_row; row < high && row * p.tile_height <= down; ++row) {
+          for (int column = first_column; column < wide && column * p.tile_width <= right; ++column) {
+            const int64_t tile = (n * high + row) * wide + column;
+            const int cell = (down - row * p.tile_height) * halo_width + right - column * p.tile_width;
+            sum += parts[(tile * p.halo_pixels() + cell) * channels + c];
+          }
+        }
+      });
+    });
+    out[index] = static_cast<out_t>(sum);
+  }
+}
+
+// What the passes `mapping` and `relation` share: the gradients up to the second BatchNorm's output.
+template <class T>
+struct BackwardShared : Common<T> {
+  T* normalised;  // [rows, pitch_of(E)]
+  T* logits;      // [rows, pitch_of(G)]; later their gradients
+
+  SAN_HOST_DEVICE BackwardShared(const Pairwise<T>& p, Carver& carver) : Common<T>(p, carver) {
+    normalised = carver.take<T>(p.rows * pitch_of(p.E));
+    logits = carver.take<T>(p.rows * pitch_of(p.G));
+  }
+};
+
+// Computes a step up to the gradients of its logits; all threads may read them when it returns.
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__device__ Step logit_gradients(const PairBlock<scalar_t>& block, const BackwardShared<T>& shared,
+                                const Maps<scalar_t>& maps, const Tile& tile, int first) {
+  const Pairwise<T>& p = block.p;
+  const Step step = block.begin(tile, first);
+  __syncthreads();
+  block.relate();
+  __syncthreads();
+  block.activate(shared.normalised);
+  __syncthreads();
+  block.map_to_logits(shared.logits);
+  __syncthreads();
+  block.weight_gradients(maps.grad_y, maps.beta, step.valid, [&](int row, int g, T gradient) {
+    T& logit = shared.logits[row * pitch_of(p.G) + g];
+    const int64_t i = shared.center[row];
+    logit = softmax_weight(p, maps, i, g, logit) * (gradient - maps.projection[i * p.G + g]);
+  });
+  for_each_cell(p.rows - step.valid, p.G,
+                [&](int row, int g) { shared.logits[(step.valid + row) * pitch_of(p.G) + g] = 0; });
+  __syncthreads();
+  return step;
+}
+
+// Calls visit(row, e, gradients) with the gradients of relu's argument before weight2, of channels e and e + 1.
+template <class scalar_t, class T, class Visit>
+__device__ __forceinline__ void hidden_gradients(const PairBlock<scalar_t>& block, const BackwardShared<T>& shared,
+                                                 const Visit& visit) {
+  const Pairwise<T>& p = block.p;
+  multiply<PairBlock<scalar_t>::kAccurate>(
+      Along<T>{shared.logits, pitch_of(p.G)}, Across<T>{block.weight2(), pitch_of(p.E)},
+      {p.rows, padded(p.E), padded(p.G)}, [&](int row, int e, Pack<2, T> gradients, int) {
+        const auto active = Pack<2, T>::load(shared.active + row * pitch_of(p.E) + e);
+        SAN_UNROLL
+        for (int n = 0; n < 2; ++n) gradients.data[n] = active.data[n] > 0 ? gradients.data[n] : T(0);
+        visit(row, e, gradients);
+      });
+}
+
+// Adds left^T right, summed over the rows of a step, to sums [slices, left_width, right_width].
+template <bool kAccurate, class T>
+__device__ __forceinline__ void add_product(const Pairwise<T>& p, const T* left, int left_width, const T* right,
+                                            int right_width, T* sums) {
+  const int slices = p.slices(left_width, right_width);
+  multiply<kAccurate>(Across<T>{left, pitch_of(left_width)}, Across<T>{right, pitch_of(right_width)},
+                      {padded(left_width), padded(right_width), p.rows, slices},
+                      [&](int i, int j, Pack<2, T> values, int slice) {
+                        T* to = sums + (slice * left_width + i) * right_width + j;
+                        SAN_UNROLL
+                        for (int n = 0; n < 2; ++n) {
+                          if (i < left_width && j + n < right_width) to[n] += values.data[n];
+                        }
+                      });
+}
+
+template <class T>
+__device__ __forceinline__ T sum_slices(const T* sums, int slices, int size, int index) {
+  T sum = 0;
+  for (int slice = 0; slice < slices; ++slice) sum += sums[slice * size + index];
+  return sum;
+}
+
+template <class T>
+struct MappingShared : BackwardShared<T> {
+  T* hidden_gradient;  // [rows, pitch_of(E)]
+  T* sums;             // [parts, 2, E]: of these gradients, and of them times `normalised`
+  T* to_weight2;       // [slices, G, E]; null if the sums stay in global memory
+  size_t bytes;
+
+  SAN_HOST_DEVICE MappingShared(const Pairwise<T>& p, char* base) : MappingShared(p, Carver(base)) {}
+
+ private:
+  SAN_HOST_DEVICE MappingShared(const Pairwise<T>& p, Carver carver) : BackwardShared<T>(p, carver) {
+    hidden_gradient = carver.take<T>(p.rows * pitch_of(p.E));
+    sums = carver.take<T>(parts_for(kPairThreads, p.E) * 2 * p.E);
+    to_weight2 = p.stages ? carver.take<T>(p.slices(p.G, p.E) * p.G * p.E) : nullptr;
+    bytes = carver.used();
+  }
+};
+
+// A block's sums over its pairs: the gradients of weight2 [G, E], bias2 [E] and gain2 [E], one behind the other.
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__global__ void __launch_bounds__(kPairThreads, kResident<T>)
+    mapping_kernel(Pairwise<T> p, Maps<scalar_t> maps, T* partial) {
+  const MappingShared<T> shared(p, shared_memory_base());
+  const PairBlock<scalar_t> block{p, shared};
+  const int parts = parts_for(kPairThreads, p.E), slices = p.slices(p.G, p.E), size = p.G * p.E;
+  T* out = partial + blockIdx.x * int64_t(size + 2 * p.E);
+  T* to_weight2 = p.stages ? shared.to_weight2 : out;
+  block.load(true);
+  for (int k = threadIdx.x; k < slices * size; k += kPairThreads) to_weight2[k] = 0;
+  for (int k = threadIdx.x; k < parts * 2 * p.E; k += kPairThreads) shared.sums[k] = 0;
+  for_each_tile(p, [&](const Tile& tile, int64_t) {
+    const int pairs = tile.count() * p.positions();
+    for (int first = 0; first < pairs; first += p.rows) {
+      const Step step = logit_gradients(block, shared, maps, tile, first);
+      hidden_gradients(block, shared, [&](int row, int e, Pack<2, T> gradients) {
+        gradients.store(shared.hidden_gradient + row * pitch_of(p.E) + e);
+      });
+      add_product<block.kAccurate>(p, shared.logits, p.G, shared.active, p.E, to_weight2);
+      __syncthreads();
+      for_each_cell(parts, p.E, [&](int part, int e) {
+        T sum = 0, product = 0;
+        for (int row = part; row < step.valid; row += parts) {
+          const T gradient = shared.hidden_gradient[row * pitch_of(p.E) + e];
+          sum += gradient, product += gradient * shared.normalised[row * pitch_of(p.E) + e];
+        }
+        shared.sums[part * 2 * p.E + e] += sum, shared.sums[(part * 2 + 1) * p.E + e] += product;
+      });
+    }
+  });
+  __syncthreads();
+  for (int k = threadIdx.x; p.stages && k < size; k += kPairThreads) out[k] = sum_slices(to_weight2, slices, size, k);
+  for (int k = threadIdx.x; k < 2 * p.E; k += kPairThreads) out[size + k] = sum_slices(shared.sums, parts, 2 * p.E, k);
+}
+
+template <class T>
+struct RelationShared : BackwardShared<T> {
+  T *slope, *offset, *tilt;  // [E] the second BatchNorm's backward: slope * (gradient - offset - tilt * normalised)
+  T* to_center;              // [pixels of the tile, d]
+  T* to_around;              // [halo, d]; null if it stays in global memory, as the next
+  T* to_weight1;             // [slices, E, d]
+  size_t bytes;
+
+  SAN_HOST_DEVICE RelationShared(const Pairwise<T>& p, char* base) : RelationShared(p, Carver(base)) {}
+
+ private:
+  SAN_HOST_DEVICE RelationShared(const Pairwise<T>& p, Carver carver) : BackwardShared<T>(p, carver) {
+    const int E = padded(p.E);
+    slope = carver.take<T>(E), offset = carver.take<T>(E), tilt = carver.take<T>(E);
+    to_center = carver.take<T>(p.tile_pixels() * p.d);
+    to_around = p.stages ? carver.take<T>(p.halo_pixels() * p.d) : nullptr;
+    to_weight1 = p.stages ? carver.take<T>(p.slices(p.E, p.d) * p.E * p.d) : nullptr;
+    bytes = carver.used();
+  }
+};
+
+// The gradients of relu's argument before weight1: their sums over j, to_center [pixels, d], each tile's part of their
+// sums over i, to_around [tiles, halo, d], and a block's part of the gradient of weight1 [E, d]. sum_gradient and
+// sum_product [E] are what the second BatchNorm corrects for, from mapping_kernel; null in evaluation.
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__global__ void __launch_bounds__(kPairThreads, kResident<T>)
+    relation_kernel(Pairwise<T> p, Maps<scalar_t> maps, const T* sum_gradient, const T* sum_product, T pairs_in_all,
+                    T* to_center, T* to_around, T* partial) {
+  const RelationShared<T> shared(p, shared_memory_base());
+  const PairBlock<scalar_t> block{p, shared};
+  const int slices = p.slices(p.E, p.d), size = p.E * p.d;
+  const int halo_size = p.halo_pixels() * p.d;
+  T* out = partial + blockIdx.x * int64_t(size);
+  T* to_weight1 = p.stages ? shared.to_weight1 : out;
+  block.load(true);
+  for (int k = threadIdx.x; k < slices * size; k += kPairThreads) to_weight1[k] = 0;
+  for (int e = threadIdx.x; e < padded(p.E); e += kPairThreads) {
+    const bool corrects = e < p.E && sum_gradient != nullptr;
+    shared.slope[e] = e < p.E ? p.gain2[e] / std::sqrt(p.var2[e] + p.eps) : T(0);
+    shared.offset[e] = corrects ? sum_gradient[e] / pairs_in_all : T(0);
+    shared.tilt[e] = corrects ? sum_product[e] / pairs_in_all : T(0);
+  }
+  for_each_tile(p, [&](const Tile& tile, int64_t index) {
+    const int count = tile.count(), pairs = count * p.positions();
+    T* halo_out = to_around + index * halo_size;
+    T* halo = p.stages ? shared.to_around : halo_out;
+    for (int k = threadIdx.x; k < count * p.d; k += kPairThreads) shared.to_center[k] = 0;
+    for (int k = threadIdx.x; k < halo_size; k += kPairThreads) halo[k] = 0;
+    for (int first = 0; first < pairs; first += p.rows) {
+      const Step step = logit_gradients(block, shared, maps, tile, first);
+      hidden_gradients(block, shared, [&](int row, int e, Pack<2, T> gradients) {
+        T* normalised = shared.normalised + row * pitch_of(p.E) + e;  // become the gradients of the hidden channels
+        const auto slope = Pack<2, T>::load(shared.slope + e), offset = Pack<2, T>::load(shared.offset + e);
+        const auto tilt = Pack<2, T>::load(shared.tilt + e), before = Pack<2, T>::load(normalised);
+        SAN_UNROLL
+        for (int n = 0; n < 2; ++n) {
+          const T gradient = gradients.data[n] - offset.data[n] - before.data[n] * tilt.data[n];
+          gradients.data[n] = row < step.valid ? slope.data[n] * gradient : T(0);
+        }
+        gradients.store(normalised);
+      });
+      __syncthreads();
+      add_product<block.kAccurate>(p, shared.normalised, p.E, shared.relation, p.d, to_weight1);
+      __syncthreads();
+      multiply<block.kAccurate>(Along<T>{shared.normalised, pitch_of(p.E)}, Across<T>{block.weight1(), pitch_of(p.d)},
+                                {p.rows, padded(p.d), padded(p.E)}, [&](int row, int c, Pack<2, T> gradients, int) {
+                                  T* relation = shared.relation + row * pitch_of(p.d) + c;  // become their gradients
+                                  const auto before = Pack<2, T>::load(relation);
+                                  SAN_UNROLL
+                                  for (int n = 0; n < 2; ++n) {
+                                    gradients.data[n] = before.data[n] > 0 ? gradients.data[n] : T(0);
+                                  }
+                                  gradients.store(relation);
+                                });
+      __syncthreads();
+      for_each_cell(count, p.d, [&](int pixel, int c) {
+        T sum = 0;
+        for (int row = step.row_of(pixel); row < step.valid; row += count) {
+          sum += shared.relation[row * pitch_of(p.d) + c];
+        }
+        shared.to_center[pixel * p.d + c] += sum;
+      });
+      // Pairs at one footprint position lead to different cells of the halo; so positions take turns.
+      for (int top = 0; top < step.valid;) {
+        const int position = divide(first + top, count);
+        const int bottom = std::min(step.valid, (position + 1) * count - first);
+        for_each_cell(bottom - top, p.d, [&](int row, int c) {
+          halo[shared.cell[top + row] * p.d + c] += shared.relation[(top + row) * pitch_of(p.d) + c];
+        });
+        __syncthreads();
+        top = bottom;
+      }
+    }
+    for_each_cell(count, p.d, [&](int pixel, int c) {
+      to_center[tile.pixel(p.f, pixel) * p.d + c] = shared.to_center[pixel * p.d + c];
+    });
+    for (int k = threadIdx.x; p.stages && k < halo_size; k += kPairThreads) halo_out[k] = halo[k];
+    __syncthreads();
+  });
+  for (int k = threadIdx.x; p.stages && k < size; k += kPairThreads) out[k] = sum_slices(to_weight1, slices, size, k);
+}
+
+constexpr int kFinishPixels = 256;
+
+// Sums over the pixels of a block: of to_center, and of its product with the normalised relation, which falls into one
+// sum over center's pixels and one over around's. Both are taken from a shift that is near the values.
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__global__ void __launch_bounds__(kPairThreads, kResident<T>)
+    relation_sums_kernel(Pairwise<T> p, const scalar_t* center, const scalar_t* around, const T* to_center,
+                         const T* to_around, T* partial) {
+  T* sums = reinterpret_cast<T*>(shared_memory_base());  // [parts, 2, d]
+  const int64_t pixels = p.images * p.f.pixels(), first = int64_t(blockIdx.x) * kFinishPixels;
+  const int64_t last = first + kFinishPixels < pixels ? first + kFinishPixels : pixels;
+  const int parts = parts_for(kPairThreads, p.d);
+  for_each_cell(parts, p.d, [&](int part, int c) {
+    const T around_shift = static_cast<T>(around[c]), center_shift = p.mean1[c] + around_shift;
+    T sum = 0, product = 0;
+    for (int64_t i = first + part; i < last; i += parts) {
+      const T gradient = to_center[i * p.d + c];
+      sum += gradient;
+      product += gradient * (static_cast<T>(center[i * p.d + c]) - center_shift);
+      product -= to_around[i * p.d + c] * (static_cast<T>(around[i * p.d + c]) - around_shift);
+    }
+    sums[part * 2 * p.d + c] = sum, sums[(part * 2 + 1) * p.d + c] = product;
+  });
+  __syncthreads();
+  for (int k = threadIdx.x; k < 2 * p.d; k += kPairThreads) {
+    T sum = sum_slices(sums, parts, 2 * p.d, k);
+    if (k >= p.d) sum /= std::sqrt(p.var1[k - p.d] + p.eps);
+    partial[int64_t(blockIdx.x) * 2 * p.d + k] = sum;
+  }
+}
+
+// The gradients of the maps from the sums over pairs; grad_bias1 and grad_gain1 are null in evaluation, where
+// statistics do not depend on the maps.
+template <class scalar_t, class T = accumulate_t<scalar_t>>
+__global__ void finish_kernel(Pairwise<T> p, const scalar_t* center, const scalar_t* around, const T* to_center,
+                              const T* to_around, const T* grad_bias1, const T* grad_gain1, T pairs_in_all,
+                              int64_t elements, scalar_t* grad_center, scalar_t* grad_around) {
+  const int reach = static_cast<int>(p.f.reach()), H = static_cast<int>(p.f.height), W = static_cast<int>(p.f.width);
+  SAN_FOR_EACH(index, elements) {
+    const int64_t pixel = index / p.d, n = pixel / p.f.pixels();
+    const int c = static_cast<int>(index - pixel * p.d), place = static_cast<int>(pixel - n * p.f.pixels());
+    const int h = place / W, w = place % W;
+    const T deviation = 1 / std::sqrt(p.var1[c] + p.eps), scale = p.gain1[c] * deviation;
+    T from_center = to_center[index], from_around = to_around[index];
+    if (grad_bias1 != nullptr) {
+      const scalar_t *centers = center + n * p.f.pixels() * p.d + c, *arounds = around + n * p.f.pixels() * p.d + c;
+      const T here_center = static_cast<T>(center[index]) - p.mean1[c];
+      const T here_around = static_cast<T>(around[index]) + p.mean1[c];
+      T as_center = 0, as_around = 0;  // sums of center_i - around_j - mean1 over the pixel's pairs
+      int seen = 0;
+      for (int down = -reach; down <= reach; ++down) {
+        const scalar_t* row = arounds + reflect(h + down, H) * W * p.d;
+        for (int right = -reach; right <= reach; ++right) {
+          as_center += here_center - static_cast<T>(row[reflect(w + right, W) * p.d]);
+        }
+      }
+      for_each_image(h, H, reach, [&](int64_t image_h) {
+        for_each_image(w, W, reach, [&](int64_t image_w) {
+          const int top = std::max(0, int(image_h) - reach), bottom = std::min(H - 1, int(image_h) + reach);
+          const int left = std::max(0, int(image_w) - reach), last = std::min(W - 1, int(image_w) + reach);
+          for (int from_h = top; from_h <= bottom; ++from_h) {
+            const scalar_t* row = centers + int64_t(from_h) * W * p.d;
+            for (int from_w = left; from_w <= last; ++from_w) {
+              as_around += static_cast<T>(row[int64_t(from_w) * p.d]) - here_around;
+            }
+          }
+          seen += std::max(0, bottom - top + 1) * std::max(0, last - left + 1);
+        });
+      });
+      const T mean = grad_bias1[c] / pairs_in_all, tilt = grad_gain1[c] / pairs_in_all * deviation;
+      from_center -= static_cast<T>(p.f.positions()) * mean + as_center * tilt;
+      from_around -= static_cast<T>(seen) * mean + as_around * tilt;
+    }
+    grad_center[index] = static_cast<scalar_t>(scale * from_center);
+    grad_around[index] = static_cast<scalar_t>(-scale * from_around);
+  }
+}
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Gradients, and the passes that fill them in.
+template <class scalar_t>
+class Gradients {
+ public:
+  using T = accumulate_t<scalar_t>;
+
+  Gradients(const Problem<scalar_t>& problem, const Tensor& grad_y, const Tensor& logsumexp, bool training)
+      : problem_(problem),
+        p_(problem.sizes),
+        training_(training),
+        stream_(problem.stream()),
+        grad_y_(grad_y),
+        logsumexp_(logsumexp) {
+    maps_ = {problem.beta(), grad_y_.const_data_ptr<scalar_t>(), logsumexp_.const_data_ptr<T>(), nullptr};
+    center = problem.new_maps(p_.d), around = problem.new_maps(p_.d), beta = problem.new_maps(p_.M);
+    gain1 = problem.new_sums({p_.d}), bias1 = problem.new_sums({p_.d}), weight1 = problem.new_sums({p_.E, p_.d});
+    gain2 = problem.new_sums({p_.E}), bias2 = problem.new_sums({p_.E}), weight2 = problem.new_sums({p_.G, p_.E});
+  }
+
+  void zero() {
+    for (Tensor* x : {&gain1, &bias1, &weight1, &gain2, &bias2, &weight2}) torch::stable::zero_(*x);
+  }
+
+  void values() {
+    Pairwise<T> p = p_;
+    const size_t bytes = plan<ValuesShared<T>>(p, 2 * pixels_of_tile(p.f));
+    projection_ = problem_.new_sums({problem_.pixels(), p.G});
+    T* projection = projection_.template mutable_data_ptr<T>();
+    scalar_t* grad_beta = beta.template mutable_data_ptr<scalar_t>();
+    // The tiles' parts are several times as large as beta, so a large batch takes turns.
+    const int64_t part_size = p.tiles() / p.images * p.halo_pixels() * p.M, pixels = p.f.pixels();
+    const int64_t most = std::max<int64_t>(1, workspace_limit() / (part_size * int64_t(sizeof(T))));
+    Tensor parts = problem_.new_sums({std::min(most, p.images), part_size});
+    for (int64_t first = 0; first < p_.images; first += most) {
+      const Maps<scalar_t> maps = maps_.from(p, first * pixels);
+      p.images = std::min(most, p_.images - first);
+      p.center = p_.center + first * pixels * padded(p.d), p.around = p_.around + first * pixels * padded(p.d);
+      SAN_LAUNCH_SHARED(values_kernel<scalar_t>, blocks_of(p), kPairThreads, bytes, stream_, p, maps,
+                        projection + first * pixels * p.G, parts.template mutable_data_ptr<T>());
+      fold(parts, p, p.M, p.images * pixels * p.M, grad_beta + first * pixels * p.M);
+    }
+    maps_.projection = projection;
+  }
+
+  void mapping() {
+    Pairwise<T> p = p_;
+    const size_t bytes = plan<MappingShared<T>>(p, pixels_of_tile(p.f));
+    const int64_t columns = int64_t(p.G) * p.E + 2 * p.E, blocks = blocks_of(p, kSumBlocks);
+    Tensor partial = problem_.new_sums({blocks, columns});
+    SAN_LAUNCH_SHARED(mapping_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads, bytes, stream_, p, maps_,
+                      partial.template mutable_data_ptr<T>());
+    sum(partial, {&weight2, &bias2, &gain2});
+  }
+
+  void relation() {
+    Pairwise<T> p = p_;
+    const size_t bytes = plan<RelationShared<T>>(p, pixels_of_tile(p.f));
+    const int64_t blocks = blocks_of(p, kSumBlocks);
+    Tensor partial = problem_.new_sums({blocks, p.E, p.d});
+    Tensor parts = problem_.new_sums({p.tiles(), p.halo_pixels(), p.d});
+    Tensor to_center = problem_.new_sums({problem_.pixels(), p.d}), to_around = torch::stable::empty_like(to_center);
+    SAN_LAUNCH_SHARED(relation_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads, bytes, stream_, p, maps_,
+                      if_training(bias2), if_training(gain2), static_cast<T>(problem_.pairs()),
+                      to_center.template mutable_data_ptr<T>(), parts.template mutable_data_ptr<T>(),
+                      partial.template mutable_data_ptr<T>());
+    sum(partial, {&weight1});
+    fold(parts, p, p.d, to_around.numel(), to_around.template mutable_data_ptr<T>());
+    finish(to_center, to_around);
+  }
+
+  Tensor center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2;
+
+ private:
+  const T* if_training(const Tensor& x) const { return training_ ? x.template const_data_ptr<T>() : nullptr; }
+
+  void sum(const Tensor& partial, std::initializer_list<Tensor*> outputs) {
+    Totals<T> totals{};
+    int count = 0;
+    for (Tensor* output : outputs) {
+      totals.data[count] = output->template mutable_data_ptr<T>(), totals.size[count] = output->numel();
+      ++count;
+    }
+    sum_blocks(partial.template const_data_ptr<T>(), partial.size(0), partial.numel() / partial.size(0), totals,
+               stream_);
+  }
+
+  template <class out_t>
+  void fold(const Tensor& parts, const Pairwise<T>& p, int channels, int64_t elements, out_t* out) {
+    auto* kernel = &fold_kernel<T, out_t>;
+    SAN_LAUNCH(kernel, blocks_for(elements), kThreads, stream_, parts.template const_data_ptr<T>(), p, channels,
+               elements, out);
+  }
+
+  void finish(const Tensor& to_center, const Tensor& to_around) {
+    const int64_t blocks = (problem_.pixels() + kFinishPixels - 1) / kFinishPixels;
+    Tensor partial = problem_.new_sums({blocks, 2 * p_.d});
+    const T *centers = to_center.template const_data_ptr<T>(), *arounds = to_around.template const_data_ptr<T>();
+    SAN_LAUNCH_SHARED(relation_sums_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads,
+                      parts_for(kPairThreads, p_.d) * 2 * p_.d * sizeof(T), stream_, p_, problem_.center(),
+                      problem_.around(), centers, arounds, partial.template mutable_data_ptr<T>());
+    sum(partial, {&bias1, &gain1});
+    SAN_LAUNCH(finish_kernel<scalar_t>, blocks_for(center.numel()), kThreads, stream_, p_, problem_.center(),
+               problem_.around(), centers, arounds, if_training(bias1), if_training(gain1),
+               static_cast<T>(problem_.pairs()), center.numel(), center.template mutable_data_ptr<scalar_t>(),
+               around.template mutable_data_ptr<scalar_t>());
+  }
+
+  const Problem<scalar_t>& problem_;
+  const Pairwise<T>& p_;
+  bool training_;
+  decltype(current_stream(Tensor())) stream_;
+  Tensor grad_y_, logsumexp_, projection_;
+  Maps<scalar_t> maps_{};
+};
+
+template <class scalar_t>
+Backward backward(const Tensor& grad_y, const PairwiseInputs& in, const Tensor& logsumexp, int64_t kernel_size,
+                  bool training, double eps) {
+  Problem<scalar_t> problem(in, kernel_size, eps);
+  problem.scale_maps();
+  const ScalarType type = map_type(in);
+  const Tensor gradient = contiguous_of(grad_y, type);
+  problem.sizes.is_wide &= problem.is_aligned(gradient.const_data_ptr<scalar_t>());
+  Gradients<scalar_t> grads(problem, gradient, contiguous_of(logsumexp, sum_type(type)), training);
+  if (problem.pixels() > 0) {
+    grads.values();
+    grads.mapping();
+    grads.relation();
+  } else {
+    grads.zero();
+  }
+  check_launch("pairwise_backward");
+  const auto as = [](const Tensor& x, const Tensor& like) { return contiguous_of(x, like.scalar_type()); };
+  return {as(grads.center, in.center),
+          as(grads.around, in.around),
+          as(grads.beta, in.beta),
+          grads.gain1,
+          grads.bias1,
+          grads.weight1,
+          grads.gain2,
+          grads.bias2,
+          grads.weight2};
+}
+
+Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Tensor& around, const Tensor& beta,
+                           const Tensor& gain1, const Tensor& bias1, const Tensor& weight1, const Tensor& gain2,
+                           const Tensor& bias2, const Tensor& weight2, const Tensor& mean1, const Tensor& var1,
+                           const Tensor& mean2, const Tensor& var2, const Tensor& logsumexp, int64_t kernel_size,
+                           bool training, double eps) {
+  const PairwiseInputs in{center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, mean1, var1, mean2, var2};
+  check_pairwise(in);
+  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
+  STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
+  const DeviceGuard guard(center.get_device());
+  std::optional<Backward> result;
+  SAN_DISPATCH(map_type(in), "pairwise_backward",
+               [&] { result = backward<scalar_t>(grad_y, in, logsumexp, kernel_size, training, eps); });
+  return *result;
+}
+
+}  // namespace
+}  // namespace san::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
+  m.impl("pairwise_backward", TORCH_BOX(&san::cuda::pairwise_backward));
+}

@@ -1,0 +1,337 @@
+"""The CUDA sources of fused pairwise attention, run on the CPU through the shim, against plain torch in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuda_ext import build
+from san.ops.library import load
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem size. Named so that a failing one can be read off the test id."""
+
+    batch: int
+    height: int
+    width: int
+    footprint: int
+    relation: int
+    hidden: int
+    weights: int
+    values: int
+
+    def __str__(self) -> str:
+        map_size = f"n{self.batch}-{self.height}x{self.width}-k{self.footprint}"
+        return f"{map_size}-d{self.relation}e{self.hidden}g{self.weights}m{self.values}"
+
+
+CASES = [
+    Case(1, 7, 7, 7, 18, 16, 8, 64),  # both mirrors overlap; the channels of SAN's second stage
+    Case(2, 9, 6, 3, 6, 4, 2, 16),  # the channels of its first stage; tiles that the map cuts off
+    Case(2, 5, 6, 5, 5, 3, 3, 6),  # nothing is a multiple of anything
+    Case(1, 5, 5, 3, 34, 32, 16, 128),
+    Case(2, 5, 7, 1, 7, 9, 1, 5),
+    Case(1, 3, 4, 3, 130, 128, 64, 512),  # the channels of the last stage, whose weights overflow shared memory in float64
+]
+TRAINING = [False, True]
+ORDERS = ["forwards", "backwards"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs in float64: maps [N, H, W, channels], parameters and statistics in the order of the operator's arguments."""
+
+    maps: tuple[Tensor, Tensor, Tensor]
+    parameters: tuple[Tensor, ...]
+    statistics: tuple[Tensor, ...]
+    grad: Tensor
+    footprint: int
+
+    @staticmethod
+    def sample(case: Case) -> Problem:
+        generator = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        size, d, e, g = (case.batch, case.height, case.width), case.relation, case.hidden, case.weights
+        maps = normal(*size, d), normal(*size, d) + 0.5, normal(*size, case.values)
+        norm1, norm2 = (normal(d) + 1, normal(d)), (normal(e) + 1, normal(e))
+        parameters = *norm1, normal(e, d) / d**0.5, *norm2, 2 * normal(g, e) / e**0.5, normal(g)
+        statistics = normal(d) / 4 - 0.5, 2 + normal(d).square(), normal(e) / 4 + 0.5, 1 + normal(e).square()
+        return Problem(maps, parameters, statistics, normal(*size, case.values), case.footprint)
+
+    def rounded_to(self, dtype: torch.dtype) -> Problem:
+        """With maps that a type can hold, so that only what a kernel does in it is to be seen."""
+        center, around, beta = (x.to(dtype).double() for x in self.maps)
+        return replace(self, maps=(center, around, beta), grad=self.grad.to(dtype).double())
+
+    def to(self, device: str) -> Problem:
+        center, around, beta = (x.to(device) for x in self.maps)
+        parameters, statistics = (tuple(x.to(device) for x in some) for some in (self.parameters, self.statistics))
+        return Problem((center, around, beta), parameters, statistics, self.grad.to(device), self.footprint)
+
+    def rest(self, training: bool) -> tuple[Any, ...]:
+        return self.footprint, training, EPS
+
+
+def reference(problem: Problem, training: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The operator's outputs, and the gradients of maps and parameters without the last bias."""
+    maps = tuple(x.clone().requires_grad_() for x in problem.maps)
+    parameters = tuple(x.clone().requires_grad_() for x in problem.parameters)
+    gain1, bias1, weight1, gain2, bias2, weight2, _ = parameters
+    mean1, var1, mean2, var2 = problem.statistics
+    center, around, beta = (x.permute(0, 3, 1, 2) for x in maps)
+    N, M, H, W = beta.shape
+
+    def unfold(x: Tensor) -> Tensor:
+        padded = F.pad(x, (problem.footprint // 2,) * 4, mode="reflect")
+        return F.unfold(padded, problem.footprint).view(N, x.shape[1], -1, H * W)
+
+    def normalize(x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)) if training else (mean, var)
+
+    delta = center.flatten(2).unsqueeze(2) - unfold(around)
+    mean1, var1 = normalize(delta, mean1, var1)
+    relation = F.batch_norm(delta, mean1.detach(), var1.detach(), gain1, bias1, training, 0.0, EPS).relu()
+    u = torch.einsum("ed,ndkp->nekp", weight1, relation)
+    mean2, var2 = normalize(u, mean2, var2)
+    hidden = F.batch_norm(u, mean2.detach(), var2.detach(), gain2, bias2, training, 0.0, EPS).relu()
+    logits = torch.einsum("ge,nekp->ngkp", weight2, hidden)
+    share = M // weight2.shape[0]
+    weight = logits.softmax(2).repeat(1, share, 1, 1)
+    y = (weight * unfold(beta)).sum(2).view(N, M, H, W).permute(0, 2, 3, 1)
+    logsumexp = logits.logsumexp(2).view(N, -1, H, W).permute(0, 2, 3, 1)
+    gradients = torch.autograd.grad(y, (*maps, *parameters[:-1]), problem.grad)
+    return tuple(x.detach() for x in (y, logsumexp, mean1, var1, mean2, var2)), gradients
+
+
+def build_shim(folder: Path) -> Path:
+    """Compiles the schemas and the pairwise sources for the CPU into one library."""
+    toolchain = build.Toolchain.find("0")
+    objects = []
+    for source in [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/pairwise*.cu"))]:
+        objects.append(folder / f"{source.name}.o")
+        build.run([*build.compile_command(source, objects[-1], toolchain, shim=True), "-Werror", "-O1"])
+    build.run(build.link_command(objects, folder / "shim.so", toolchain))
+    return folder / "shim.so"
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
+    folder = tmp_path_factory.mktemp("shim")
+    torch.ops.load_library(build_shim(folder))
+    return torch.ops.san_shim
+
+
+def run(shim: Any, problem: Problem, training: bool, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The operator's outputs and gradients for maps of a type."""
+    sums = torch.promote_types(dtype, torch.float32)
+    maps, grad = [x.to(dtype) for x in problem.maps], problem.grad.to(dtype)
+    parameters, statistics = ([x.to(sums) for x in some] for some in (problem.parameters, problem.statistics))
+    outputs = shim.pairwise(*maps, *parameters, *statistics, *problem.rest(training))
+    _, logsumexp, *used = outputs
+    gradients = shim.pairwise_backward(grad, *maps, *parameters[:-1], *used, logsumexp, *problem.rest(training))
+    return outputs, gradients
+
+
+def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...], error: float) -> None:
+    """Compares by norm: where a value of gamma is nearly 0, rounding decides whether ReLU passes its gradient."""
+    for index, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert ours.shape == theirs.shape
+        distance = (ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-6)
+        assert distance <= error, f"tensor {index}: {distance:.1e}"
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "backwards":
+        monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
+    yield request.param
+
+
+@pytest.mark.parametrize("training", TRAINING, ids=["evaluation", "training"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64_matches_reference(case: Case, training: bool, order: str, shim: Any) -> None:
+    problem = Problem.sample(case)
+    outputs, gradients = run(shim, problem, training, torch.float64)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert_near(outputs, wanted_outputs, 1e-10)
+    assert_near(gradients, wanted_gradients, 1e-10)
+
+
+@pytest.mark.parametrize("training", TRAINING, ids=["evaluation", "training"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32_matches_reference(case: Case, training: bool, order: str, shim: Any) -> None:
+    problem = Problem.sample(case)
+    outputs, gradients = run(shim, problem, training, torch.float32)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert_near(outputs, wanted_outputs, 1e-5)
+    assert_near(gradients, wanted_gradients, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", TRAINING, ids=["evaluation", "training"])
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_half_types_are_near(case: Case, training: bool, dtype: torch.dtype, shim: Any) -> None:
+    problem = Problem.sample(case).rounded_to(dtype)
+    outputs, gradients = run(shim, problem, training, dtype)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert [outputs[0].dtype, outputs[1].dtype, gradients[2].dtype, gradients[3].dtype] == [dtype, torch.float32] * 2
+    assert_near(outputs, wanted_outputs, 0.01)
+    assert_near(gradients, wanted_gradients, 0.15)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_order_of_threads_and_blocks_changes_no_bit(case: Case, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.sample(case)
+    forwards = run(shim, problem, True, torch.float32)
+    monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
+    backwards = run(shim, problem, True, torch.float32)
+    for one, other in zip(sum(forwards, ()), sum(backwards, ()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_takes_views_and_maps_of_different_types(shim: Any) -> None:
+    problem = Problem.sample(CASES[1]).rounded_to(torch.bfloat16)
+    center, around, beta = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in problem.maps)
+    maps = center.float(), around.float(), F.pad(beta, (1, 0)).bfloat16()[..., 1:]
+    parameters, statistics = ([x.float() for x in some] for some in (problem.parameters, problem.statistics))
+    outputs = shim.pairwise(*maps, *parameters, *statistics, *problem.rest(True))
+    used = (*outputs[2:], outputs[1])
+    gradients = shim.pairwise_backward(problem.grad.bfloat16(), *maps, *parameters[:-1], *used, *problem.rest(True))
+    wanted_outputs, wanted_gradients = reference(problem, True)
+    assert [x.dtype for x in (outputs[0], *gradients[:3])] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert_near(outputs, wanted_outputs, 0.01)
+    assert_near(gradients, wanted_gradients, 0.01)
+
+
+@pytest.mark.parametrize("training", TRAINING, ids=["evaluation", "training"])
+def test_takes_an_empty_batch(training: bool, shim: Any) -> None:
+    problem = Problem.sample(Case(0, 5, 5, 3, 6, 4, 2, 16))
+    outputs, gradients = run(shim, problem, training, torch.float32)
+    assert outputs[0].shape == (0, 5, 5, 16) and outputs[1].shape == (0, 5, 5, 2)
+    for got, given in zip(outputs[2:], problem.statistics, strict=True):
+        torch.testing.assert_close(got, given.float())
+    for got, given in zip(gradients, (*problem.maps, *problem.parameters), strict=False):
+        torch.testing.assert_close(got, torch.zeros_like(given.float()))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "complaint"),
+    [
+        (1, torch.zeros(2, 9, 6, 5), "one shape"),
+        (2, torch.zeros(2, 9, 6, 15), "multiple of the 2"),
+        (5, torch.zeros(4, 5), "weight1"),
+        (6, torch.zeros(3), "second BatchNorm"),
+        (14, 4, "footprint"),
+        (14, 13, "footprint"),
+    ],
+)
+def test_refuses_what_does_not_fit(argument: int, value: Any, complaint: str, shim: Any) -> None:
+    problem = Problem.sample(CASES[1])
+    arguments: list[Any] = [x.float() for x in (*problem.maps, *problem.parameters, *problem.statistics)]
+    arguments += problem.rest(True)
+    arguments[argument] = value
+    with pytest.raises(RuntimeError, match=complaint):
+        shim.pairwise(*arguments)
+
+
+PROBE = """
+#include <cstdio>
+#include "cuda/launch.h"
+
+namespace san::cuda {
+
+__global__ void sum_kernel(float* result, bool waits) {
+  float* sums = reinterpret_cast<float*>(shared_memory_base());
+  float value = static_cast<float>(threadIdx.x);
+  for (int bits = 16; bits > 0; bits /= 2) value += __shfl_xor_sync(~0u, value, bits);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  if (waits) __syncthreads();
+  if (threadIdx.x == 0) *result = sums[0] + sums[1];
+}
+
+}  // namespace san::cuda
+
+int main() {
+  for (const bool waits : {true, false}) {
+    float result = 0;
+    SAN_LAUNCH_SHARED(san::cuda::sum_kernel, 1, 64, 2 * sizeof(float), 0, &result, waits);
+    std::printf("%g ", result);
+  }
+}
+"""
+
+
+def test_shim_shows_a_missing_barrier(tmp_path: Path) -> None:
+    source, program = tmp_path / "probe.cu", tmp_path / "probe"
+    source.write_text(PROBE)
+    compile_command = build.compile_command(source, tmp_path / "probe.o", build.Toolchain.find("0"), shim=True)
+    build.run([*compile_command, f"-I{build.SOURCE_DIR}"])
+    torch_lib = Path(torch.__file__).parent / "lib"
+    link = [compile_command[0], str(tmp_path / "probe.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]
+    build.run([*link, "-o", str(program)])
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert float(said[0]) == 63 * 64 / 2
+    assert "nan" in said[1]
+    environment = {**os.environ, "SAN_SHIM_REVERSE": "1"}
+    said = subprocess.run([program], capture_output=True, text=True, check=True, env=environment).stdout.split()
+    assert float(said[0]) == 63 * 64 / 2
+
+
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available() and "FAIL_WITHOUT_CUDA" not in os.environ, reason="needs a CUDA device"
+)
+DEVICE_CASES = [
+    *CASES,
+    Case(3, 14, 14, 7, 66, 64, 32, 256),
+    Case(2, 28, 28, 7, 34, 32, 16, 128),
+    Case(2, 56, 56, 7, 18, 16, 8, 64),
+]
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("training", TRAINING, ids=["evaluation", "training"])
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=str)
+def test_cuda_matches_reference(case: Case, training: bool, dtype: torch.dtype) -> None:
+    assert load()
+    problem = Problem.sample(case).rounded_to(dtype)
+    got = run(torch.ops.san, problem.to("cuda"), training, dtype)
+    outputs, gradients = (tuple(x.cpu() for x in some) for some in got)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    output_error, gradient_error = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-3)}.get(dtype, (0.01, 0.15))
+    assert_near(outputs, wanted_outputs, output_error)
+    assert_near(gradients, wanted_gradients, gradient_error)
+
+
+@needs_cuda
+def test_cuda_graph_gives_the_same_bits() -> None:
+    assert load()
+    problem = Problem.sample(DEVICE_CASES[-1]).to("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wanted = run(torch.ops.san, problem, True, torch.float32)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = run(torch.ops.san, problem, True, torch.float32)
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(sum(wanted, ()), sum(got, ()), strict=True):
+        assert torch.equal(one, other)
