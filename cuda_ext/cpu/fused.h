@@ -151,7 +151,8 @@ class PaddedResult {
 template <class T>
 std::vector<double> sum_over_tasks(const std::vector<T>& partial, int64_t size) {
   std::vector<double> sum(size);
-  for (size_t at = 0; at < partial.size(); ++at) sum[at % size] += partial[at];
+  for (auto from = partial.begin(); from != partial.end(); from += size)
+    for (int64_t at = 0; at < size; ++at) sum[at] += from[at];
   return sum;
 }
 

@@ -105,10 +105,10 @@ class Problem {
     p.weights = weights, p.values = round_up(M, weights);
   }
 
-  // Batch statistics of the relation; center_mean and around_mean become those of the maps.
-  void relate_statistics(std::vector<T>& mean, std::vector<T>& var) {
+  // The means of the maps, as pairs see them; returned is that of the relation.
+  std::vector<double> map_means() {
     const T *x = values<T>(center), *y = values<T>(around);
-    std::vector<double> sums(N * 2 * d), squares(N * d);
+    std::vector<double> sums(N * 2 * d), mean(d);
     for_each_task<T>(N, d, [&](int64_t n, T* row) {
       sum_pixels<T>(x + n * P * d, f, d, nullptr, nullptr, row, sums.data() + n * 2 * d);
       sum_pixels(y + n * P * d, f, d, seen_h.data(), seen_w.data(), row, sums.data() + (n * 2 + 1) * d);
@@ -116,8 +116,16 @@ class Problem {
     const std::vector<double> sum = sum_over_tasks(sums, 2 * d);
     for (int64_t c = 0; c < d; ++c) {
       center_mean[c] = static_cast<T>(sum[c] / (N * P)), around_mean[c] = static_cast<T>(sum[d + c] / pairs);
-      mean[c] = static_cast<T>(sum[c] / (N * P) - sum[d + c] / pairs);
+      mean[c] = sum[c] / (N * P) - sum[d + c] / pairs;
     }
+    return mean;
+  }
+
+  // Batch statistics of the relation.
+  void relation_statistics(std::vector<T>& mean_out, std::vector<T>& var_out) {
+    const std::vector<double> mean = map_means();
+    const T *x = values<T>(center), *y = values<T>(around);
+    std::vector<double> squares(N * d);
     const std::vector<T> none(d), one(d, 1);
     for_each_task<T>(N, (4 * P + 1) * d, [&](int64_t n, T* scratch) {
       T *x_c = scratch, *y_c = x_c + P * d, *rows = y_c + P * d, *box = rows + P * d, *row = box + P * d;
@@ -130,7 +138,8 @@ class Problem {
     const std::vector<double> square = sum_over_tasks(squares, d);
     for (int64_t c = 0; c < d; ++c) {
       const double rounding = mean[c] - (double(center_mean[c]) - around_mean[c]);  // of the means taken off
-      var[c] = static_cast<T>(std::max(square[c] / pairs - rounding * rounding, 0.0));
+      mean_out[c] = static_cast<T>(mean[c]);
+      var_out[c] = static_cast<T>(std::max(square[c] / pairs - rounding * rounding, 0.0));
     }
   }
 
@@ -242,7 +251,7 @@ Forward forward(const Inputs& in, const Tensor& given_mean1, const Tensor& given
   std::vector<T> var2(values<T>(given_var2), values<T>(given_var2) + E);
   const bool counts = training && N > 0;
   problem.take_relation_mean(mean1.data());
-  if (counts) problem.relate_statistics(mean1, var1);
+  if (counts) problem.relation_statistics(mean1, var1);
   problem.normalise(values<T>(in.gain1), values<T>(in.bias1), var1.data());
   if (counts) {
     problem.fold_hidden(in, nullptr, nullptr);
@@ -276,10 +285,7 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
   const Footprint& f = problem.f;
   Pairwise<T>& p = problem.p;
   problem.take_relation_mean(values<T>(mean1));
-  if (training && N > 0) {
-    std::vector<T> ignored_mean(d), ignored_var(d);  // the maps' own means are what is wanted
-    problem.relate_statistics(ignored_mean, ignored_var);
-  }
+  if (training && N > 0) problem.map_means();
   problem.normalise(values<T>(in.gain1), values<T>(in.bias1), values<T>(var1));
   problem.fold_hidden(in, values<T>(mean2), values<T>(var2));
 

@@ -90,7 +90,11 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
     }
     __syncthreads();
     for_each_cell(count, p.G, [&](int pixel, int g) {
-      projection[tile.pixel(p.f, pixel) * p.G + g] = shared.projection[pixel * p.G + g];
+      // Over the sum of the weights, which is 1 but for what a large logsumexp lost to rounding: so gradients cancel
+      // where a softmax is saturated.
+      T sum = 0;
+      for (int pair = pixel; pair < pairs; pair += count) sum += shared.weights[pair * p.G + g];
+      projection[tile.pixel(p.f, pixel) * p.G + g] = shared.projection[pixel * p.G + g] / sum;
     });
     const int kernel_size = static_cast<int>(p.f.kernel_size);
     const int height = tile.height + kernel_size - 1, width = tile.width + kernel_size - 1;

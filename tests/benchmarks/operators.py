@@ -81,14 +81,14 @@ def main() -> None:
     for name, call in problems(options.device).items():
         if options.only not in name:
             continue
-        times: dict[ops.Backend, list[float]] = {"reference": [], "auto": []}
+        times: dict[ops.Backend, list[float]] = {"reference": [], "unfused": []}
         for repeat in range(options.repeats + 1):
             for backend in times:
                 with ops.backend(backend):
                     elapsed = seconds(call, options.device)
                 if repeat:  # the first is the warm-up
                     times[backend].append(elapsed)
-        ratios = [a / b for a, b in zip(times["reference"], times["auto"], strict=True)]
+        ratios = [a / b for a, b in zip(times["reference"], times["unfused"], strict=True)]
         reference, kernel = (1000 * statistics.median(t) for t in times.values())
         spread = f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"
         print(f"| {name} | {reference:.1f} | {kernel:.1f} | {spread} |", flush=True)

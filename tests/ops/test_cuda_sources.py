@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cuda_ext import build
+from san.ops import library
 from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
 
 CUDA_SOURCES = sorted(build.SOURCE_DIR.glob("cuda/*.cu"))
@@ -27,6 +28,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
         command = build.compile_command(source, objects[-1], toolchain, shim=True)
         build.run([*command, "-Werror", "-O1"])
     build.run(build.link_command(objects, folder / "shim.so", toolchain))
+    assert library.load(), "the shim is compared with the CPU's kernels"
     torch.ops.load_library(folder / "shim.so")
     return torch.ops.san_shim
 
