@@ -119,25 +119,6 @@ def reference(problem: Problem, training: bool) -> tuple[tuple[Tensor, ...], tup
     return tuple(x.detach() for x in (y, logsumexp, mean1, var1, mean2, var2)), gradients
 
 
-def build_shim(folder: Path) -> Path:
-    """Compiles the schemas and the pairwise sources for the CPU into one library."""
-    toolchain = build.Toolchain.find("0")
-    objects = []
-    for source in [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/pairwise*.cu"))]:
-        objects.append(folder / f"{source.name}.o")
-        build.run([*build.compile_command(source, objects[-1], toolchain, shim=True), "-Werror", "-O1"])
-    build.run(build.link_command(objects, folder / "shim.so", toolchain))
-    return folder / "shim.so"
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
-    folder = tmp_path_factory.mktemp("shim")
-    torch.ops.load_library(build_shim(folder))
-    return torch.ops.san_shim
-
-
 def run(shim: Any, problem: Problem, training: bool, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The operator's outputs and gradients for maps of a type."""
     sums = torch.promote_types(dtype, torch.float32)

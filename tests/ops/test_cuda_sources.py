@@ -11,26 +11,9 @@ import pytest
 import torch
 
 from cuda_ext import build
-from san.ops import library
 from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
 
 CUDA_SOURCES = sorted(build.SOURCE_DIR.glob("cuda/*.cu"))
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
-    folder = tmp_path_factory.mktemp("shim")
-    toolchain = build.Toolchain.find("0")
-    objects = []
-    for source in [build.SOURCE_DIR / "library.cpp", *CUDA_SOURCES]:
-        objects.append(folder / f"{source.name}.o")
-        command = build.compile_command(source, objects[-1], toolchain, shim=True)
-        build.run([*command, "-Werror", "-O1"])
-    build.run(build.link_command(objects, folder / "shim.so", toolchain))
-    assert library.load(), "the shim is compared with the CPU's kernels"
-    torch.ops.load_library(folder / "shim.so")
-    return torch.ops.san_shim
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
