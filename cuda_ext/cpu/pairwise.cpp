@@ -402,7 +402,7 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
 Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,
                  const Tensor& bias1, const Tensor& weight1, const Tensor& gain2, const Tensor& bias2,
                  const Tensor& weight2, const Tensor& bias3, const Tensor& mean1, const Tensor& var1,
-                 const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps) {
+                 const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps, bool tf32) {
   const bool is_double = beta.scalar_type() == ScalarType::Double;
   const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &mean1, &var1, &mean2, &var2}, is_double);
   const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5]};
@@ -415,7 +415,7 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
                            const Tensor& gain1, const Tensor& bias1, const Tensor& weight1, const Tensor& gain2,
                            const Tensor& bias2, const Tensor& weight2, const Tensor& mean1, const Tensor& var1,
                            const Tensor& mean2, const Tensor& var2, const Tensor& logsumexp, int64_t kernel_size,
-                           bool training, double eps) {
+                           bool training, double eps, bool tf32) {
   const bool is_double = beta.scalar_type() == ScalarType::Double;
   const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &mean1, &var1, &mean2, &var2, &logsumexp},
                      is_double);

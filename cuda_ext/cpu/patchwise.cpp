@@ -449,7 +449,7 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
 Forward patchwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,
                   const Tensor& bias1, const Tensor& weight1, const Tensor& gain2, const Tensor& bias2,
                   const Tensor& weight2, const Tensor& bias3, const Tensor& mean1, const Tensor& var1,
-                  const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps) {
+                  const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps, bool tf32) {
   const bool is_double = beta.scalar_type() == ScalarType::Double;
   const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3, &mean1, &var1, &mean2, &var2},
                      is_double);
@@ -463,7 +463,7 @@ Backward patchwise_backward(const Tensor& grad_y, const Tensor& center, const Te
                             const Tensor& gain1, const Tensor& bias1, const Tensor& weight1, const Tensor& gain2,
                             const Tensor& bias2, const Tensor& weight2, const Tensor& bias3, const Tensor& mean1,
                             const Tensor& var1, const Tensor& mean2, const Tensor& var2, const Tensor& hidden,
-                            int64_t kernel_size, bool training, double eps) {
+                            int64_t kernel_size, bool training, double eps, bool tf32) {
   const bool is_double = beta.scalar_type() == ScalarType::Double;
   const Contiguous x(
       {&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3, &mean1, &var1, &mean2, &var2, &hidden}, is_double);

@@ -238,7 +238,7 @@ Forward forward(const PairwiseInputs& in, int64_t kernel_size, bool training, do
 Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,
                  const Tensor& bias1, const Tensor& weight1, const Tensor& gain2, const Tensor& bias2,
                  const Tensor& weight2, const Tensor& bias3, const Tensor& mean1, const Tensor& var1,
-                 const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps) {
+                 const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps, bool tf32) {
   const PairwiseInputs in{center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, mean1, var1, mean2, var2};
   check_pairwise(in);
   const DeviceGuard guard(center.get_device());

@@ -600,7 +600,7 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
                            const Tensor& gain1, const Tensor& bias1, const Tensor& weight1, const Tensor& gain2,
                            const Tensor& bias2, const Tensor& weight2, const Tensor& mean1, const Tensor& var1,
                            const Tensor& mean2, const Tensor& var2, const Tensor& logsumexp, int64_t kernel_size,
-                           bool training, double eps) {
+                           bool training, double eps, bool tf32) {
   const PairwiseInputs in{center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, mean1, var1, mean2, var2};
   check_pairwise(in);
   STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");

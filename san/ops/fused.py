@@ -64,7 +64,8 @@ def pairwise_attention(
     check_footprint(kernel_size, *beta_NMHW.shape[2:])
     maps = map(_channels_last, (center_NdHW, around_NdHW, beta_NMHW))
     _load()
-    y_NHWM, _, *statistics = torch.ops.san.pairwise(*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps)
+    arguments = (*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps, _may_use_tf32())
+    y_NHWM, _, *statistics = torch.ops.san.pairwise(*arguments)
     return _as_map(y_NHWM, beta_NMHW), Statistics(*statistics)
 
 
@@ -79,7 +80,8 @@ def patchwise_attention(
     check_footprint(kernel_size, *beta_NMHW.shape[2:])
     maps = map(_channels_last, (center_NCHW, around_NRHW, beta_NMHW))
     _load()
-    y_NHWM, _, *statistics = torch.ops.san.patchwise(*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps)
+    arguments = (*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps, _may_use_tf32())
+    y_NHWM, _, *statistics = torch.ops.san.patchwise(*arguments)
     return _as_map(y_NHWM, beta_NMHW), Statistics(*statistics)
 
 
@@ -99,6 +101,12 @@ def norm_relu_(x_NCHW: Tensor, norm: Normalization, eps: float) -> Tensor:
 @torch.compiler.assume_constant_result
 def _load() -> bool:
     return library.load()
+
+
+@torch.compiler.assume_constant_result
+def _may_use_tf32() -> bool:
+    """torch's setting for float32 products on GPUs, of which a compiled model keeps guard."""
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def _channels_last(x_NCHW: Tensor) -> Tensor:

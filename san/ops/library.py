@@ -244,15 +244,15 @@ def _register_pairwise() -> None:
         return tuple(x.new_empty(x.shape) for x in inputs[:9])
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.kernel_size, ctx.training, ctx.eps = inputs
+        *tensors, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32 = inputs
         _, logsumexp, *statistics = output
         ctx.save_for_backward(*tensors[:9], *statistics, logsumexp, tensors[9])
         ctx.mark_non_differentiable(logsumexp, *statistics)
 
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         *saved, bias3 = ctx.saved_tensors
-        grads = ops.pairwise_backward(grad, *saved, ctx.kernel_size, ctx.training, ctx.eps)
-        return *grads, torch.zeros_like(bias3), *(None,) * 7
+        grads = ops.pairwise_backward(grad, *saved, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32)
+        return *grads, torch.zeros_like(bias3), *(None,) * 8
 
     torch.library.register_autograd("san::pairwise", backward, setup_context=setup)
     _refuse_second_derivative("pairwise")
@@ -283,14 +283,14 @@ def _register_patchwise() -> None:
         return tuple(x.new_empty(x.shape) for x in inputs[:10])
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.kernel_size, ctx.training, ctx.eps = inputs
+        *tensors, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32 = inputs
         _, hidden, *statistics = output
         ctx.save_for_backward(*tensors[:10], *statistics, hidden)
         ctx.mark_non_differentiable(hidden, *statistics)
 
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads = ops.patchwise_backward(grad, *ctx.saved_tensors, ctx.kernel_size, ctx.training, ctx.eps)
-        return *grads, *(None,) * 7
+        grads = ops.patchwise_backward(grad, *ctx.saved_tensors, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32)
+        return *grads, *(None,) * 8
 
     torch.library.register_autograd("san::patchwise", backward, setup_context=setup)
     _refuse_second_derivative("patchwise")
