@@ -43,9 +43,10 @@ struct Band {
   int64_t image, first, last;
 };
 
-inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int parity) {
+// The even or the odd bands, of at least so many rows.
+inline std::vector<Band> every_other_band(int64_t images, const Footprint& f, int parity, int64_t least_rows) {
   constexpr int64_t kTasks = 64;  // enough for as many cores
-  const int64_t least = std::max<int64_t>(f.kernel_size, (images * f.height + kTasks - 1) / kTasks);
+  const int64_t least = std::max<int64_t>(least_rows, (images * f.height + kTasks - 1) / kTasks);
   const int64_t count = std::max<int64_t>(1, f.height / least);
   std::vector<Band> bands;
   for (int64_t n = 0; n < images; ++n)
@@ -53,10 +54,11 @@ inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int parity
   return bands;
 }
 
-// All bands, even ones first.
-inline std::vector<Band> bands_of(int64_t images, const Footprint& f) {
-  std::vector<Band> bands = bands_of(images, f, 0);
-  for (const Band& band : bands_of(images, f, 1)) bands.push_back(band);
+// All bands, even ones first. With a footprint's rows at least, those of one parity lie apart; those that only write
+// to their own rows need not.
+inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int64_t least_rows) {
+  std::vector<Band> bands = every_other_band(images, f, 0, least_rows);
+  for (const Band& band : every_other_band(images, f, 1, least_rows)) bands.push_back(band);
   return bands;
 }
 
@@ -136,8 +138,9 @@ class PaddedResult {
   // The tensor, of type `type`.
   Tensor take(ScalarType type) {
     const int64_t channels = out_.size(-1);
+    T* to = out_.template mutable_data_ptr<T>();
     for (size_t i = 0; i < copy_.size() / pitch_; ++i)
-      std::copy_n(copy_.data() + i * pitch_, channels, out_.template mutable_data_ptr<T>() + i * channels);
+      std::copy_n(copy_.data() + i * pitch_, channels, to + i * channels);
     return out_.scalar_type() == type ? out_ : torch::stable::to(out_, type);
   }
 
@@ -195,12 +198,14 @@ void for_each_view(const Footprint& f, int64_t h, int64_t w, const Visit& visit)
 }  // namespace
 
 // What the sources in simd/ offer, as compiled for each instruction set.
-#define SAN_TILES(isa)                                  \
-  namespace isa {                                       \
-  extern const PairwiseTiles<float> pairwise_float;     \
-  extern const PairwiseTiles<double> pairwise_double;   \
-  extern const PatchwiseTiles<float> patchwise_float;   \
-  extern const PatchwiseTiles<double> patchwise_double; \
+#define SAN_TILES(isa)                                       \
+  namespace isa {                                            \
+  extern const PairwiseTiles<float> pairwise_float;          \
+  extern const PairwiseTiles<double> pairwise_double;        \
+  extern const PairwiseTiles<float> pairwise_planar_float;   \
+  extern const PairwiseTiles<double> pairwise_planar_double; \
+  extern const PatchwiseTiles<float> patchwise_float;        \
+  extern const PatchwiseTiles<double> patchwise_double;      \
   }
 SAN_TILES(baseline)
 #if defined(__x86_64__)
@@ -236,12 +241,19 @@ struct Compiled {
 #endif
 };
 
+// Vectors run over hidden channels, or over the pixels of a row where those are too few and fill less of a vector.
 template <class T>
-const PairwiseTiles<T>& pairwise_tiles() {
+const PairwiseTiles<T>& pairwise_tiles(int64_t hidden, int64_t width) {
+  const auto choose = [&](const PairwiseTiles<T>& channels, const PairwiseTiles<T>& planar) -> const PairwiseTiles<T>& {
+    const auto filled = [&](int64_t size) { return double(size) / round_up(size, channels.lanes); };
+    return hidden < channels.lanes && filled(hidden) < filled(width) ? planar : channels;
+  };
   if constexpr (std::is_same_v<T, double>)
-    return Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_double).chosen();
+    return choose(Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_double).chosen(),
+                  Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_planar_double).chosen());
   else
-    return Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_float).chosen();
+    return choose(Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_float).chosen(),
+                  Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_planar_float).chosen());
 }
 
 template <class T>

@@ -93,7 +93,8 @@ class Problem {
         eps(eps),
         center(as<T>(in.center)),
         around(as<T>(in.around)),
-        tile(pairwise_tiles<T>()),
+        tile(pairwise_tiles<T>(E, f.width)),
+        bands(bands_of(N, f, f.kernel_size)),
         seen_h(counts_of<T>(f.height, f.reach())),
         seen_w(counts_of<T>(f.width, f.reach())),
         center_mean(d),
@@ -101,6 +102,7 @@ class Problem {
         scale(d) {
     const int64_t weights = repeated_weights(G, tile.lanes);
     p.footprint = f, p.relation = d, p.hidden_used = E;
+    for (const Band& band : bands) p.band_rows = std::max(p.band_rows, band.last - band.first);
     p.pitch = round_up(d, tile.lanes), p.hidden = round_up(E, tile.lanes);
     p.weights = weights, p.values = round_up(M, weights);
   }
@@ -184,7 +186,6 @@ class Problem {
   }
 
   void hidden_statistics(std::vector<T>& mean, std::vector<T>& var) {
-    const std::vector<Band> bands = bands_of(N, f);
     const int64_t size = p.hidden;
     std::vector<double> means(bands.size() * size), squares(bands.size() * size);
     for_each_task<T>(bands.size(), tile.scratch(p), [&](int64_t task, T* scratch) {
@@ -214,6 +215,7 @@ class Problem {
   double pairs, eps;
   Tensor center, around;
   const PairwiseTiles<T>& tile;
+  const std::vector<Band> bands;  // even ones first
   std::vector<double> deviation;
   std::vector<T> seen_h, seen_w, center_mean, around_mean, scale;  // how many pairs see a row, a column; [d]
   std::vector<T> center_n, around_n, w1, w1_back, w2, w2_back, bias1, gain2, bias2, slope, offset, tilt;
@@ -263,14 +265,14 @@ Forward forward(const Inputs& in, const Tensor& given_mean1, const Tensor& given
   const PaddedMap<T> beta(in.beta, p.values);
   PaddedResult<T> y(in.beta, {N, H, W, M}, p.values, false), logsumexp(in.beta, {N, H, W, G}, p.weights, false);
   T *y_data = y.data(), *logsumexp_data = logsumexp.data();
-  // Tiles are independent here, so bands may be as fine as rows.
-  for_each_task<T>(N * H, problem.tile.scratch(p), [&](int64_t task, T* scratch) {
-    const int64_t n = task / H, row = task % H;
+  const std::vector<Band> bands = bands_of(N, problem.f, 1);
+  for_each_task<T>(bands.size(), problem.tile.scratch(p), [&](int64_t task, T* scratch) {
+    const auto& [n, first, last] = bands[task];
     Image<T> image = problem.image(n);
     image.beta = beta.data() + n * P * p.values;
     image.y = y_data + n * P * p.values;
     image.logsumexp = logsumexp_data + n * P * p.weights;
-    problem.tile.forward(p, image, row, row + 1, scratch);
+    problem.tile.forward(p, image, first, last, scratch);
   });
   return {y.take(in.beta.scalar_type()),     logsumexp.take(given_mean1.scalar_type()),
           tensor_of<T>(mean1, in.beta, {d}), tensor_of<T>(var1, in.beta, {d}),
@@ -304,8 +306,8 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
     return image;
   };
   // First the even bands, then the odd ones: no two that are worked on at once add to one pixel.
-  const std::vector<Band> bands = bands_of(N, f);
-  const int64_t even = bands_of(N, f, 0).size(), all = bands.size();
+  const std::vector<Band>& bands = problem.bands;
+  const int64_t even = every_other_band(N, f, 0, f.kernel_size).size(), all = bands.size();
   const auto for_each_band = [&](const auto& work) {
     for (const auto& [begin, end] : {std::pair(int64_t(0), even), std::pair(even, all)})
       for_each_task<T>(end - begin, problem.tile.scratch(p),

@@ -243,7 +243,7 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   if (counts) problem.patch_statistics(mean1, var1);
   problem.fold(in, var1.data());
 
-  const std::vector<Band> bands = bands_of(N, problem.f);
+  const std::vector<Band> bands = bands_of(N, problem.f, problem.f.kernel_size);
   std::vector<T> wide(N * P * p.hidden);
   for_each_task<T>(bands.size(), problem.tile.scratch(p), [&](int64_t task, T* scratch) {
     const Band& band = bands[task];
@@ -332,7 +332,8 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
   PaddedResult<T> grad_beta(in.beta, {N, f.height, f.width, M}, p.values, true);
   T* grad_beta_data = grad_beta.data();
 
-  const std::vector<Band> even = bands_of(N, f, 0), odd = bands_of(N, f, 1);
+  const std::vector<Band> even = every_other_band(N, f, 0, f.kernel_size),
+                          odd = every_other_band(N, f, 1, f.kernel_size);
   Slots<T> slots(p, even.size());
   const auto for_each_band = [&](const auto& work) {  // even ones first: those of one parity share no pixel
     for (const std::vector<Band>& bands : {even, odd})

@@ -107,6 +107,8 @@ SETTINGS = [
     *(Setting(kind, channels=80, r1=16, r2=4, share=4) for kind in KINDS),  # 5 weight channels
     *(Setting(kind, channels=64, r1=4, r2=1, share=64) for kind in KINDS),  # one weight channel
     *(Setting(kind, channels=144, r1=8, r2=2, share=3, height=2, width=11, batch=1) for kind in KINDS),
+    # Few channels and long rows: vectors run over pixels, of a map with less, as much and more than whole vectors.
+    *(Setting(channels=64, r1=32, share=8, height=9, width=w, footprint=k) for w, k in ((15, 3), (16, 5), (37, 3), (67, 7))),
 ]
 
 
@@ -395,6 +397,9 @@ SIZES = [
     Sizes(1, 13, 11, values=2 * 11 * 8),  # 8 + 2 + 1 shares of a vector
     Sizes(1, 5, 5, relation=17, hidden=33, weights=7, values=21),  # nothing fills its vectors
     Sizes(2, 4, 3, relation=1, hidden=1, weights=1, values=1),
+    # Few channels and long rows: vectors run over pixels.
+    Sizes(2, 8, 37, relation=5, hidden=3, weights=1, values=9),
+    Sizes(1, 9, 67, footprint=7, relation=6, hidden=3, weights=3, values=33),
 ]
 
 
@@ -507,10 +512,10 @@ def test_same_bits_with_any_number_of_threads(kind: str, training: bool, sizes: 
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
+@pytest.mark.parametrize("sizes", [Sizes(2, 11, 13, 5, 9, 17, 5, 20), Sizes(2, 8, 37, 3, 6, 3, 1, 16)], ids=str)
 def test_every_instruction_set_gives_the_same_numbers(
-    kind: str, training: bool, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, training: bool, dtype: torch.dtype, instructions: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = Sizes(height=11, width=13, footprint=5, relation=9, hidden=17, weights=5, values=20)
     tensors = sample(kind, sizes)
     monkeypatch.setenv("SAN_CPU", instructions)  # the best of those that the machine has, up to this one
     inputs = {name: x.to(dtype) for name, x in tensors.items()}

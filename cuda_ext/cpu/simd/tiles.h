@@ -1,8 +1,8 @@
 // What the sources of this folder offer: loops over bands of an image's rows, for each instruction set and type.
 //
 // A band reads whole images and writes what belongs to its rows; gradients of a pixel's neighbours reach `reach` rows
-// further, so bands that are written at once must lie apart. All maps are channels-last; widths are multiples of the
-// lanes.
+// further, so bands that are written at once must lie apart. All maps are channels-last; widths are multiples of
+// `lanes`, which is 1 where vectors do not run over channels.
 #pragma once
 #include "../../footprint.h"
 
@@ -14,6 +14,7 @@ namespace san::cpu {
 template <class T>
 struct Pairwise {
   Footprint footprint;
+  int64_t band_rows;                       // the most rows of a band
   int64_t relation, hidden_used;           // d and E
   int64_t pitch, hidden, weights, values;  // d, e, G and M, each padded to whole vectors
   const T *w1, *w1_back;                   // [relation, hidden] normalised; [hidden, pitch] as it is

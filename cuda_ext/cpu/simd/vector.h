@@ -41,6 +41,18 @@ template <class T>
 SAN_INLINE Vector<T> broadcast(T value) {
   return value - Vector<T>{};  // unlike a sum with 0 this is no operation at all, for -0 too
 }
+// The sum of a vector's lanes.
+template <class V>
+SAN_INLINE auto total(V x) {
+  auto sum = x[0];
+  for (int lane = 1; lane < int(sizeof(x) / sizeof(sum)); ++lane) sum += x[lane];
+  return sum;
+}
+// The least multiple of the lanes that is not less than `size`.
+template <class T>
+SAN_INLINE int64_t whole_vectors(int64_t size) {
+  return (size + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
 // max(0, x) that lets NaN through.
 template <class V>
 SAN_INLINE V relu(V x) {
