@@ -222,20 +222,9 @@ class Problem {
   Pairwise<T> p{};
 };
 
-void check_inputs(const Inputs& in, const std::vector<const Tensor*>& statistics) {
-  check_map(in.center, "center"), check_map(in.around, "around"), check_map(in.beta, "beta");
-  STD_TORCH_CHECK(in.center.sizes().vec() == in.around.sizes().vec(), "center and around must have one shape");
-  for (int axis = 0; axis < 3; ++axis)
-    STD_TORCH_CHECK(in.beta.size(axis) == in.center.size(axis), "beta and center must be maps of one size");
-  const int64_t d = in.center.size(3), E = in.weight1.size(0), G = in.weight2.size(0);
-  STD_TORCH_CHECK(d > 0 && E > 0 && G > 0 && in.beta.size(3) > 0 && in.beta.size(3) % G == 0,
-                  "beta's channels must be a positive multiple of the ", G, " weight channels");
-  STD_TORCH_CHECK(in.weight1.dim() == 2 && in.weight1.size(1) == d && in.weight2.dim() == 2 && in.weight2.size(1) == E,
-                  "weight1 must be [E, d] and weight2 [G, E]");
-  for (const Tensor* x : {&in.gain1, &in.bias1, statistics[0], statistics[1]})
-    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == d, "the first BatchNorm must have ", d, " channels");
-  for (const Tensor* x : {&in.gain2, &in.bias2, statistics[2], statistics[3]})
-    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == E, "the second BatchNorm must have ", E, " channels");
+void check_inputs(const Inputs& in, const Tensor& mean1, const Tensor& var1, const Tensor& mean2, const Tensor& var2) {
+  check_pairwise(in.center, in.around, in.beta, {&in.gain1, &in.bias1, &mean1, &var1}, in.weight1,
+                 {&in.gain2, &in.bias2, &mean2, &var2}, in.weight2);
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -408,7 +397,7 @@ Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
   const bool is_double = beta.scalar_type() == ScalarType::Double;
   const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &mean1, &var1, &mean2, &var2}, is_double);
   const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5]};
-  check_inputs(in, {&x[6], &x[7], &x[8], &x[9]});
+  check_inputs(in, x[6], x[7], x[8], x[9]);
   if (is_double) return forward<double>(in, x[6], x[7], x[8], x[9], kernel_size, training, eps);
   return forward<float>(in, x[6], x[7], x[8], x[9], kernel_size, training, eps);
 }
@@ -422,7 +411,7 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
   const Contiguous x({&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &mean1, &var1, &mean2, &var2, &logsumexp},
                      is_double);
   const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5]};
-  check_inputs(in, {&x[6], &x[7], &x[8], &x[9]});
+  check_inputs(in, x[6], x[7], x[8], x[9]);
   STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
   STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
   if (is_double) return backward<double>(grad_y, in, x[6], x[7], x[8], x[9], x[10], kernel_size, training, eps);

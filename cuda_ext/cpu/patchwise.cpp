@@ -3,6 +3,7 @@
 // A patch has K + 1 pieces of R channels: psi at each position of the footprint and, last, phi of the pixel itself.
 // BatchNorm has statistics of its own for each channel of each piece. The hidden map u is small (E channels a pixel)
 // and kept; patches and weights, which have K times more, are not.
+#include <array>
 #include <cmath>
 
 #include "fused.h"
@@ -136,11 +137,15 @@ class Problem {
     mean.assign(mean_out.begin(), mean_out.end());
   }
 
-  // Parameters in the order of pieces, with the first BatchNorm as scale and shift of centred maps.
-  void fold(const Inputs& in, const T* var) {
+  // Parameters in the order of pieces, with the first BatchNorm as scale and shift of centred maps. At few pixels they
+  // are most of the memory, so either direction has only the copies that it needs.
+  void fold(const Inputs& in, const T* var, bool backward) {
     scale.assign((K + 1) * p.pitch, 0), shift.assign((K + 1) * p.pitch, 0), deviation.assign(pieces * R, 0);
-    w1.assign(pieces * R * p.hidden, 0), w1_back.assign(pieces * p.hidden * p.pitch, 0);
-    w2.assign(K * p.hidden * p.weights, 0), w2_back.assign(K * p.weights * p.hidden, 0), bias3.assign(K * p.weights, 0);
+    if (backward)
+      w1_back.assign(pieces * p.hidden * p.pitch, 0), w2_back.assign(K * p.weights * p.hidden, 0);
+    else
+      w1.assign(pieces * R * p.hidden, 0);
+    w2.assign(K * p.hidden * p.weights, 0), bias3.assign(K * p.weights, 0);
     const T *gain1 = values<T>(in.gain1), *bias1 = values<T>(in.bias1), *weight1 = values<T>(in.weight1);
     const T *weight2 = values<T>(in.weight2), *last = values<T>(in.bias3);
     for (int64_t piece = 0; piece < pieces; ++piece)
@@ -151,15 +156,17 @@ class Problem {
         scale[piece * p.pitch + c] = static_cast<T>(slope);
         shift[piece * p.pitch + c] = static_cast<T>(bias1[at] - slope * (mean[at] - middle(piece, c)));
         for (int64_t e = 0; e < E; ++e)
-          w1[(piece * R + c) * p.hidden + e] = w1_back[(piece * p.hidden + e) * p.pitch + c] =
+          (backward ? w1_back[(piece * p.hidden + e) * p.pitch + c] : w1[(piece * R + c) * p.hidden + e]) =
               weight1[e * (C + R * K) + at];
       }
     for (int64_t o = 0; o < K; ++o)
       for (int64_t l = 0; l < p.weights; ++l) {
         const int64_t row = l % G * K + o;
         bias3[o * p.weights + l] = last[row];
-        for (int64_t e = 0; e < E; ++e)
-          w2[(o * p.hidden + e) * p.weights + l] = w2_back[(o * p.weights + l) * p.hidden + e] = weight2[row * E + e];
+        for (int64_t e = 0; e < E; ++e) {
+          w2[(o * p.hidden + e) * p.weights + l] = weight2[row * E + e];
+          if (backward) w2_back[(o * p.weights + l) * p.hidden + e] = weight2[row * E + e];
+        }
       }
     p.scale = scale.data(), p.shift = shift.data(), p.w1 = w1.data(), p.w1_back = w1_back.data();
     p.w2 = w2.data(), p.w2_back = w2_back.data(), p.bias3 = bias3.data();
@@ -241,7 +248,7 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   std::vector<T> mean2(values<T>(x[9]), values<T>(x[9]) + E), var2(values<T>(x[10]), values<T>(x[10]) + E);
   const bool counts = training && N > 0;
   if (counts) problem.patch_statistics(mean1, var1);
-  problem.fold(in, var1.data());
+  problem.fold(in, var1.data(), false);
 
   const std::vector<Band> bands = bands_of(N, problem.f, problem.f.kernel_size);
   std::vector<T> wide(N * P * p.hidden);
@@ -290,30 +297,28 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
           tensor_of<T>(var2, in.beta, {E})};
 }
 
-// The gradients of gamma that are summed over pixels, in slots whose number and order do not depend on threads.
-template <class T>
+// Sums over pixels, in slots whose number and order do not depend on threads.
+template <class T, size_t kParts>
 class Slots {
  public:
   static constexpr int64_t kMost = 32;  // a slot holds a copy of all parameters
 
-  Slots(const Patchwise<T>& p, int64_t bands) : count_(std::min(kMost, bands)), K_(p.footprint.positions()) {
-    const int64_t pieces = K_ + 1;
-    sizes_ = {pieces * p.relation * p.hidden, pieces * p.pitch, pieces * p.pitch, K_ * p.hidden * p.weights,
-              K_ * p.weights};
-    for (size_t part = 0; part < sizes_.size(); ++part) parts_.emplace_back(count_ * sizes_[part]);
+  Slots(int64_t bands, const std::array<int64_t, kParts>& sizes) : count_(std::min(kMost, bands)), sizes_(sizes) {
+    for (size_t part = 0; part < kParts; ++part) parts_[part].resize(count_ * sizes[part]);
   }
   int64_t count() const { return count_; }
-  PatchwiseSums<T> operator[](int64_t slot) {
-    T* at[5];
-    for (int part = 0; part < 5; ++part) at[part] = parts_[part].data() + slot * sizes_[part];
-    return {at[0], at[1], at[2], at[3], at[4]};
+  T* of(int64_t slot, size_t part) { return parts_[part].data() + slot * sizes_[part]; }
+  // The sum over slots of one of a part's elements.
+  double operator()(size_t part, int64_t at) const {
+    double sum = 0;
+    for (int64_t slot = 0; slot < count_; ++slot) sum += parts_[part][slot * sizes_[part] + at];
+    return sum;
   }
-  std::vector<double> sum(int part) const { return sum_over_tasks(parts_[part], sizes_[part]); }
 
  private:
-  int64_t count_, K_;
-  std::vector<int64_t> sizes_;
-  std::vector<std::vector<T>> parts_;
+  int64_t count_;
+  std::array<int64_t, kParts> sizes_;
+  std::array<std::vector<T>, kParts> parts_;
 };
 
 template <class T>
@@ -324,7 +329,7 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
       std::tuple(problem.N, problem.P, problem.K, problem.R, problem.C, problem.E, problem.G, problem.M);
   const Patchwise<T>& p = problem.p;
   const Footprint& f = problem.f;
-  problem.fold(in, values<T>(x[8]));
+  problem.fold(in, values<T>(x[8]), true);
   const HiddenNorm<T> norm(in.gain2, in.bias2, values<T>(x[9]), values<T>(x[10]), E, eps);
   const T* u = values<T>(hidden);
   std::vector<T> a2 = norm.activated(u, N, P, p.hidden), grad_hidden(N * P * p.hidden);
@@ -334,19 +339,36 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
 
   const std::vector<Band> even = every_other_band(N, f, 0, f.kernel_size),
                           odd = every_other_band(N, f, 1, f.kernel_size);
-  Slots<T> slots(p, even.size());
-  const auto for_each_band = [&](const auto& work) {  // even ones first: those of one parity share no pixel
+  const auto for_each_band = [&](int64_t slots,
+                                 const auto& work) {  // even ones first: those of one parity share no pixel
     for (const std::vector<Band>& bands : {even, odd})
-      for_each_task<T>(slots.count(), problem.tile.scratch(p), [&](int64_t slot, T* scratch) {
-        for (size_t at = slot; at < bands.size(); at += slots.count()) work(slots[slot], bands[at], scratch);
+      for_each_task<T>(slots, problem.tile.scratch(p), [&](int64_t slot, T* scratch) {
+        for (size_t at = slot; at < bands.size(); at += slots) work(slot, bands[at], scratch);
       });
   };
-  for_each_band([&](const PatchwiseSums<T>& sums, const Band& band, T* scratch) {
-    const int64_t n = band.image;
-    const Patches<T> patches = problem.patches(n, beta.data(), gradient.data(), a2.data(), nullptr);
-    problem.tile.backward_mapping(p, patches, band.first, band.last, scratch, sums,
-                                  grad_hidden.data() + n * P * p.hidden, grad_beta_data + n * P * p.values);
-  });
+  Tensor to_weight2 = new_tensor<T>(in.beta, {G * K, E}), to_bias3 = new_tensor<T>(in.beta, {G * K});
+  {
+    Slots<T, 2> slots(even.size(), {K * p.hidden * p.weights, K * p.weights});
+    for_each_band(slots.count(), [&](int64_t slot, const Band& band, T* scratch) {
+      const int64_t n = band.image;
+      const Patches<T> patches = problem.patches(n, beta.data(), gradient.data(), a2.data(), nullptr);
+      problem.tile.backward_mapping(p, patches, band.first, band.last, scratch, {slots.of(slot, 0), slots.of(slot, 1)},
+                                    grad_hidden.data() + n * P * p.hidden, grad_beta_data + n * P * p.values);
+    });
+    T *weight2 = to_weight2.template mutable_data_ptr<T>(), *bias3 = to_bias3.template mutable_data_ptr<T>();
+    const auto over_repeated = [&](int64_t g, const auto& value) {
+      double sum = 0;
+      for (int64_t l = g; l < p.weights; l += G) sum += value(l);
+      return static_cast<T>(sum);
+    };
+    for (int64_t row = 0; row < G * K; ++row) {
+      const int64_t g = row / K, o = row % K;
+      bias3[row] = over_repeated(g, [&](int64_t l) { return slots(1, o * p.weights + l); });
+      for (int64_t e = 0; e < E; ++e)
+        weight2[row * E + e] =
+            over_repeated(g, [&](int64_t l) { return slots(0, (o * p.hidden + e) * p.weights + l); });
+    }
+  }
 
   std::vector<double> hidden_sums(N * 2 * E);
   for_each_task<T>(N, 2 * E, [&](int64_t n, T* row) {
@@ -369,40 +391,35 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
   });
 
   std::vector<T> to_center(C > 0 ? N * P * p.pitch : 0), to_around(N * P * p.pitch);
-  for_each_band([&](const PatchwiseSums<T>& sums, const Band& band, T* scratch) {
+  const int64_t rows = K + 1;
+  Slots<T, 3> slots(even.size(), {rows * R * p.hidden, rows * p.pitch, rows * p.pitch});
+  for_each_band(slots.count(), [&](int64_t slot, const Band& band, T* scratch) {
     const int64_t n = band.image;
     const Patches<T> patches = problem.patches(n, nullptr, nullptr, grad_hidden.data(), nullptr);
-    problem.tile.backward_relation(p, patches, band.first, band.last, scratch, sums,
-                                   C > 0 ? to_center.data() + n * P * p.pitch : nullptr,
-                                   to_around.data() + n * P * p.pitch);
+    problem.tile.backward_relation(
+        p, patches, band.first, band.last, scratch, {slots.of(slot, 0), slots.of(slot, 1), slots.of(slot, 2)},
+        C > 0 ? to_center.data() + n * P * p.pitch : nullptr, to_around.data() + n * P * p.pitch);
   });
 
   const int64_t channels = x[7].size(0);
-  std::vector<double> to_gain1(channels), to_bias1(channels), to_weight1(E * channels);
-  std::vector<double> to_weight2(G * K * E), to_bias3(G * K);
+  std::vector<double> to_gain1(channels), to_bias1(channels);
+  Tensor to_weight1 = new_tensor<T>(in.beta, {E, channels});
+  T* weight1 = to_weight1.template mutable_data_ptr<T>();
   // Of a piece's correction by the first BatchNorm: constant + slope * x, per channel.
   std::vector<T> constant(problem.pieces * R), slope(problem.pieces * R);
   const T* gain1 = values<T>(in.gain1);
-  const std::vector<double> by_w1 = slots.sum(0), sum1 = slots.sum(1), raw = slots.sum(2);
   for (int64_t piece = 0; piece < problem.pieces; ++piece)
     for (int64_t c = 0; c < R; ++c) {
       const int64_t at = problem.channel_of(piece, c), pitched = piece * p.pitch + c, row = piece * R + c;
       const double mean = problem.mean[at] - problem.middle(piece, c), deviation = problem.deviation[row];
-      const double product = deviation * (raw[pitched] - mean * sum1[pitched]);
+      const double sum = slots(1, pitched), product = deviation * (slots(2, pitched) - mean * sum);
       const double scale = deviation * gain1[at];
-      to_gain1[at] = product, to_bias1[at] = sum1[pitched];
+      to_gain1[at] = product, to_bias1[at] = sum;
       if (training) {
-        constant[row] = static_cast<T>(scale * (sum1[pitched] - mean * deviation * product) / problem.pixels);
+        constant[row] = static_cast<T>(scale * (sum - mean * deviation * product) / problem.pixels);
         slope[row] = static_cast<T>(scale * deviation * product / problem.pixels);
       }
-      for (int64_t e = 0; e < E; ++e) to_weight1[e * channels + at] = by_w1[row * p.hidden + e];
-    }
-  const std::vector<double> by_w2 = slots.sum(3), by_bias3 = slots.sum(4);
-  for (int64_t o = 0; o < K; ++o)
-    for (int64_t l = 0; l < p.weights; ++l) {
-      const int64_t row = l % G * K + o;
-      to_bias3[row] += by_bias3[o * p.weights + l];
-      for (int64_t e = 0; e < E; ++e) to_weight2[row * E + e] += by_w2[(o * p.hidden + e) * p.weights + l];
+      for (int64_t e = 0; e < E; ++e) weight1[e * channels + at] = static_cast<T>(slots(0, row * p.hidden + e));
     }
 
   Tensor grad_center = new_tensor<T>(in.center, {N, f.height, f.width, C});
@@ -440,11 +457,11 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
           grad_beta.take(in.beta.scalar_type()),
           tensor_of<T>(to_gain1, in.beta, {channels}),
           tensor_of<T>(to_bias1, in.beta, {channels}),
-          tensor_of<T>(to_weight1, in.beta, {E, channels}),
+          to_weight1,
           tensor_of<T>(to_gain2, in.beta, {E}),
           tensor_of<T>(sum2, in.beta, {E}),
-          tensor_of<T>(to_weight2, in.beta, {G * K, E}),
-          tensor_of<T>(to_bias3, in.beta, {G * K})};
+          to_weight2,
+          to_bias3};
 }
 
 Forward patchwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,

@@ -107,7 +107,7 @@ void forward(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int6
 
 template <class T>
 void backward_mapping(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int64_t last_row, T* scratch,
-                      const PatchwiseSums<T>& sums, T* grad_a2, T* grad_beta) {
+                      const MappingSums<T>& sums, T* grad_a2, T* grad_beta) {
   Tile<T> tile(p, scratch);
   for_each_tile(p, first_row, last_row, [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     tile.take(first, count);
@@ -140,7 +140,7 @@ void backward_mapping(const Patchwise<T>& p, const Patches<T>& x, int64_t first_
 
 template <class T>
 void backward_relation(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int64_t last_row, T* scratch,
-                       const PatchwiseSums<T>& sums, T* to_center, T* to_around) {
+                       const RelationSums<T>& sums, T* to_center, T* to_around) {
   Tile<T> tile(p, scratch);
   for_each_tile(p, first_row, last_row, [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     tile.take(first, count);

@@ -74,11 +74,14 @@ struct Patches {
   T* y;                      // [P, values]
 };
 
-// Sums over pixels for the gradients of gamma.
+// Sums over pixels for the gradients of gamma: of its last Linear, and of what comes before the second BatchNorm.
 template <class T>
-struct PatchwiseSums {
+struct MappingSums {
+  T *w2, *bias3;  // [K, hidden, weights]; [K, weights]
+};
+template <class T>
+struct RelationSums {
   T *w1, *shift, *product;  // [K + 1, relation, hidden]; [K + 1, pitch]: of g_v1, and of g_v1 * x
-  T *w2, *bias3;            // [K, hidden, weights]; [K, weights]
 };
 
 template <class T>
@@ -89,13 +92,13 @@ struct PatchwiseTiles {
   void (*map)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch);
   // y, from a2.
   void (*forward)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch);
-  // From a2: its gradient into `grad_a2` [P, hidden]; adds to the sums of w2 and bias3 and to grad_beta [P, values].
+  // From a2: its gradient into `grad_a2` [P, hidden]; adds to the sums and to grad_beta [P, values].
   void (*backward_mapping)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch,
-                           const PatchwiseSums<T>&, T* grad_a2, T* grad_beta);
-  // From the gradient of u: g_v1 of the center into `to_center`; adds to the other sums and scale * g_v1 of each
+                           const MappingSums<T>&, T* grad_a2, T* grad_beta);
+  // From the gradient of u: g_v1 of the center into `to_center`; adds to the sums and scale * g_v1 of each
   // position to its pixel in `to_around` [P, pitch].
   void (*backward_relation)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch,
-                            const PatchwiseSums<T>&, T* to_center, T* to_around);
+                            const RelationSums<T>&, T* to_center, T* to_around);
 };
 
 }  // namespace san::cpu
