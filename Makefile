@@ -33,14 +33,16 @@ format: setup
 	@$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu*')
 
 # On a machine with a GPU: the operators on CUDA against the CPU and against plain torch, memory errors and races where
-# compute-sanitizer is there, and how fast they are (a table, and gpu-check.json). Needs torch, numpy, pytest, hypothesis.
+# compute-sanitizer is there, and how fast they are (tables, and gpu-check-*.json). Needs torch, numpy, pytest, hypothesis.
 gpu-check:
 	FAIL_WITHOUT_CUDA=1 SAN_CUDA=1 $(PYTHON) -m pytest tests/ops
 	@for tool in memcheck racecheck; do if command -v compute-sanitizer > /dev/null; then \
 	  SAN_CUDA=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -q tests/ops/test_cuda_fused.py::test_cuda_matches_reference || exit 1; \
 	else echo "compute-sanitizer is not installed: no $$tool"; fi; done
 	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.operators --device cuda
-	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.attention --device cuda --batch 32 --json gpu-check.json
+	@for precision in float32 tf32 bfloat16; do \
+	  SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.attention --device cuda --batch 32 --threads 8 --precision $$precision --compiled \
+	    --json gpu-check-$$precision.json || exit 1; done
 
 setup: $(VENV)/.installed
 	@$(STEP) "kernels" $(BIN)/python -m cuda_ext.build

@@ -1,10 +1,12 @@
 """What fused attention is worth: the network, its attention alone, what is left without it, memory, and the roofline.
 
-    python -m tests.benchmarks.attention [--device cpu|cuda] [--threads 2] [--repeats 7] [--batch 4] [--json FILE]
+    python -m tests.benchmarks.attention [--device cpu|cuda] [--precision float32|tf32|bfloat16] [--compiled] [--threads 2]
+        [--repeats 7] [--batch 4] [--json FILE]
 
-SAN10 at 224x224 in float32, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges.
-The other operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator).
-Networks get channels-last images, which suits all of them; ResNet26 of the same library is the yardstick.
+SAN10 at 224x224, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges. The other
+operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator). Networks get
+channels-last images, which suits all of them; ResNet26 and ResNet50 of the same library are the yardsticks. `tf32` lets a GPU
+round the factors of float32 products, `bfloat16` is autocast. With `--compiled`, networks go through torch.compile too.
 """
 
 from __future__ import annotations
@@ -47,15 +49,39 @@ BACKENDS: tuple[ops.Backend, ...] = ("auto", "unfused", "reference")
 Call = Callable[[], Any]
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What is asked for."""
+
+    device: str
+    precision: str
+    compiled: bool
+    repeats: int
+    batch: int
+
+    def under(self, backend: ops.Backend, call: Call) -> Call:
+        """The call with these operators, in this precision."""
+
+        def run() -> None:
+            with ops.backend(backend), self.autocast():
+                call()
+
+        return run
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
 class Core:
     """The attention of one stage alone: phi, psi, beta to y."""
 
-    def __init__(self, kind: str, stage: str, batch: int, device: str) -> None:
+    def __init__(self, kind: str, stage: str, bench: Bench) -> None:
         self.channels, self.side, self.footprint, self.blocks = STAGES[stage]
-        self.batch = batch
-        self.attention = KINDS[kind](self.channels, self.footprint).to(device)
-        x = torch.randn(batch, self.channels, self.side, self.side, device=device)
-        maps = (m.detach().contiguous(memory_format=torch.channels_last) for m in self.attention.transform(x))
+        self.batch = bench.batch
+        self.attention = KINDS[kind](self.channels, self.footprint).to(bench.device)
+        x = torch.randn(bench.batch, self.channels, self.side, self.side, device=bench.device)
+        with bench.autocast():
+            maps = [m.detach().contiguous(memory_format=torch.channels_last) for m in self.attention.transform(x)]
         self.phi, self.psi, self.beta = (m.requires_grad_() for m in maps)
         self.grad = torch.randn_like(self.beta)
         self.wanted = [self.phi, self.psi, self.beta, *self.attention.gamma.parameters()]
@@ -86,7 +112,10 @@ class Core:
     def bytes(self, training: bool) -> int:
         """What must move: each map read once and written once, with its gradient in training."""
         maps = sum(m.numel() for m in (self.phi, self.psi, self.beta, self.beta))
-        return 4 * maps * (2 if training else 1)
+        return self.beta.element_size() * maps * (2 if training else 1)
+
+
+MODES: dict[str, Callable[[Core], None]] = {"train": Core.train, "eval": Core.evaluate}
 
 
 @dataclass(frozen=True)
@@ -122,14 +151,6 @@ def measure(calls: dict[str, Call], repeats: int, device: str) -> Timing:
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def under(backend: ops.Backend, call: Call) -> Call:
-    def run() -> None:
-        with ops.backend(backend):
-            call()
-
-    return run
 
 
 @contextmanager
@@ -180,13 +201,15 @@ def _status(field: str) -> float:
     return 1024.0 * int(line.split()[1])
 
 
-def machine_peak(device: str) -> tuple[float, float]:
-    """FLOP/s of a float32 matrix product and bytes/s of a copy, the best of several: what libraries get out of it."""
-    a, b = (torch.randn(2048, 2048, device=device) for _ in range(2))
+def machine_peak(bench: Bench) -> tuple[float, float]:
+    """FLOP/s of a matrix product in the precision asked for and bytes/s of a copy: the best that libraries get out of it."""
+    size, device = (8192 if bench.device == "cuda" else 2048), bench.device
+    dtype = torch.bfloat16 if bench.precision == "bfloat16" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     here, there = (torch.empty(64 * 2**20, device=device).fill_(i) for i in range(2))
     product = measure({"": lambda: torch.mm(a, b)}, 9, device).seconds[""]
     copy = measure({"": lambda: there.copy_(here)}, 9, device).seconds[""]
-    return 2 * 2048**3 / min(product), 8 * here.numel() / min(copy)
+    return 2 * size**3 / min(product), 8 * here.numel() / min(copy)
 
 
 def table(title: str, heading: str, rows: list[str]) -> str:
@@ -197,6 +220,8 @@ def table(title: str, heading: str, rows: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--precision", default="float32", choices=["float32", "tf32", "bfloat16"])
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
@@ -204,35 +229,43 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    device, repeats, batch = options.device, options.repeats, options.batch
-    flops, bandwidth = machine_peak(device)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
-    print(f"torch {torch.__version__}, {where}, {options.threads} threads, batch {batch}, {repeats} repeats, float32.")
-    print(f"Peak: {flops / 1e9:.0f} GFLOP/s (2048x2048 product), {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).")
+    torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+    bench = Bench(options.device, options.precision, options.compiled, options.repeats, options.batch)
+    flops, bandwidth = machine_peak(bench)
+    where = torch.cuda.get_device_name() if bench.device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
+    print(
+        f"torch {torch.__version__}, {where}, {options.threads} threads, batch {bench.batch}, {bench.repeats} repeats, "
+        f"{bench.precision}."
+    )
+    print(f"Peak: {flops / 1e9:.0f} GFLOP/s (matrix product), {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).")
     record: dict[str, Any] = {"peak_flops": flops, "peak_bytes": bandwidth}
-    images = torch.randn(batch, 3, 224, 224, device=device).contiguous(memory_format=torch.channels_last)
-
     for kind in KINDS:
-        network(kind, images, repeats, device, record)
+        network(kind, bench, record)
+    yardsticks(bench, record)
     for kind in KINDS:
-        cores(kind, batch, repeats, device, record)
+        cores(kind, bench, record)
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def network(kind: str, images: Tensor, repeats: int, device: str, record: dict[str, Any]) -> None:
+def images_of(bench: Bench) -> Tensor:
+    return torch.randn(bench.batch, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
+
+
+def network(kind: str, bench: Bench, record: dict[str, Any]) -> None:
     """SAN10 with each back end, without its attention, and ResNet26."""
-    rows = []
+    rows, images = [], images_of(bench)
     calls_of = zip(
         ("training step", "evaluation"),
-        steps(san.create_model(f"san10_{kind}").to(device), images),
-        steps(san.create_model("resnet26").to(device), images),
+        steps(san.create_model(f"san10_{kind}").to(bench.device), images),
+        steps(san.create_model("resnet26").to(bench.device), images),
         strict=True,
     )
     for name, call, resnet in calls_of:
-        calls = {backend: under(backend, call) for backend in BACKENDS} | {"resnet26": resnet}
-        calls["glue"] = without_core()(under("auto", call))
-        timing = measure(calls, repeats, device)
+        calls = {backend: bench.under(backend, call) for backend in BACKENDS} | {"resnet26": bench.under("auto", resnet)}
+        calls["glue"] = without_core()(bench.under("auto", call))
+        timing = measure(calls, bench.repeats, bench.device)
         record[f"{kind}, {name}"] = {key: timing.ms(key) for key in calls}
         cells = [timing.ms("auto"), timing.ratio("auto", "reference"), timing.ratio("auto", "unfused")]
         rows.append(row(name, *cells, timing.ms("glue"), timing.ms("resnet26"), timing.ratio("auto", "resnet26")))
@@ -242,51 +275,63 @@ def network(kind: str, images: Tensor, repeats: int, device: str, record: dict[s
     print(table(f"Network, {kind}", heading, rows), flush=True)
 
 
-def cores(kind: str, batch: int, repeats: int, device: str, record: dict[str, Any]) -> None:
+def yardsticks(bench: Bench, record: dict[str, Any]) -> None:
+    """Images per second of SAN10 and of ResNets, which run torch's operators alone."""
+    rows, images = [], images_of(bench)
+    for name in ("san10_pairwise", "san10_patchwise", "resnet26", "resnet50"):
+        backend: ops.Backend = "auto" if name.startswith("san") else "reference"
+        model = san.create_model(name).to(bench.device)
+        variants = {"eager": model} | ({"compiled": torch.compile(model)} if bench.compiled else {})
+        calls = {}
+        for how, variant in variants.items():
+            train, evaluate = steps(variant, images)
+            calls |= {f"train {how}": bench.under(backend, train), f"eval {how}": bench.under(backend, evaluate)}
+        timing = measure(calls, bench.repeats, bench.device)
+        record[f"images/s, {name}"] = speeds = {key: 1000 * bench.batch / timing.ms(key) for key in calls}
+        cells = (f"{speeds[f'{mode} {how}']:.1f}" if how in variants else "" for how in ("eager", "compiled") for mode in MODES)
+        rows.append(row(name, *cells))
+    heading = "images per second | training | evaluation | compiled: training | evaluation"
+    print(table("Yardsticks", heading, rows), flush=True)
+
+
+def cores(kind: str, bench: Bench, record: dict[str, Any]) -> None:
     """Attention alone, stage by stage: time, memory, and shares of the machine's peak."""
     rows, roofs = [], []
-    modes = {"train": Core.train, "eval": Core.evaluate}
-    names = [f"{mode} {backend}" for mode in modes for backend in BACKENDS]
-    total = {name: [0.0] * repeats for name in names}
+    names = [f"{mode} {backend}" for mode in MODES for backend in BACKENDS]
+    total = {name: [0.0] * bench.repeats for name in names}
     for stage in STAGES:
-        core = Core(kind, stage, batch, device)
-        calls = {f"{mode} {b}": under(b, partial(run, core)) for mode, run in modes.items() for b in BACKENDS}
-        timing = measure(calls, repeats, device)
+        core = Core(kind, stage, bench)
+        calls = {f"{mode} {b}": bench.under(b, partial(run, core)) for mode, run in MODES.items() for b in BACKENDS}
+        timing = measure(calls, bench.repeats, bench.device)
         for name in names:
             total[name] = [a + core.blocks * b for a, b in zip(total[name], timing.seconds[name], strict=True)]
-        memory = {b: peak_memory(under(b, core.train), device) for b in BACKENDS}
+        memory = {b: peak_memory(bench.under(b, core.train), bench.device) for b in BACKENDS}
         record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names} | {f"peak {b}": memory[b] for b in BACKENDS}
         share = f"{memory['reference'] / max(memory['auto'], 1):.1f}"
         rows.append(row(stage, *_times(timing), memory["auto"] / 2**20, share))
-        for mode in modes:
-            seconds, flops, moved = timing.ms(f"{mode} auto") / 1000, core.flops(mode == "train"), core.bytes(mode == "train")
-            shares = flops / seconds / record["peak_flops"], moved / seconds / record["peak_bytes"]
-            speed = f"{flops / seconds / 1e9:.0f}"
-            roofs.append(
-                row(
-                    f"{stage}, {mode}",
-                    f"{flops / 1e9:.2f}",
-                    moved / 1e6,
-                    1000 * seconds,
-                    speed,
-                    *(f"{100 * s:.0f} %" for s in shares),
-                )
-            )
+        roofs += [_roof(f"{stage}, {mode}", core, mode == "train", timing.ms(f"{mode} auto"), record) for mode in MODES]
     whole = Timing(total)
     record[f"{kind}, all stages"] = {name: whole.ms(name) for name in names}
     rows.append(row("all ten blocks", *_times(whole), "", ""))
-    heading = (
-        "attention alone | training, ms | reference / fused | evaluation, ms | reference / fused | peak MiB | reference / fused"
-    )
+    timed = "{}, ms | reference / fused | unfused / fused"
+    heading = f"attention alone | {timed.format('training')} | {timed.format('evaluation')} | peak MiB | reference / fused"
     print(table(f"Core, {kind}", heading, rows), flush=True)
     heading = "attention alone | GFLOP | MB | ms | GFLOP/s | of peak FLOP/s | of peak bytes/s"
     print(table(f"Roofline, {kind}", heading, roofs), flush=True)
 
 
+def _roof(name: str, core: Core, training: bool, ms: float, record: dict[str, Any]) -> str:
+    flops, moved, seconds = core.flops(training), core.bytes(training), ms / 1000
+    shares = flops / seconds / record["peak_flops"], moved / seconds / record["peak_bytes"]
+    speed = f"{flops / seconds / 1e9:.0f}"
+    return row(name, f"{flops / 1e9:.2f}", moved / 1e6, ms, speed, *(f"{100 * share:.0f} %" for share in shares))
+
+
 def _times(timing: Timing) -> list[float | str]:
     cells: list[float | str] = []
-    for mode in ("train", "eval"):
-        cells += [timing.ms(f"{mode} auto"), timing.ratio(f"{mode} auto", f"{mode} reference")]
+    for mode in MODES:
+        cells.append(timing.ms(f"{mode} auto"))
+        cells += [timing.ratio(f"{mode} auto", f"{mode} {backend}") for backend in ("reference", "unfused")]
     return cells
 
 
