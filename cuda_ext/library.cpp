@@ -35,31 +35,27 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SAN_LIBRARY, m) {
       "pairwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, "
       "Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, "
       "int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor y, Tensor logsumexp, Tensor mean1, "
-      "Tensor var1, "
-      "Tensor mean2, Tensor var2)");
+      "Tensor var1, Tensor mean2, Tensor var2)");
   // -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2
   m.def(
       "pairwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, "
       "Tensor weight1, Tensor gain2, Tensor bias2, Tensor weight2, Tensor mean1, Tensor var1, Tensor mean2, "
       "Tensor var2, Tensor logsumexp, int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor, Tensor, "
-      "Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // Patchwise: delta_i = [center_i, around_j for all j] [.., C + R * K], channel C + r * K + j; center may have C = 0
   // channels. weight1 [E, C + R * K], weight2 [G * K, E], bias3 [G * K], row g * K + j -> y [N, H, W, M], the hidden
   // map before the second BatchNorm [N, H, W, E].
   m.def(
       "patchwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, "
       "Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, "
-      "int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor y, Tensor hidden, Tensor mean1, Tensor "
-      "var1, "
-      "Tensor mean2, Tensor var2)");
+      "int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor y, Tensor hidden, Tensor mean1, "
+      "Tensor var1, Tensor mean2, Tensor var2)");
   // -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, bias3
   m.def(
       "patchwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, "
       "Tensor weight1, Tensor gain2, Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, "
       "Tensor mean2, Tensor var2, Tensor hidden, int kernel_size, bool training, float eps, bool tf32=False) -> "
-      "(Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // BatchNorm and ReLU of a map [N, H, W, C]; statistics as above -> y, mean, var
   m.def(

@@ -44,15 +44,16 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   }
 }
 
-template <class T>
-struct HiddenShared : Common<T> {
+template <class scalar_t>
+struct HiddenShared : Common<scalar_t> {
+  using T = accumulate_t<scalar_t>;
   T *hidden, *sums, *shift;
   size_t bytes;
 
-  SAN_HOST_DEVICE HiddenShared(const Pairwise<T>& p, char* base) : HiddenShared(p, Carver(base)) {}
+  SAN_HOST_DEVICE HiddenShared(const WeightedPairwise<scalar_t>& p, char* base) : HiddenShared(p, Carver(base)) {}
 
  private:
-  SAN_HOST_DEVICE HiddenShared(const Pairwise<T>& p, Carver carver) : Common<T>(p, carver) {
+  SAN_HOST_DEVICE HiddenShared(const WeightedPairwise<scalar_t>& p, Carver carver) : Common<scalar_t>(p, carver) {
     hidden = carver.take<T>(p.rows * pitch_of(p.E));
     sums = carver.take<T>(parts_for(kPairThreads, p.E) * 2 * p.E);  // [parts, 2, E]
     shift = carver.take<T>(p.E);
@@ -61,10 +62,11 @@ struct HiddenShared : Common<T> {
 };
 
 // Moments of relation weight1^T per channel, over the pairs of a block's tiles.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
-__global__ void __launch_bounds__(kPairThreads, kResident<T>) hidden_moments_kernel(Pairwise<T> p, Moments* moments) {
-  const HiddenShared<T> shared(p, shared_memory_base());
-  const PairBlock<scalar_t> block{p, shared};
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
+__global__ void __launch_bounds__(kPairThreads, kResident<T>)
+    hidden_moments_kernel(WeightedPairwise<scalar_t> p, Moments* moments) {
+  const HiddenShared<scalar_t> shared(p, shared_memory_base());
+  const PairBlock<scalar_t, kAccurate> block{p, shared};
   const int parts = parts_for(kPairThreads, p.E);
   block.load(false);
   for_each_cell(parts * 2, p.E, [&](int row, int e) { shared.sums[row * p.E + e] = 0; });
@@ -82,13 +84,9 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>) hidden_moments_ker
         for (int e = threadIdx.x; e < p.E; e += kPairThreads) shared.shift[e] = shared.hidden[e];
         __syncthreads();
       }
-      for_each_cell(parts, p.E, [&](int part, int e) {
-        T sum = 0, square = 0;
-        for (int row = part; row < step.valid; row += parts) {
-          const T centred = shared.hidden[row * pitch_of(p.E) + e] - shared.shift[e];
-          sum += centred, square += centred * centred;
-        }
-        shared.sums[part * 2 * p.E + e] += sum, shared.sums[(part * 2 + 1) * p.E + e] += square;
+      add_sums(step.valid, p.E, shared.sums, [&](int row, int e, T& sum, T& square) {
+        const T centred = shared.hidden[row * pitch_of(p.E) + e] - shared.shift[e];
+        sum += centred, square += centred * centred;
       });
       count += step.valid;
     }
@@ -99,17 +97,18 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>) hidden_moments_ker
   }
 }
 
-template <class T>
-struct ForwardShared : Common<T> {
+template <class scalar_t>
+struct ForwardShared : Common<scalar_t> {
+  using T = accumulate_t<scalar_t>;
   T* logits;                  // [rows, pitch_of(G)]; later exp(logits - largest)
   T *largest, *sum, *factor;  // [pixels of the tile, G] of the softmax so far
   T* y;                       // [pixels of the tile, M]
   size_t bytes;
 
-  SAN_HOST_DEVICE ForwardShared(const Pairwise<T>& p, char* base) : ForwardShared(p, Carver(base)) {}
+  SAN_HOST_DEVICE ForwardShared(const WeightedPairwise<scalar_t>& p, char* base) : ForwardShared(p, Carver(base)) {}
 
  private:
-  SAN_HOST_DEVICE ForwardShared(const Pairwise<T>& p, Carver carver) : Common<T>(p, carver) {
+  SAN_HOST_DEVICE ForwardShared(const WeightedPairwise<scalar_t>& p, Carver carver) : Common<scalar_t>(p, carver) {
     logits = carver.take<T>(p.rows * pitch_of(p.G));
     largest = carver.take<T>(p.tile_pixels() * p.G), sum = carver.take<T>(p.tile_pixels() * p.G);
     factor = carver.take<T>(p.tile_pixels() * p.G);
@@ -120,11 +119,11 @@ struct ForwardShared : Common<T> {
 
 // y_i = sum_j softmax_j(logits) beta_j. The softmax is on line: `factor` corrects what was summed with an earlier
 // maximum.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    forward_kernel(Pairwise<T> p, const scalar_t* beta, scalar_t* y, T* logsumexp) {
-  const ForwardShared<T> shared(p, shared_memory_base());
-  const PairBlock<scalar_t> block{p, shared};
+    forward_kernel(WeightedPairwise<scalar_t> p, const scalar_t* beta, scalar_t* y, T* logsumexp) {
+  const ForwardShared<scalar_t> shared(p, shared_memory_base());
+  const PairBlock<scalar_t, kAccurate> block{p, shared};
   block.load(true);
   for_each_tile(p, [&](const Tile& tile, int64_t) {
     const int count = tile.count(), pairs = count * p.positions();
@@ -133,14 +132,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
     });
     for (int k = threadIdx.x; k < count * p.M; k += kPairThreads) shared.y[k] = 0;
     for (int first = 0; first < pairs; first += p.rows) {
-      const Step step = block.begin(tile, first);
-      __syncthreads();
-      block.relate();
-      __syncthreads();
-      block.activate(nullptr);
-      __syncthreads();
-      block.map_to_logits(shared.logits);
-      __syncthreads();
+      const Step step = block.compute_logits(tile, first, nullptr, shared.logits);
       for_each_cell(count, p.G, [&](int pixel, int g) {
         T &largest = shared.largest[pixel * p.G + g], &sum = shared.sum[pixel * p.G + g];
         const int top = step.row_of(pixel);
@@ -191,31 +183,32 @@ void relate_moments(const Problem<scalar_t>& problem, Tensor& mean, Tensor& var)
   merge_moments(data, blocks, p.d, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>(), problem.stream());
 }
 
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 void hidden_moments(const Problem<scalar_t>& problem, Tensor& mean, Tensor& var) {
-  Pairwise<T> p = problem.sizes;
-  const size_t bytes = plan<HiddenShared<T>>(p, pixels_of_tile(p.f));
+  WeightedPairwise<scalar_t> p = problem.sizes;
+  const size_t bytes = plan<HiddenShared<scalar_t>>(p, pixels_of_tile(p.f));
   const int blocks = blocks_of(p, kSumBlocks);
   Tensor moments = problem.new_moments(blocks, p.E);
   Moments* data = reinterpret_cast<Moments*>(moments.mutable_data_ptr<double>());
-  SAN_LAUNCH_SHARED(hidden_moments_kernel<scalar_t>, blocks, kPairThreads, bytes, problem.stream(), p, data);
+  auto* kernel = &hidden_moments_kernel<scalar_t, kAccurate>;
+  SAN_LAUNCH_SHARED(kernel, blocks, kPairThreads, bytes, problem.stream(), p, data);
   merge_moments(data, blocks, p.E, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>(), problem.stream());
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-template <class scalar_t>
+template <class scalar_t, bool kAccurate>
 Forward forward(const PairwiseInputs& in, int64_t kernel_size, bool training, double eps) {
   using T = accumulate_t<scalar_t>;
   Problem<scalar_t> problem(in, kernel_size, eps);
-  Pairwise<T>& p = problem.sizes;
+  WeightedPairwise<scalar_t>& p = problem.sizes;
   Tensor mean1 = problem.new_sums({p.d}), var1 = problem.new_sums({p.d});
   Tensor mean2 = problem.new_sums({p.E}), var2 = problem.new_sums({p.E});
   if (training && problem.pixels() > 0) {
     relate_moments(problem, mean1, var1);
     p.mean1 = mean1.const_data_ptr<T>(), p.var1 = var1.const_data_ptr<T>();
     problem.scale_maps();
-    hidden_moments(problem, mean2, var2);
+    hidden_moments<scalar_t, kAccurate>(problem, mean2, var2);
     p.mean2 = mean2.const_data_ptr<T>(), p.var2 = var2.const_data_ptr<T>();
   } else {
     torch::stable::copy_(mean1, in.mean1), torch::stable::copy_(var1, in.var1);
@@ -225,10 +218,11 @@ Forward forward(const PairwiseInputs& in, int64_t kernel_size, bool training, do
   Tensor y = problem.new_maps(p.M);
   Tensor logsumexp = problem.new_sums({p.images, p.f.height, p.f.width, p.G});
   if (problem.pixels() > 0) {
-    Pairwise<T> pass = p;
-    const size_t bytes = plan<ForwardShared<T>>(pass, pixels_of_tile(p.f));
-    SAN_LAUNCH_SHARED(forward_kernel<scalar_t>, blocks_of(pass), kPairThreads, bytes, problem.stream(), pass,
-                      problem.beta(), y.mutable_data_ptr<scalar_t>(), logsumexp.mutable_data_ptr<T>());
+    WeightedPairwise<scalar_t> pass = p;
+    const size_t bytes = plan<ForwardShared<scalar_t>>(pass, pixels_of_tile(p.f));
+    auto* kernel = &forward_kernel<scalar_t, kAccurate>;
+    SAN_LAUNCH_SHARED(kernel, blocks_of(pass), kPairThreads, bytes, problem.stream(), pass, problem.beta(),
+                      y.mutable_data_ptr<scalar_t>(), logsumexp.mutable_data_ptr<T>());
   }
   check_launch("pairwise");
   const ScalarType type = in.beta.scalar_type();
@@ -240,10 +234,13 @@ Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
                  const Tensor& weight2, const Tensor& bias3, const Tensor& mean1, const Tensor& var1,
                  const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps, bool tf32) {
   const PairwiseInputs in{center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, mean1, var1, mean2, var2};
-  check_pairwise(in);
+  check_inputs(in);
   const DeviceGuard guard(center.get_device());
   std::optional<Forward> result;
-  SAN_DISPATCH(map_type(in), "pairwise", [&] { result = forward<scalar_t>(in, kernel_size, training, eps); });
+  SAN_DISPATCH(map_type(in.center, in.around, in.beta), "pairwise", [&] {
+    result = with_precision<scalar_t>(
+        tf32, [&](auto accurate) { return forward<scalar_t, accurate>(in, kernel_size, training, eps); });
+  });
   return *result;
 }
 

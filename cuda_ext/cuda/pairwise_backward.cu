@@ -27,7 +27,8 @@ struct Maps {
 
   // The same without the first pixels.
   Maps from(const Pairwise<T>& p, int64_t pixel) const {
-    return {beta + pixel * p.M, grad_y + pixel * p.M, logsumexp + pixel * p.G, nullptr};
+    return {beta + pixel * p.M, grad_y + pixel * p.M, logsumexp + pixel * p.G,
+            projection == nullptr ? nullptr : projection + pixel * p.G};
   }
 };
 
@@ -38,15 +39,16 @@ __device__ __forceinline__ T softmax_weight(const Pairwise<T>& p, const Maps<sca
   return exponential(logit - maps.logsumexp[center * p.G + g]);
 }
 
-template <class T>
-struct ValuesShared : Common<T> {
+template <class scalar_t>
+struct ValuesShared : Common<scalar_t> {
+  using T = accumulate_t<scalar_t>;
   T *logits, *weights, *projection;  // [rows, pitch_of(G)], [all pairs of the tile, G], [pixels of the tile, G]
   size_t bytes;
 
-  SAN_HOST_DEVICE ValuesShared(const Pairwise<T>& p, char* base) : ValuesShared(p, Carver(base)) {}
+  SAN_HOST_DEVICE ValuesShared(const WeightedPairwise<scalar_t>& p, char* base) : ValuesShared(p, Carver(base)) {}
 
  private:
-  SAN_HOST_DEVICE ValuesShared(const Pairwise<T>& p, Carver carver) : Common<T>(p, carver) {
+  SAN_HOST_DEVICE ValuesShared(const WeightedPairwise<scalar_t>& p, Carver carver) : Common<scalar_t>(p, carver) {
     logits = carver.take<T>(p.rows * pitch_of(p.G));
     weights = carver.take<T>(p.tile_pixels() * p.positions() * p.G);
     projection = carver.take<T>(p.tile_pixels() * p.G);
@@ -55,24 +57,17 @@ struct ValuesShared : Common<T> {
 };
 
 // projection, and each tile's part of the gradient of beta: to_beta [tiles, halo, M].
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    values_kernel(Pairwise<T> p, Maps<scalar_t> maps, T* projection, T* to_beta) {
-  const ValuesShared<T> shared(p, shared_memory_base());
-  const PairBlock<scalar_t> block{p, shared};
+    values_kernel(WeightedPairwise<scalar_t> p, Maps<scalar_t> maps, T* projection, T* to_beta) {
+  const ValuesShared<scalar_t> shared(p, shared_memory_base());
+  const PairBlock<scalar_t, kAccurate> block{p, shared};
   block.load(true);
   for_each_tile(p, [&](const Tile& tile, int64_t index) {
     const int count = tile.count(), pairs = count * p.positions();
     for (int k = threadIdx.x; k < count * p.G; k += kPairThreads) shared.projection[k] = 0;
     for (int first = 0; first < pairs; first += p.rows) {
-      const Step step = block.begin(tile, first);
-      __syncthreads();
-      block.relate();
-      __syncthreads();
-      block.activate(nullptr);
-      __syncthreads();
-      block.map_to_logits(shared.logits);
-      __syncthreads();
+      const Step step = block.compute_logits(tile, first, nullptr, shared.logits);
       block.weight_gradients(maps.grad_y, maps.beta, step.valid, [&](int row, int g, T gradient) {
         T& logit = shared.logits[row * pitch_of(p.G) + g];
         const T weight = softmax_weight(p, maps, shared.center[row], g, logit);
@@ -143,30 +138,24 @@ __global__ void fold_kernel(const T* parts, Pairwise<T> p, int channels, int64_t
 }
 
 // What the passes `mapping` and `relation` share: the gradients up to the second BatchNorm's output.
-template <class T>
-struct BackwardShared : Common<T> {
+template <class scalar_t>
+struct BackwardShared : Common<scalar_t> {
+  using T = accumulate_t<scalar_t>;
   T* normalised;  // [rows, pitch_of(E)]
   T* logits;      // [rows, pitch_of(G)]; later their gradients
 
-  SAN_HOST_DEVICE BackwardShared(const Pairwise<T>& p, Carver& carver) : Common<T>(p, carver) {
+  SAN_HOST_DEVICE BackwardShared(const WeightedPairwise<scalar_t>& p, Carver& carver) : Common<scalar_t>(p, carver) {
     normalised = carver.take<T>(p.rows * pitch_of(p.E));
     logits = carver.take<T>(p.rows * pitch_of(p.G));
   }
 };
 
 // Computes a step up to the gradients of its logits; all threads may read them when it returns.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
-__device__ Step logit_gradients(const PairBlock<scalar_t>& block, const BackwardShared<T>& shared,
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
+__device__ Step logit_gradients(const PairBlock<scalar_t, kAccurate>& block, const BackwardShared<scalar_t>& shared,
                                 const Maps<scalar_t>& maps, const Tile& tile, int first) {
-  const Pairwise<T>& p = block.p;
-  const Step step = block.begin(tile, first);
-  __syncthreads();
-  block.relate();
-  __syncthreads();
-  block.activate(shared.normalised);
-  __syncthreads();
-  block.map_to_logits(shared.logits);
-  __syncthreads();
+  const WeightedPairwise<scalar_t>& p = block.p;
+  const Step step = block.compute_logits(tile, first, shared.normalised, shared.logits);
   block.weight_gradients(maps.grad_y, maps.beta, step.valid, [&](int row, int g, T gradient) {
     T& logit = shared.logits[row * pitch_of(p.G) + g];
     const int64_t i = shared.center[row];
@@ -179,26 +168,28 @@ __device__ Step logit_gradients(const PairBlock<scalar_t>& block, const Backward
 }
 
 // Calls visit(row, e, gradients) with the gradients of relu's argument before weight2, of channels e and e + 1.
-template <class scalar_t, class T, class Visit>
-__device__ __forceinline__ void hidden_gradients(const PairBlock<scalar_t>& block, const BackwardShared<T>& shared,
-                                                 const Visit& visit) {
-  const Pairwise<T>& p = block.p;
-  multiply<PairBlock<scalar_t>::kAccurate>(
-      Along<T>{shared.logits, pitch_of(p.G)}, Across<T>{block.weight2(), pitch_of(p.E)},
-      {p.rows, padded(p.E), padded(p.G)}, [&](int row, int e, Pack<2, T> gradients, int) {
-        const auto active = Pack<2, T>::load(shared.active + row * pitch_of(p.E) + e);
-        SAN_UNROLL
-        for (int n = 0; n < 2; ++n) gradients.data[n] = active.data[n] > 0 ? gradients.data[n] : T(0);
-        visit(row, e, gradients);
-      });
+template <class scalar_t, bool kAccurate, class Visit>
+__device__ __forceinline__ void hidden_gradients(const PairBlock<scalar_t, kAccurate>& block,
+                                                 const BackwardShared<scalar_t>& shared, const Visit& visit) {
+  using T = accumulate_t<scalar_t>;
+  using F = factor_t<scalar_t>;
+  const WeightedPairwise<scalar_t>& p = block.p;
+  multiply<kAccurate>(Along<T>{shared.logits, pitch_of(p.G)}, Across<F>{block.weight2(), p.hidden_pitch()},
+                      {p.rows, padded(p.E), padded(p.G)}, [&](int row, int e, Pack<2, T> gradients, int) {
+                        const auto active = Pack<2, F>::load(shared.active + row * p.hidden_pitch() + e);
+                        SAN_UNROLL
+                        for (int n = 0; n < 2; ++n)
+                          gradients.data[n] = static_cast<T>(active.data[n]) > 0 ? gradients.data[n] : T(0);
+                        visit(row, e, gradients);
+                      });
 }
 
 // Adds left^T right, summed over the rows of a step, to sums [slices, left_width, right_width].
-template <bool kAccurate, class T>
-__device__ __forceinline__ void add_product(const Pairwise<T>& p, const T* left, int left_width, const T* right,
+template <bool kAccurate, class T, class F>
+__device__ __forceinline__ void add_product(const Pairwise<T>& p, const T* left, int left_width, const F* right,
                                             int right_width, T* sums) {
   const int slices = p.slices(left_width, right_width);
-  multiply<kAccurate>(Across<T>{left, pitch_of(left_width)}, Across<T>{right, pitch_of(right_width)},
+  multiply<kAccurate>(Across<T>{left, pitch_of(left_width)}, Across<F>{right, pitch_of<F>(right_width)},
                       {padded(left_width), padded(right_width), p.rows, slices},
                       [&](int i, int j, Pack<2, T> values, int slice) {
                         T* to = sums + (slice * left_width + i) * right_width + j;
@@ -216,17 +207,19 @@ __device__ __forceinline__ T sum_slices(const T* sums, int slices, int size, int
   return sum;
 }
 
-template <class T>
-struct MappingShared : BackwardShared<T> {
+template <class scalar_t>
+struct MappingShared : BackwardShared<scalar_t> {
+  using T = accumulate_t<scalar_t>;
   T* hidden_gradient;  // [rows, pitch_of(E)]
   T* sums;             // [parts, 2, E]: of these gradients, and of them times `normalised`
   T* to_weight2;       // [slices, G, E]; null if the sums stay in global memory
   size_t bytes;
 
-  SAN_HOST_DEVICE MappingShared(const Pairwise<T>& p, char* base) : MappingShared(p, Carver(base)) {}
+  SAN_HOST_DEVICE MappingShared(const WeightedPairwise<scalar_t>& p, char* base) : MappingShared(p, Carver(base)) {}
 
  private:
-  SAN_HOST_DEVICE MappingShared(const Pairwise<T>& p, Carver carver) : BackwardShared<T>(p, carver) {
+  SAN_HOST_DEVICE MappingShared(const WeightedPairwise<scalar_t>& p, Carver carver)
+      : BackwardShared<scalar_t>(p, carver) {
     hidden_gradient = carver.take<T>(p.rows * pitch_of(p.E));
     sums = carver.take<T>(parts_for(kPairThreads, p.E) * 2 * p.E);
     to_weight2 = p.stages ? carver.take<T>(p.slices(p.G, p.E) * p.G * p.E) : nullptr;
@@ -235,11 +228,11 @@ struct MappingShared : BackwardShared<T> {
 };
 
 // A block's sums over its pairs: the gradients of weight2 [G, E], bias2 [E] and gain2 [E], one behind the other.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    mapping_kernel(Pairwise<T> p, Maps<scalar_t> maps, T* partial) {
-  const MappingShared<T> shared(p, shared_memory_base());
-  const PairBlock<scalar_t> block{p, shared};
+    mapping_kernel(WeightedPairwise<scalar_t> p, Maps<scalar_t> maps, T* partial) {
+  const MappingShared<scalar_t> shared(p, shared_memory_base());
+  const PairBlock<scalar_t, kAccurate> block{p, shared};
   const int parts = parts_for(kPairThreads, p.E), slices = p.slices(p.G, p.E), size = p.G * p.E;
   T* out = partial + blockIdx.x * int64_t(size + 2 * p.E);
   T* to_weight2 = p.stages ? shared.to_weight2 : out;
@@ -253,15 +246,11 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
       hidden_gradients(block, shared, [&](int row, int e, Pack<2, T> gradients) {
         gradients.store(shared.hidden_gradient + row * pitch_of(p.E) + e);
       });
-      add_product<block.kAccurate>(p, shared.logits, p.G, shared.active, p.E, to_weight2);
+      add_product<kAccurate>(p, shared.logits, p.G, shared.active, p.E, to_weight2);
       __syncthreads();
-      for_each_cell(parts, p.E, [&](int part, int e) {
-        T sum = 0, product = 0;
-        for (int row = part; row < step.valid; row += parts) {
-          const T gradient = shared.hidden_gradient[row * pitch_of(p.E) + e];
-          sum += gradient, product += gradient * shared.normalised[row * pitch_of(p.E) + e];
-        }
-        shared.sums[part * 2 * p.E + e] += sum, shared.sums[(part * 2 + 1) * p.E + e] += product;
+      add_sums(step.valid, p.E, shared.sums, [&](int row, int e, T& sum, T& product) {
+        const T gradient = shared.hidden_gradient[row * pitch_of(p.E) + e];
+        sum += gradient, product += gradient * shared.normalised[row * pitch_of(p.E) + e];
       });
     }
   });
@@ -270,18 +259,20 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   for (int k = threadIdx.x; k < 2 * p.E; k += kPairThreads) out[size + k] = sum_slices(shared.sums, parts, 2 * p.E, k);
 }
 
-template <class T>
-struct RelationShared : BackwardShared<T> {
+template <class scalar_t>
+struct RelationShared : BackwardShared<scalar_t> {
+  using T = accumulate_t<scalar_t>;
   T *slope, *offset, *tilt;  // [E] the second BatchNorm's backward: slope * (gradient - offset - tilt * normalised)
   T* to_center;              // [pixels of the tile, d]
   T* to_around;              // [halo, d]; null if it stays in global memory, as the next
   T* to_weight1;             // [slices, E, d]
   size_t bytes;
 
-  SAN_HOST_DEVICE RelationShared(const Pairwise<T>& p, char* base) : RelationShared(p, Carver(base)) {}
+  SAN_HOST_DEVICE RelationShared(const WeightedPairwise<scalar_t>& p, char* base) : RelationShared(p, Carver(base)) {}
 
  private:
-  SAN_HOST_DEVICE RelationShared(const Pairwise<T>& p, Carver carver) : BackwardShared<T>(p, carver) {
+  SAN_HOST_DEVICE RelationShared(const WeightedPairwise<scalar_t>& p, Carver carver)
+      : BackwardShared<scalar_t>(p, carver) {
     const int E = padded(p.E);
     slope = carver.take<T>(E), offset = carver.take<T>(E), tilt = carver.take<T>(E);
     to_center = carver.take<T>(p.tile_pixels() * p.d);
@@ -292,20 +283,21 @@ struct RelationShared : BackwardShared<T> {
 };
 
 // The gradients of relu's argument before weight1: their sums over j, to_center [pixels, d], each tile's part of their
-// sums over i, to_around [tiles, halo, d], and a block's part of the gradient of weight1 [E, d]. sum_gradient and
-// sum_product [E] are what the second BatchNorm corrects for, from mapping_kernel; null in evaluation.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+// sums over i, to_around [tiles, halo, d], and a block's part of the gradient of weight1 [E, d], which is added to
+// `partial`. sum_gradient and sum_product [E] are what the second BatchNorm corrects for, from mapping_kernel; null in
+// evaluation.
+template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    relation_kernel(Pairwise<T> p, Maps<scalar_t> maps, const T* sum_gradient, const T* sum_product, T pairs_in_all,
-                    T* to_center, T* to_around, T* partial) {
-  const RelationShared<T> shared(p, shared_memory_base());
-  const PairBlock<scalar_t> block{p, shared};
+    relation_kernel(WeightedPairwise<scalar_t> p, Maps<scalar_t> maps, const T* sum_gradient, const T* sum_product,
+                    T pairs_in_all, T* to_center, T* to_around, T* partial) {
+  using F = factor_t<scalar_t>;
+  const RelationShared<scalar_t> shared(p, shared_memory_base());
+  const PairBlock<scalar_t, kAccurate> block{p, shared};
   const int slices = p.slices(p.E, p.d), size = p.E * p.d;
   const int halo_size = p.halo_pixels() * p.d;
-  T* out = partial + blockIdx.x * int64_t(size);
-  T* to_weight1 = p.stages ? shared.to_weight1 : out;
+  partial += blockIdx.x * int64_t(size);
   block.load(true);
-  for (int k = threadIdx.x; k < slices * size; k += kPairThreads) to_weight1[k] = 0;
+  for (int k = threadIdx.x; p.stages && k < slices * size; k += kPairThreads) shared.to_weight1[k] = 0;
   for (int e = threadIdx.x; e < padded(p.E); e += kPairThreads) {
     const bool corrects = e < p.E && sum_gradient != nullptr;
     shared.slope[e] = e < p.E ? p.gain2[e] / std::sqrt(p.var2[e] + p.eps) : T(0);
@@ -314,8 +306,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   }
   for_each_tile(p, [&](const Tile& tile, int64_t index) {
     const int count = tile.count(), pairs = count * p.positions();
-    T* halo_out = to_around + index * halo_size;
-    T* halo = p.stages ? shared.to_around : halo_out;
+    T* halo = p.stages ? shared.to_around : to_around + index * halo_size;
     for (int k = threadIdx.x; k < count * p.d; k += kPairThreads) shared.to_center[k] = 0;
     for (int k = threadIdx.x; k < halo_size; k += kPairThreads) halo[k] = 0;
     for (int first = 0; first < pairs; first += p.rows) {
@@ -332,23 +323,24 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
         gradients.store(normalised);
       });
       __syncthreads();
-      add_product<block.kAccurate>(p, shared.normalised, p.E, shared.relation, p.d, to_weight1);
+      add_product<kAccurate>(p, shared.normalised, p.E, shared.relation, p.d, p.stages ? shared.to_weight1 : partial);
       __syncthreads();
-      multiply<block.kAccurate>(Along<T>{shared.normalised, pitch_of(p.E)}, Across<T>{block.weight1(), pitch_of(p.d)},
-                                {p.rows, padded(p.d), padded(p.E)}, [&](int row, int c, Pack<2, T> gradients, int) {
-                                  T* relation = shared.relation + row * pitch_of(p.d) + c;  // become their gradients
-                                  const auto before = Pack<2, T>::load(relation);
-                                  SAN_UNROLL
-                                  for (int n = 0; n < 2; ++n) {
-                                    gradients.data[n] = before.data[n] > 0 ? gradients.data[n] : T(0);
-                                  }
-                                  gradients.store(relation);
-                                });
+      multiply<kAccurate>(Along<T>{shared.normalised, pitch_of(p.E)}, Across<F>{block.weight1(), p.relation_pitch()},
+                          {p.rows, padded(p.d), padded(p.E)}, [&](int row, int c, Pack<2, T> gradients, int) {
+                            F* relation = shared.relation + row * p.relation_pitch() + c;  // become their gradients
+                            auto both = Pack<2, F>::load(relation);
+                            SAN_UNROLL
+                            for (int n = 0; n < 2; ++n) {
+                              both.data[n] =
+                                  static_cast<F>(static_cast<T>(both.data[n]) > 0 ? gradients.data[n] : T(0));
+                            }
+                            both.store(relation);
+                          });
       __syncthreads();
       for_each_cell(count, p.d, [&](int pixel, int c) {
         T sum = 0;
         for (int row = step.row_of(pixel); row < step.valid; row += count) {
-          sum += shared.relation[row * pitch_of(p.d) + c];
+          sum += static_cast<T>(shared.relation[row * p.relation_pitch() + c]);
         }
         shared.to_center[pixel * p.d + c] += sum;
       });
@@ -357,7 +349,8 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
         const int position = divide(first + top, count);
         const int bottom = std::min(step.valid, (position + 1) * count - first);
         for_each_cell(bottom - top, p.d, [&](int row, int c) {
-          halo[shared.cell[top + row] * p.d + c] += shared.relation[(top + row) * pitch_of(p.d) + c];
+          halo[shared.cell[top + row] * p.d + c] +=
+              static_cast<T>(shared.relation[(top + row) * p.relation_pitch() + c]);
         });
         __syncthreads();
         top = bottom;
@@ -366,10 +359,12 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
     for_each_cell(count, p.d, [&](int pixel, int c) {
       to_center[tile.pixel(p.f, pixel) * p.d + c] = shared.to_center[pixel * p.d + c];
     });
-    for (int k = threadIdx.x; p.stages && k < halo_size; k += kPairThreads) halo_out[k] = halo[k];
+    for (int k = threadIdx.x; p.stages && k < halo_size; k += kPairThreads) to_around[index * halo_size + k] = halo[k];
     __syncthreads();
   });
-  for (int k = threadIdx.x; p.stages && k < size; k += kPairThreads) out[k] = sum_slices(to_weight1, slices, size, k);
+  for (int k = threadIdx.x; p.stages && k < size; k += kPairThreads) {
+    partial[k] += sum_slices(shared.to_weight1, slices, size, k);
+  }
 }
 
 constexpr int kFinishPixels = 256;
@@ -453,7 +448,7 @@ __global__ void finish_kernel(Pairwise<T> p, const scalar_t* center, const scala
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Gradients, and the passes that fill them in.
-template <class scalar_t>
+template <class scalar_t, bool kAccurate>
 class Gradients {
  public:
   using T = accumulate_t<scalar_t>;
@@ -476,55 +471,69 @@ class Gradients {
   }
 
   void values() {
-    Pairwise<T> p = p_;
-    const size_t bytes = plan<ValuesShared<T>>(p, 2 * pixels_of_tile(p.f));
-    projection_ = problem_.new_sums({problem_.pixels(), p.G});
+    WeightedPairwise<scalar_t> all = p_;
+    const size_t bytes = plan<ValuesShared<scalar_t>>(all, 2 * pixels_of_tile(all.f));
+    projection_ = problem_.new_sums({problem_.pixels(), all.G});
     T* projection = projection_.template mutable_data_ptr<T>();
     scalar_t* grad_beta = beta.template mutable_data_ptr<scalar_t>();
-    // The tiles' parts are several times as large as beta, so a large batch takes turns.
-    const int64_t part_size = p.tiles() / p.images * p.halo_pixels() * p.M, pixels = p.f.pixels();
-    const int64_t most = std::max<int64_t>(1, workspace_limit() / (part_size * int64_t(sizeof(T))));
-    Tensor parts = problem_.new_sums({std::min(most, p.images), part_size});
-    for (int64_t first = 0; first < p_.images; first += most) {
-      const Maps<scalar_t> maps = maps_.from(p, first * pixels);
-      p.images = std::min(most, p_.images - first);
-      p.center = p_.center + first * pixels * padded(p.d), p.around = p_.around + first * pixels * padded(p.d);
-      SAN_LAUNCH_SHARED(values_kernel<scalar_t>, blocks_of(p), kPairThreads, bytes, stream_, p, maps,
-                        projection + first * pixels * p.G, parts.template mutable_data_ptr<T>());
-      fold(parts, p, p.M, p.images * pixels * p.M, grad_beta + first * pixels * p.M);
-    }
+    auto* kernel = &values_kernel<scalar_t, kAccurate>;
+    in_parts(all, all.M, [&](const WeightedPairwise<scalar_t>& p, const Maps<scalar_t>& maps, int64_t pixel, T* halos) {
+      SAN_LAUNCH_SHARED(kernel, blocks_of(p), kPairThreads, bytes, stream_, p, maps, projection + pixel * p.G, halos);
+      fold(halos, p, p.M, grad_beta + pixel * p.M);
+    });
     maps_.projection = projection;
   }
 
   void mapping() {
-    Pairwise<T> p = p_;
-    const size_t bytes = plan<MappingShared<T>>(p, pixels_of_tile(p.f));
+    WeightedPairwise<scalar_t> p = p_;
+    const size_t bytes = plan<MappingShared<scalar_t>>(p, pixels_of_tile(p.f));
     const int64_t columns = int64_t(p.G) * p.E + 2 * p.E, blocks = blocks_of(p, kSumBlocks);
     Tensor partial = problem_.new_sums({blocks, columns});
-    SAN_LAUNCH_SHARED(mapping_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads, bytes, stream_, p, maps_,
+    auto* kernel = &mapping_kernel<scalar_t, kAccurate>;
+    SAN_LAUNCH_SHARED(kernel, static_cast<int>(blocks), kPairThreads, bytes, stream_, p, maps_,
                       partial.template mutable_data_ptr<T>());
     sum(partial, {&weight2, &bias2, &gain2});
   }
 
   void relation() {
-    Pairwise<T> p = p_;
-    const size_t bytes = plan<RelationShared<T>>(p, pixels_of_tile(p.f));
-    const int64_t blocks = blocks_of(p, kSumBlocks);
-    Tensor partial = problem_.new_sums({blocks, p.E, p.d});
-    Tensor parts = problem_.new_sums({p.tiles(), p.halo_pixels(), p.d});
-    Tensor to_center = problem_.new_sums({problem_.pixels(), p.d}), to_around = torch::stable::empty_like(to_center);
-    SAN_LAUNCH_SHARED(relation_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads, bytes, stream_, p, maps_,
-                      if_training(bias2), if_training(gain2), static_cast<T>(problem_.pairs()),
-                      to_center.template mutable_data_ptr<T>(), parts.template mutable_data_ptr<T>(),
-                      partial.template mutable_data_ptr<T>());
+    WeightedPairwise<scalar_t> all = p_;
+    const size_t bytes = plan<RelationShared<scalar_t>>(all, pixels_of_tile(all.f));
+    Tensor partial = problem_.new_sums({blocks_of(all, kSumBlocks), all.E, all.d});
+    torch::stable::zero_(partial);
+    Tensor center_sums = problem_.new_sums({problem_.pixels(), all.d});
+    Tensor around_sums = torch::stable::empty_like(center_sums);
+    T* to_center = center_sums.template mutable_data_ptr<T>();
+    T* to_around = around_sums.template mutable_data_ptr<T>();
+    auto* kernel = &relation_kernel<scalar_t, kAccurate>;
+    in_parts(all, all.d, [&](const WeightedPairwise<scalar_t>& p, const Maps<scalar_t>& maps, int64_t pixel, T* halos) {
+      SAN_LAUNCH_SHARED(kernel, blocks_of(p, kSumBlocks), kPairThreads, bytes, stream_, p, maps, if_training(bias2),
+                        if_training(gain2), static_cast<T>(problem_.pairs()), to_center + pixel * p.d, halos,
+                        partial.template mutable_data_ptr<T>());
+      fold(halos, p, p.d, to_around + pixel * p.d);
+    });
     sum(partial, {&weight1});
-    fold(parts, p, p.d, to_around.numel(), to_around.template mutable_data_ptr<T>());
     finish(to_center, to_around);
   }
 
   Tensor center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2;
 
  private:
+  // Calls work(p, maps, first pixel, halos [tiles, halo, channels]) for some images at a time: the tiles' halos are
+  // several times as large as a map, so a large batch takes turns.
+  template <class Work>
+  void in_parts(const WeightedPairwise<scalar_t>& all, int channels, const Work& work) {
+    const int64_t size = all.tiles() / all.images * all.halo_pixels() * channels, pixels = all.f.pixels();
+    const int64_t most = std::max<int64_t>(1, workspace_limit() / (size * int64_t(sizeof(T))));
+    Tensor halos = problem_.new_sums({std::min(most, all.images), size});
+    for (int64_t first = 0; first < all.images; first += most) {
+      const int64_t pixel = first * pixels;
+      WeightedPairwise<scalar_t> p = all;
+      p.images = std::min(most, all.images - first);
+      p.center += pixel * padded(p.d), p.around += pixel * padded(p.d);
+      work(p, maps_.from(p, pixel), pixel, halos.template mutable_data_ptr<T>());
+    }
+  }
+
   const T* if_training(const Tensor& x) const { return training_ ? x.template const_data_ptr<T>() : nullptr; }
 
   void sum(const Tensor& partial, std::initializer_list<Tensor*> outputs) {
@@ -539,43 +548,42 @@ class Gradients {
   }
 
   template <class out_t>
-  void fold(const Tensor& parts, const Pairwise<T>& p, int channels, int64_t elements, out_t* out) {
+  void fold(const T* halos, const Pairwise<T>& p, int channels, out_t* out) {
+    const int64_t elements = p.images * p.f.pixels() * channels;
     auto* kernel = &fold_kernel<T, out_t>;
-    SAN_LAUNCH(kernel, blocks_for(elements), kThreads, stream_, parts.template const_data_ptr<T>(), p, channels,
-               elements, out);
+    SAN_LAUNCH(kernel, blocks_for(elements), kThreads, stream_, halos, p, channels, elements, out);
   }
 
-  void finish(const Tensor& to_center, const Tensor& to_around) {
+  void finish(const T* to_center, const T* to_around) {
     const int64_t blocks = (problem_.pixels() + kFinishPixels - 1) / kFinishPixels;
     Tensor partial = problem_.new_sums({blocks, 2 * p_.d});
-    const T *centers = to_center.template const_data_ptr<T>(), *arounds = to_around.template const_data_ptr<T>();
     SAN_LAUNCH_SHARED(relation_sums_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads,
                       parts_for(kPairThreads, p_.d) * 2 * p_.d * sizeof(T), stream_, p_, problem_.center(),
-                      problem_.around(), centers, arounds, partial.template mutable_data_ptr<T>());
+                      problem_.around(), to_center, to_around, partial.template mutable_data_ptr<T>());
     sum(partial, {&bias1, &gain1});
     SAN_LAUNCH(finish_kernel<scalar_t>, blocks_for(center.numel()), kThreads, stream_, p_, problem_.center(),
-               problem_.around(), centers, arounds, if_training(bias1), if_training(gain1),
+               problem_.around(), to_center, to_around, if_training(bias1), if_training(gain1),
                static_cast<T>(problem_.pairs()), center.numel(), center.template mutable_data_ptr<scalar_t>(),
                around.template mutable_data_ptr<scalar_t>());
   }
 
   const Problem<scalar_t>& problem_;
-  const Pairwise<T>& p_;
+  const WeightedPairwise<scalar_t>& p_;
   bool training_;
   decltype(current_stream(Tensor())) stream_;
   Tensor grad_y_, logsumexp_, projection_;
   Maps<scalar_t> maps_{};
 };
 
-template <class scalar_t>
+template <class scalar_t, bool kAccurate>
 Backward backward(const Tensor& grad_y, const PairwiseInputs& in, const Tensor& logsumexp, int64_t kernel_size,
                   bool training, double eps) {
   Problem<scalar_t> problem(in, kernel_size, eps);
   problem.scale_maps();
-  const ScalarType type = map_type(in);
+  const ScalarType type = map_type(in.center, in.around, in.beta);
   const Tensor gradient = contiguous_of(grad_y, type);
   problem.sizes.is_wide &= problem.is_aligned(gradient.const_data_ptr<scalar_t>());
-  Gradients<scalar_t> grads(problem, gradient, contiguous_of(logsumexp, sum_type(type)), training);
+  Gradients<scalar_t, kAccurate> grads(problem, gradient, contiguous_of(logsumexp, sum_type(type)), training);
   if (problem.pixels() > 0) {
     grads.values();
     grads.mapping();
@@ -602,13 +610,16 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
                            const Tensor& mean2, const Tensor& var2, const Tensor& logsumexp, int64_t kernel_size,
                            bool training, double eps, bool tf32) {
   const PairwiseInputs in{center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, mean1, var1, mean2, var2};
-  check_pairwise(in);
+  check_inputs(in);
   STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
   STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
   const DeviceGuard guard(center.get_device());
   std::optional<Backward> result;
-  SAN_DISPATCH(map_type(in), "pairwise_backward",
-               [&] { result = backward<scalar_t>(grad_y, in, logsumexp, kernel_size, training, eps); });
+  SAN_DISPATCH(map_type(in.center, in.around, in.beta), "pairwise_backward", [&] {
+    result = with_precision<scalar_t>(tf32, [&](auto accurate) {
+      return backward<scalar_t, accurate>(grad_y, in, logsumexp, kernel_size, training, eps);
+    });
+  });
   return *result;
 }
 

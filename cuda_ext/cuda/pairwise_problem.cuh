@@ -2,10 +2,9 @@
 // padded weights, and how much of a map a block takes.
 #pragma once
 #include <algorithm>
-#include <initializer_list>
 #include <vector>
 
-#include "pairwise_sums.cuh"
+#include "maps.h"
 #include "pairwise_tile.cuh"
 
 namespace san::cuda {
@@ -16,49 +15,19 @@ struct PairwiseInputs {
   const Tensor &mean1, &var1, &mean2, &var2;
 };
 
-inline void check_pairwise(const PairwiseInputs& in) {
-  check_map(in.center, "center"), check_map(in.around, "around"), check_map(in.beta, "beta");
-  STD_TORCH_CHECK(in.center.sizes().vec() == in.around.sizes().vec(), "center and around must have one shape");
-  for (int axis = 0; axis < 3; ++axis) {
-    STD_TORCH_CHECK(in.beta.size(axis) == in.center.size(axis), "beta and center must be maps of one size");
-  }
-  STD_TORCH_CHECK(in.weight1.dim() == 2 && in.weight2.dim() == 2, "weight1 and weight2 must be matrices");
-  const int64_t d = in.center.size(3), E = in.weight1.size(0), G = in.weight2.size(0), M = in.beta.size(3);
-  STD_TORCH_CHECK(d > 0 && E > 0 && G > 0 && M > 0 && M % G == 0, "beta's ", M,
-                  " channels must be a positive multiple of the ", G, " weight channels");
-  STD_TORCH_CHECK(in.weight1.size(1) == d && in.weight2.size(1) == E, "weight1 must be [E, d] and weight2 [G, E]");
-  for (const Tensor* x : {&in.gain1, &in.bias1, &in.mean1, &in.var1}) {
-    STD_TORCH_CHECK(x->numel() == d, "the first BatchNorm must have ", d, " channels");
-  }
-  for (const Tensor* x : {&in.gain2, &in.bias2, &in.mean2, &in.var2}) {
-    STD_TORCH_CHECK(x->numel() == E, "the second BatchNorm must have ", E, " channels");
-  }
-  for (const Tensor* x : {&in.around, &in.beta, &in.gain1, &in.bias1, &in.weight1, &in.gain2, &in.bias2, &in.weight2,
-                          &in.mean1, &in.var1, &in.mean2, &in.var2}) {
-    STD_TORCH_CHECK(x->device() == in.center.device(), "all tensors must be on one device");
-  }
+inline void check_inputs(const PairwiseInputs& in) {
+  check_pairwise(in.center, in.around, in.beta, {&in.gain1, &in.bias1, &in.mean1, &in.var1}, in.weight1,
+                 {&in.gain2, &in.bias2, &in.mean2, &in.var2}, in.weight2);
+  check_devices(in.center, {&in.around, &in.beta, &in.gain1, &in.bias1, &in.weight1, &in.gain2, &in.bias2, &in.weight2,
+                            &in.mean1, &in.var1, &in.mean2, &in.var2});
 }
 
-inline Tensor contiguous_of(const Tensor& x, ScalarType type) {
-  return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
-}
-
-// The type that kernels read maps in: theirs, or float where they differ.
-inline ScalarType map_type(const PairwiseInputs& in) {
-  const ScalarType type = in.beta.scalar_type();
-  const bool same = in.center.scalar_type() == type && in.around.scalar_type() == type;
-  return same || type == ScalarType::Double ? type : ScalarType::Float;
-}
-
-// The type of parameters, statistics and sums.
-inline ScalarType sum_type(ScalarType maps) { return maps == ScalarType::Double ? maps : ScalarType::Float; }
-
-// weight [rows, columns] with zeros around it, [padded(rows), pitch].
-template <class T>
-__global__ void pad_kernel(const T* weight, int rows, int columns, int pitch, int64_t elements, T* out) {
+// weight [rows, columns] as factors with zeros around them, [padded(rows), pitch].
+template <class T, class F>
+__global__ void pad_kernel(const T* weight, int rows, int columns, int pitch, int64_t elements, F* out) {
   SAN_FOR_EACH(index, elements) {
     const int row = static_cast<int>(index / pitch), column = static_cast<int>(index % pitch);
-    out[index] = row < rows && column < columns ? weight[row * columns + column] : T(0);
+    out[index] = static_cast<F>(row < rows && column < columns ? weight[row * columns + column] : T(0));
   }
 }
 
@@ -81,9 +50,10 @@ template <class scalar_t>
 class Problem {
  public:
   using T = accumulate_t<scalar_t>;
+  using F = factor_t<scalar_t>;
 
   Problem(const PairwiseInputs& in, int64_t kernel_size, double eps)
-      : maps_(map_type(in)),
+      : maps_(map_type(in.center, in.around, in.beta)),
         center_(contiguous_of(in.center, maps_)),
         around_(contiguous_of(in.around, maps_)),
         beta_(contiguous_of(in.beta, maps_)) {
@@ -126,7 +96,7 @@ class Problem {
   int64_t pairs() const { return pixels() * sizes.f.positions(); }
   auto stream() const { return current_stream(center_); }
 
-  Pairwise<T> sizes{};
+  WeightedPairwise<scalar_t> sizes{};
 
  private:
   const T* scale(const scalar_t* map, bool is_center) {
@@ -142,12 +112,14 @@ class Problem {
     kept_.push_back(contiguous_of(x, sum_type(maps_)));
     return kept_.back().template const_data_ptr<T>();
   }
-  const T* pad(const T* weight, int rows, int columns) {
-    kept_.push_back(new_sums({padded(rows), pitch_of(columns)}));
+  const F* pad(const T* weight, int rows, int columns) {
+    const std::vector<int64_t> shape{padded(rows), pitch_of<F>(columns)};
+    kept_.push_back(torch::stable::new_empty(center_, shape, std::is_same_v<F, T> ? sum_type(maps_) : maps_));
     Tensor& out = kept_.back();
-    SAN_LAUNCH(pad_kernel<T>, blocks_for(out.numel()), kThreads, stream(), weight, rows, columns, pitch_of(columns),
-               out.numel(), out.template mutable_data_ptr<T>());
-    return out.template const_data_ptr<T>();
+    auto* kernel = &pad_kernel<T, F>;
+    SAN_LAUNCH(kernel, blocks_for(out.numel()), kThreads, stream(), weight, rows, columns, pitch_of<F>(columns),
+               out.numel(), out.template mutable_data_ptr<F>());
+    return out.template const_data_ptr<F>();
   }
 
   ScalarType maps_;
@@ -157,8 +129,8 @@ class Problem {
 
 // Cuts a pass into blocks: sets tile, rows and stages, and returns the bytes of `Shared` so. Preferred is what leaves
 // room for two blocks on a multiprocessor, then large tiles, whose halos overlap less, then many rows.
-template <class Shared, class T>
-size_t plan(Pairwise<T>& p, int most_pixels) {
+template <class Shared, class Sizes>
+size_t plan(Sizes& p, int most_pixels) {
   constexpr int kSides[][2] = {{8, 8}, {4, 8}, {4, 4}, {2, 4}, {2, 2}, {1, 2}, {1, 1}};
   const size_t limit = shared_memory_limit();
   struct Wish {

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "pairwise_product.cuh"
+#include "pairwise_sums.cuh"
 
 namespace san::cuda {
 
@@ -21,15 +22,20 @@ constexpr int kSumBlocks = 1024;  // of passes that sum over all pairs: so many 
 constexpr int kShare = 2;         // value channels of one weight that a thread works on at once
 constexpr int kWide = 4;          // neighbouring channels that it loads at once, where their number allows
 
-// Sizes and parameters. Weights are padded with zeros: weight1 [padded(E), pitch_of(d)], weight2 [padded(G),
-// pitch_of(E)].
+// What relation, active and weights are kept in, as factors of gamma's products. For bfloat16 maps they are rounded
+// once, behind BatchNorm and ReLU, and take half the memory. float16 has not the range of the gradients that take
+// relation's place in backward, so they stay float there, which products round to TF32.
+template <class scalar_t>
+using factor_t = std::conditional_t<std::is_same_v<scalar_t, BFloat16>, BFloat16, accumulate_t<scalar_t>>;
+
+// Sizes and parameters.
 template <class T>
 struct Pairwise {
   Footprint f;
   int64_t images;
   int d, E, G, M;  // relation, hidden, weight and value channels
   T eps;
-  const T *gain1, *bias1, *mean1, *var1, *weight1, *gain2, *bias2, *mean2, *var2, *weight2;
+  const T *gain1, *bias1, *mean1, *var1, *gain2, *bias2, *mean2, *var2;
   const T *center,
       *around;   // [pixels, padded(d)] scaled so that BatchNorm1 is center_i - around_j; zeros behind channel d
   bool is_wide;  // whether beta and grad_y can be read kWide channels of one pixel at once
@@ -49,6 +55,17 @@ struct Pairwise {
   SAN_HOST_DEVICE int slices(int64_t rows_out, int64_t columns_out) const {
     return stages ? slices_for(padded(rows_out), padded(columns_out), kPairThreads) : 1;
   }
+};
+
+// With weights, padded by zeros: weight1 [padded(E), relation_pitch], weight2 [padded(G), hidden_pitch].
+template <class scalar_t>
+struct WeightedPairwise : Pairwise<accumulate_t<scalar_t>> {
+  using F = factor_t<scalar_t>;
+  const F *weight1, *weight2;
+
+  // Of rows of d, and of E, factors.
+  SAN_HOST_DEVICE int relation_pitch() const { return pitch_of<F>(this->d); }
+  SAN_HOST_DEVICE int hidden_pitch() const { return pitch_of<F>(this->E); }
 };
 
 // A rectangle of pixels of one image, smaller than the others at the map's far borders.
@@ -94,23 +111,25 @@ class Carver {
 };
 
 // Shared memory that every pass has.
-template <class T>
+template <class scalar_t>
 struct Common {
+  using T = accumulate_t<scalar_t>;
+  using F = factor_t<scalar_t>;
   T *mean2, *deviation2, *gain2, *bias2;  // deviation2 = 1 / sqrt(var2 + eps)
-  T *weight1, *weight2;                   // null if they stay in global memory
+  F *weight1, *weight2;                   // null if they stay in global memory
   int64_t *center, *around;               // [rows] pixels of a pair; any pixel behind the last pair
   int* cell;                              // [rows] where around lies in the tile's halo
-  T *relation, *active;
+  F *relation, *active;                   // [rows, relation_pitch], [rows, hidden_pitch]
 
-  SAN_HOST_DEVICE Common(const Pairwise<T>& p, Carver& carver) {
+  SAN_HOST_DEVICE Common(const WeightedPairwise<scalar_t>& p, Carver& carver) {
     const int E = padded(p.E);
     mean2 = carver.take<T>(E), deviation2 = carver.take<T>(E), gain2 = carver.take<T>(E), bias2 = carver.take<T>(E);
-    weight1 = p.stages ? carver.take<T>(E * pitch_of(p.d)) : nullptr;
-    weight2 = p.stages ? carver.take<T>(padded(p.G) * pitch_of(p.E)) : nullptr;
+    weight1 = p.stages ? carver.take<F>(E * p.relation_pitch()) : nullptr;
+    weight2 = p.stages ? carver.take<F>(padded(p.G) * p.hidden_pitch()) : nullptr;
     center = carver.take<int64_t>(p.rows), around = carver.take<int64_t>(p.rows);
     cell = carver.take<int>(p.rows);
-    relation = carver.take<T>(p.rows * pitch_of(p.d));
-    active = carver.take<T>(p.rows * pitch_of(p.E));
+    relation = carver.take<F>(p.rows * p.relation_pitch());
+    active = carver.take<F>(p.rows * p.hidden_pitch());
   }
 };
 
@@ -140,18 +159,19 @@ __device__ __forceinline__ float exponential(float x) {
 #endif
 }
 
-// The maths of one block. Functions whose results other threads read must be followed by a barrier.
-template <class scalar_t>
+// The maths of one block, products with the precision that `multiply` explains. Functions whose results other threads
+// read must be followed by a barrier.
+template <class scalar_t, bool kAccurate>
 struct PairBlock {
   using T = accumulate_t<scalar_t>;
+  using F = factor_t<scalar_t>;
   using Two = Pack<2, T>;
-  static constexpr bool kAccurate = std::is_same_v<scalar_t, float>;  // half types are no better than TF32
 
-  const Pairwise<T>& p;
-  const Common<T>& shared;
+  const WeightedPairwise<scalar_t>& p;
+  const Common<scalar_t>& shared;
 
-  __device__ __forceinline__ const T* weight1() const { return p.stages ? shared.weight1 : p.weight1; }
-  __device__ __forceinline__ const T* weight2() const { return p.stages ? shared.weight2 : p.weight2; }
+  __device__ __forceinline__ const F* weight1() const { return p.stages ? shared.weight1 : p.weight1; }
+  __device__ __forceinline__ const F* weight2() const { return p.stages ? shared.weight2 : p.weight2; }
 
   // Brings the parameters into shared memory; channels behind the last are zero and stay so in all products.
   __device__ void load(bool has_norm2) const {
@@ -162,8 +182,9 @@ struct PairBlock {
       shared.gain2[e] = real ? p.gain2[e] : T(0);
       shared.bias2[e] = real ? p.bias2[e] : T(0);
     }
+    clear_tail(shared.relation, p.d), clear_tail(shared.active, p.E);
     if (!p.stages) return;
-    const int size1 = padded(p.E) * pitch_of(p.d), size2 = padded(p.G) * pitch_of(p.E);
+    const int size1 = padded(p.E) * p.relation_pitch(), size2 = padded(p.G) * p.hidden_pitch();
     for (int k = threadIdx.x; k < size1; k += blockDim.x) shared.weight1[k] = p.weight1[k];
     for (int k = threadIdx.x; k < size2; k += blockDim.x) shared.weight2[k] = p.weight2[k];
   }
@@ -193,18 +214,18 @@ struct PairBlock {
       using Quad = Pack<kWide, T>;
       const Quad center = Quad::load(p.center + shared.center[row] * width + quad * kWide);
       const Quad around = Quad::load(p.around + shared.around[row] * width + quad * kWide);
-      Quad relation;
+      Pack<kWide, F> relation;
       SAN_UNROLL
-      for (int c = 0; c < kWide; ++c) relation.data[c] = relu(center.data[c] - around.data[c]);
-      relation.store(shared.relation + row * pitch_of(p.d) + quad * kWide);
+      for (int c = 0; c < kWide; ++c) relation.data[c] = static_cast<F>(relu(center.data[c] - around.data[c]));
+      relation.store(shared.relation + row * p.relation_pitch() + quad * kWide);
     });
   }
 
   // Calls visit(row, e, u, 0) with elements e and e + 1 of u = relation weight1^T.
   template <class Visit>
   __device__ __forceinline__ void map_to_hidden(const Visit& visit) const {
-    multiply<kAccurate>(Along<T>{shared.relation, pitch_of(p.d)}, Along<T>{weight1(), pitch_of(p.d)},
-                        {p.rows, padded(p.E), padded(p.d)}, visit);
+    multiply<kAccurate>(Along<F>{shared.relation, p.relation_pitch()}, Along<F>{weight1(), p.relation_pitch()},
+                        {p.rows, padded(p.E), padded<F>(p.d)}, visit);
   }
 
   // active = relu(BatchNorm2(relation weight1^T)); without gain, bias and relu also `normalised`, unless that is null.
@@ -212,22 +233,35 @@ struct PairBlock {
     map_to_hidden([&](int row, int e, Two u, int) {
       const Two mean = Two::load(shared.mean2 + e), deviation = Two::load(shared.deviation2 + e);
       const Two gain = Two::load(shared.gain2 + e), bias = Two::load(shared.bias2 + e);
-      Two active;
+      Pack<2, F> active;
       SAN_UNROLL
       for (int n = 0; n < 2; ++n) {
         u.data[n] = (u.data[n] - mean.data[n]) * deviation.data[n];
-        active.data[n] = relu(gain.data[n] * u.data[n] + bias.data[n]);
+        active.data[n] = static_cast<F>(relu(gain.data[n] * u.data[n] + bias.data[n]));
       }
-      active.store(shared.active + row * pitch_of(p.E) + e);
+      active.store(shared.active + row * p.hidden_pitch() + e);
       if (normalised != nullptr) u.store(normalised + row * pitch_of(p.E) + e);
     });
   }
 
   // logits [rows, pitch_of(G)] = active weight2^T
   __device__ void map_to_logits(T* logits) const {
-    multiply<kAccurate>(Along<T>{shared.active, pitch_of(p.E)}, Along<T>{weight2(), pitch_of(p.E)},
-                        {p.rows, padded(p.G), padded(p.E)},
+    multiply<kAccurate>(Along<F>{shared.active, p.hidden_pitch()}, Along<F>{weight2(), p.hidden_pitch()},
+                        {p.rows, padded(p.G), padded<F>(p.E)},
                         [&](int row, int g, Two values, int) { values.store(logits + row * pitch_of(p.G) + g); });
+  }
+
+  // All of that for the pairs from `first` on; all threads may read the logits when it returns.
+  __device__ __forceinline__ Step compute_logits(const Tile& tile, int first, T* normalised, T* logits) const {
+    const Step step = begin(tile, first);
+    __syncthreads();
+    relate();
+    __syncthreads();
+    activate(normalised);
+    __syncthreads();
+    map_to_logits(logits);
+    __syncthreads();
+    return step;
   }
 
   // Calls visit(row, g, gradient) for the valid rows with the gradients of the weights: the sum over the value channels
@@ -243,6 +277,14 @@ struct PairBlock {
   }
 
  private:
+  // Zeros behind the channels that `relate` and `activate` write, where products read more of them.
+  __device__ __forceinline__ void clear_tail(F* factors, int channels) const {
+    const int first = padded(channels), tail = padded<F>(channels) - first;
+    if (tail == 0) return;
+    for_each_cell(p.rows, tail,
+                  [&](int row, int c) { factors[row * pitch_of<F>(channels) + first + c] = static_cast<F>(T(0)); });
+  }
+
   template <int N, class Visit>
   __device__ __forceinline__ void weight_gradients_of(const scalar_t* grad_y, const scalar_t* beta, int valid,
                                                       const Visit& visit) const {
@@ -305,6 +347,18 @@ __device__ __forceinline__ void for_each_share(const Pairwise<T>& p, int rows, c
   } else {
     for_each_cell(rows, blocks * p.G, [&](int row, int column) { visit(row, Shares<1, T>(p, column)); });
   }
+}
+
+// Adds to sums [parts, 2, channels] what visit(row, c, one, other) adds to two sums of channel c over `rows`, which the
+// parts share.
+template <class T, class Visit>
+__device__ __forceinline__ void add_sums(int rows, int channels, T* sums, const Visit& visit) {
+  const int parts = parts_for(kPairThreads, channels);
+  for_each_cell(parts, channels, [&](int part, int c) {
+    T one = 0, other = 0;
+    for (int row = part; row < rows; row += parts) visit(row, c, one, other);
+    sums[part * 2 * channels + c] += one, sums[(part * 2 + 1) * channels + c] += other;
+  });
 }
 
 // Calls visit(tile, index) for the tiles of a block.

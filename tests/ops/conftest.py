@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,3 +26,11 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert library.load(), "the shim is compared with the CPU's kernels"
     torch.ops.load_library(folder / "shim.so")
     return torch.ops.san_shim
+
+
+@pytest.fixture(params=["forwards", "backwards"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In which the shim runs blocks and threads: what depends on it lacks a barrier."""
+    if request.param == "backwards":
+        monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
+    yield request.param

@@ -1,0 +1,74 @@
+"""What tests of fused attention's CUDA sources share: inputs, how results are compared, and which tests need a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+EPS = 1e-5
+Results = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, gradients
+
+every_mode = pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available() and "FAIL_WITHOUT_CUDA" not in os.environ, reason="needs a CUDA device"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs in float64: maps [N, H, W, channels], parameters and statistics in the order of the operator's arguments."""
+
+    maps: tuple[Tensor, Tensor, Tensor]  # center, around, beta
+    parameters: tuple[Tensor, ...]
+    statistics: tuple[Tensor, ...]
+    grad: Tensor
+    footprint: int
+
+    def rounded_to(self, dtype: torch.dtype) -> Self:
+        """With maps that a type can hold, so that only what a kernel does in it is to be seen."""
+        center, around, beta = (x.to(dtype).double() for x in self.maps)
+        return replace(self, maps=(center, around, beta), grad=self.grad.to(dtype).double())
+
+    def to(self, device: str) -> Self:
+        center, around, beta = (x.to(device) for x in self.maps)
+        parameters, statistics = (tuple(x.to(device) for x in some) for some in (self.parameters, self.statistics))
+        grad = self.grad.to(device)
+        return replace(self, maps=(center, around, beta), parameters=parameters, statistics=statistics, grad=grad)
+
+    def rest(self, training: bool, tf32: bool = False) -> tuple[Any, ...]:
+        return self.footprint, training, EPS, tf32
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-6)).item()
+
+
+def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) -> None:
+    """Compares by norm: where a value of gamma is nearly 0, rounding decides whether ReLU passes its gradient."""
+    for index, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert ours.shape == theirs.shape
+        assert error(ours, theirs) <= most, f"tensor {index}: {error(ours, theirs):.1e}"
+
+
+def assert_same_bits(got: Results, want: Results) -> None:
+    for one, other in zip(sum(got, ()), sum(want, ()), strict=True):
+        assert torch.equal(one, other)
+
+
+def assert_graph_gives_the_same_bits(compute: Callable[[], Results]) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wanted = compute()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = compute()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(got, wanted)
