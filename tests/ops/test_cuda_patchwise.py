@@ -1,0 +1,310 @@
+"""The CUDA sources of fused patchwise attention, run on the CPU through the shim, against plain torch in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from san.ops.library import load
+from tests.ops import cuda_cases
+from tests.ops.cuda_cases import (
+    EPS,
+    Results,
+    assert_graph_gives_the_same_bits,
+    assert_near,
+    assert_same_bits,
+    error,
+    every_mode,
+    needs_cuda,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem size. Named so that a failing one can be read off the test id."""
+
+    batch: int
+    height: int
+    width: int
+    footprint: int
+    center: int
+    around: int
+    hidden: int
+    weights: int
+    values: int
+
+    def __str__(self) -> str:
+        map_size = f"n{self.batch}-{self.height}x{self.width}-k{self.footprint}"
+        return f"{map_size}-c{self.center}r{self.around}e{self.hidden}g{self.weights}m{self.values}"
+
+
+CASES = [
+    Case(1, 7, 7, 7, 16, 16, 8, 8, 64),  # both mirrors overlap; the channels of SAN's second stage
+    Case(2, 9, 10, 3, 4, 4, 2, 2, 16),  # the channels of its first stage; tiles that the map cuts off
+    Case(2, 5, 6, 5, 0, 5, 3, 3, 6),  # no center, and nothing is a multiple of anything
+    Case(2, 5, 7, 1, 20, 20, 9, 1, 9),  # a footprint of one pixel, and more shares than are worked on at once
+    Case(1, 11, 3, 5, 3, 3, 4, 5, 5),  # a map just wide enough, and higher than a tile
+    Case(1, 3, 4, 3, 128, 128, 64, 64, 512),  # the channels of the last stage
+    Case(1, 3, 3, 3, 0, 8, 72, 40, 40),  # more hidden channels than lie in shared memory at once
+]
+
+
+class Problem(cuda_cases.Problem):
+    @staticmethod
+    def sample(case: Case, distance: float = 0.5) -> Problem:
+        """With maps whose mean is `distance`."""
+        generator = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        size, positions = (case.batch, case.height, case.width), case.footprint**2
+        channels, e, outputs = case.center + case.around * positions, case.hidden, case.weights * positions
+        maps = normal(*size, case.center) - distance, normal(*size, case.around) + distance, normal(*size, case.values)
+        norm1, norm2 = (normal(channels) + 1, normal(channels)), (normal(e) + 1, normal(e).abs())
+        weight1, weight2 = normal(e, channels) / channels**0.5, normal(outputs, e) / e**0.5
+        parameters = *norm1, weight1, *norm2, weight2, normal(outputs)
+        mean1 = torch.full((channels,), distance, dtype=torch.float64) + normal(channels) / 4
+        statistics = mean1, 1 + normal(channels).square(), normal(e) / 4 + 0.5, 1 + normal(e).square()
+        return Problem(maps, parameters, statistics, normal(*size, case.values), case.footprint)
+
+
+def reference(problem: Problem, training: bool) -> Results:
+    """The operator's outputs, and the gradients of maps and parameters."""
+    maps = tuple(x.clone().requires_grad_() for x in problem.maps)
+    parameters = tuple(x.clone().requires_grad_() for x in problem.parameters)
+    gain1, bias1, weight1, gain2, bias2, weight2, bias3 = parameters
+    mean1, var1, mean2, var2 = problem.statistics
+    center, around, beta = (x.permute(0, 3, 1, 2) for x in maps)
+    N, M, H, W = beta.shape
+
+    def unfold(x: Tensor) -> Tensor:
+        padded = F.pad(x, (problem.footprint // 2,) * 4, mode="reflect")
+        return F.unfold(padded, problem.footprint)
+
+    def normalize(x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.mean((0, 2)), x.var((0, 2), unbiased=False)) if training else (mean, var)
+
+    delta = torch.cat((center.flatten(2), unfold(around)), 1)
+    mean1, var1 = normalize(delta, mean1, var1)
+    a1 = F.batch_norm(delta, mean1.detach(), var1.detach(), gain1, bias1, training, 0.0, EPS).relu()
+    u = torch.einsum("ec,ncp->nep", weight1, a1)
+    mean2, var2 = normalize(u, mean2, var2)
+    a2 = F.batch_norm(u, mean2.detach(), var2.detach(), gain2, bias2, training, 0.0, EPS).relu()
+    positions = problem.footprint**2
+    weight = (torch.einsum("oe,nep->nop", weight2, a2) + bias3[:, None]).view(N, -1, positions, H * W)
+    values = unfold(beta).view(N, M, positions, H * W)
+    y = (weight.repeat(1, M // weight.shape[1], 1, 1) * values).sum(2).view(N, M, H, W).permute(0, 2, 3, 1)
+    hidden = u.view(N, -1, H, W).permute(0, 2, 3, 1)
+    gradients = torch.autograd.grad(y, (*maps, *parameters), problem.grad)
+    return tuple(x.detach() for x in (y, hidden, mean1, var1, mean2, var2)), gradients
+
+
+def run(shim: Any, problem: Problem, training: bool, dtype: torch.dtype, tf32: bool = False) -> Results:
+    """The operator's outputs and gradients for maps of a type."""
+    sums = torch.promote_types(dtype, torch.float32)
+    maps, grad = [x.to(dtype) for x in problem.maps], problem.grad.to(dtype)
+    parameters, statistics = ([x.to(sums) for x in some] for some in (problem.parameters, problem.statistics))
+    outputs = shim.patchwise(*maps, *parameters, *statistics, *problem.rest(training, tf32))
+    _, hidden, *used = outputs
+    gradients = shim.patchwise_backward(grad, *maps, *parameters, *used, hidden, *problem.rest(training, tf32))
+    return outputs, gradients
+
+
+@every_mode
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64_matches_reference(case: Case, training: bool, order: str, shim: Any) -> None:
+    problem = Problem.sample(case)
+    outputs, gradients = run(shim, problem, training, torch.float64)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert_near(outputs, wanted_outputs, 1e-12)
+    assert_near(gradients, wanted_gradients, 1e-10)
+
+
+@every_mode
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32_matches_reference(case: Case, training: bool, order: str, shim: Any) -> None:
+    problem = Problem.sample(case)
+    outputs, gradients = run(shim, problem, training, torch.float32)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert_near(outputs, wanted_outputs, 2e-6)
+    assert_near(gradients, wanted_gradients, 1e-4)  # sums over so few pixels cancel
+
+
+@every_mode
+def test_takes_maps_far_from_zero(training: bool, shim: Any) -> None:
+    """Squares of means do not swallow the variance: only the mean's own rounding, 2e-5 of a deviation, is to be seen."""
+    problem = Problem.sample(CASES[1], distance=300.0).rounded_to(torch.float32)
+    outputs, gradients = run(shim, problem, training, torch.float32)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert_near(outputs, wanted_outputs, 1e-4)
+    assert_near(gradients, wanted_gradients, 1e-3)
+
+
+@every_mode
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_tf32_is_used_where_it_is_allowed(case: Case, training: bool, shim: Any) -> None:
+    problem = Problem.sample(case)
+    outputs, gradients = run(shim, problem, training, torch.float32, tf32=True)
+    accurate, _ = run(shim, problem, training, torch.float32)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    for got, exact, want in list(zip(outputs, accurate, wanted_outputs, strict=True))[:2]:
+        assert 10 * error(exact, want) < error(got, want) <= 3e-3
+    assert_near(gradients, wanted_gradients, 0.1)  # sums over so few pixels feel each relu that rounding flips
+
+
+def test_tf32_changes_no_other_type(shim: Any) -> None:
+    problem = Problem.sample(CASES[1])
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert_same_bits(run(shim, problem, True, dtype), run(shim, problem, True, dtype, tf32=True))
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_half_types_are_near(case: Case, dtype: torch.dtype, training: bool, shim: Any) -> None:
+    problem = Problem.sample(case).rounded_to(dtype)
+    outputs, gradients = run(shim, problem, training, dtype)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    assert [outputs[0].dtype, outputs[1].dtype, gradients[2].dtype, gradients[3].dtype] == [dtype, torch.float32] * 2
+    assert_near(outputs, wanted_outputs, 5e-3)
+    assert_near(gradients, wanted_gradients, 0.15)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_order_of_threads_and_blocks_changes_no_bit(case: Case, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.sample(case)
+    forwards = run(shim, problem, True, torch.float32)
+    monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
+    assert_same_bits(run(shim, problem, True, torch.float32), forwards)
+
+
+def test_takes_views_and_maps_of_different_types(shim: Any) -> None:
+    problem = Problem.sample(CASES[1]).rounded_to(torch.bfloat16)
+    center, around, beta = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in problem.maps)
+    maps = center.float(), around.float(), F.pad(beta, (1, 0)).bfloat16()[..., 1:]
+    parameters, statistics = ([x.float() for x in some] for some in (problem.parameters, problem.statistics))
+    outputs = shim.patchwise(*maps, *parameters, *statistics, *problem.rest(True))
+    used = (*outputs[2:], outputs[1])
+    gradients = shim.patchwise_backward(problem.grad.bfloat16(), *maps, *parameters, *used, *problem.rest(True))
+    wanted_outputs, wanted_gradients = reference(problem, True)
+    assert [x.dtype for x in (outputs[0], *gradients[:3])] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert_near(outputs, wanted_outputs, 5e-3)
+    assert_near(gradients, wanted_gradients, 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_takes_a_view_that_begins_anywhere(dtype: torch.dtype, shim: Any) -> None:
+    problem = Problem.sample(CASES[1]).rounded_to(dtype)
+
+    def shifted(x: Tensor) -> Tensor:
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+    moved = replace(problem, maps=tuple(map(shifted, problem.maps)), grad=shifted(problem.grad))
+    assert_same_bits(run(shim, moved, True, dtype), run(shim, problem, True, dtype))
+
+
+@every_mode
+@pytest.mark.parametrize("center", [0, 4])
+def test_takes_an_empty_batch(center: int, training: bool, shim: Any) -> None:
+    problem = Problem.sample(Case(0, 5, 5, 3, center, 4, 2, 2, 16))
+    outputs, gradients = run(shim, problem, training, torch.float32)
+    assert outputs[0].shape == (0, 5, 5, 16) and outputs[1].shape == (0, 5, 5, 2)
+    for got, given in zip(outputs[2:], problem.statistics, strict=True):
+        torch.testing.assert_close(got, given.float())
+    for got, given in zip(gradients, (*problem.maps, *problem.parameters), strict=True):
+        torch.testing.assert_close(got, torch.zeros_like(given.float()))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "complaint"),
+    [
+        (0, torch.zeros(2, 9, 10, 3), "4 channels or none"),
+        (1, torch.zeros(2, 9, 9, 4), "one size"),
+        (2, torch.zeros(2, 9, 10, 15), "multiple of the weight channels"),
+        (3, torch.zeros(39), "first BatchNorm must have 40"),
+        (5, torch.zeros(2, 39), "weight1 must be"),
+        (6, torch.zeros(3), "second BatchNorm must have 2"),
+        (8, torch.zeros(18), "must be matrices"),
+        (9, torch.zeros(17), "bias3"),
+        (14, 4, "footprint"),
+        (14, 19, "footprint"),
+    ],
+)
+def test_refuses_what_does_not_fit(argument: int, value: Any, complaint: str, shim: Any) -> None:
+    problem = Problem.sample(CASES[1])
+    arguments: list[Any] = [x.float() for x in (*problem.maps, *problem.parameters, *problem.statistics)]
+    arguments += problem.rest(True)
+    arguments[argument] = value
+    with pytest.raises(RuntimeError, match=complaint):
+        shim.patchwise(*arguments)
+
+
+def test_refuses_a_footprint_that_shared_memory_cannot_hold(shim: Any) -> None:
+    problem = Problem.sample(Case(1, 25, 25, 45, 0, 1, 1, 1, 1))
+    with pytest.raises(RuntimeError, match=r"a 45x45 footprint takes .* bytes of shared memory"):
+        run(shim, problem, False, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "complaint"),
+    [(0, torch.zeros(2, 9, 10, 15), "grad_y and beta"), (15, torch.zeros(2, 9, 10, 3), "hidden must be")],
+)
+def test_backward_refuses_what_does_not_fit(argument: int, value: Tensor, complaint: str, shim: Any) -> None:
+    problem = Problem.sample(CASES[1])
+    hidden = torch.zeros(2, 9, 10, 2)
+    given = problem.grad, *problem.maps, *problem.parameters, *problem.statistics, hidden
+    arguments: list[Any] = [x.float() for x in given]
+    arguments[argument] = value
+    with pytest.raises(RuntimeError, match=complaint):
+        shim.patchwise_backward(*arguments, *problem.rest(True))
+
+
+DEVICE_CASES = [
+    *CASES,
+    Case(32, 7, 7, 7, 128, 128, 64, 64, 512),  # SAN's stages, from the last
+    Case(3, 14, 14, 7, 64, 64, 32, 32, 256),
+    Case(2, 28, 28, 7, 32, 32, 16, 16, 128),
+    Case(2, 56, 56, 7, 16, 16, 8, 8, 64),
+    Case(2, 112, 112, 3, 4, 4, 2, 2, 16),
+    Case(1, 24, 24, 11, 16, 16, 8, 8, 64),  # the largest footprint of the paper
+]
+
+
+@needs_cuda
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=str)
+def test_cuda_matches_reference(case: Case, dtype: torch.dtype, training: bool) -> None:
+    assert load()
+    problem = Problem.sample(case).rounded_to(dtype)
+    got = run(torch.ops.san, problem.to("cuda"), training, dtype)
+    outputs, gradients = (tuple(x.cpu() for x in some) for some in got)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    output_error, gradient_error = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-3)}.get(dtype, (0.01, 0.15))
+    assert_near(outputs, wanted_outputs, output_error)
+    assert_near(gradients, wanted_gradients, gradient_error)
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=str)
+def test_cuda_takes_tf32(case: Case) -> None:
+    assert load()
+    problem = Problem.sample(case)
+    got = run(torch.ops.san, problem.to("cuda"), True, torch.float32, tf32=True)
+    outputs, gradients = (tuple(x.cpu() for x in some) for some in got)
+    wanted_outputs, wanted_gradients = reference(problem, True)
+    assert_near(outputs, wanted_outputs, 3e-3)
+    assert_near(gradients, wanted_gradients, 0.1)
+
+
+@needs_cuda
+def test_cuda_graph_gives_the_same_bits() -> None:
+    assert load()
+    problem = Problem.sample(DEVICE_CASES[-3]).to("cuda")
+    assert_graph_gives_the_same_bits(lambda: run(torch.ops.san, problem, True, torch.float32))
