@@ -37,7 +37,7 @@ format: setup
 gpu-check:
 	FAIL_WITHOUT_CUDA=1 SAN_CUDA=1 $(PYTHON) -m pytest tests/ops
 	@for tool in memcheck racecheck; do if command -v compute-sanitizer > /dev/null; then \
-	  SAN_CUDA=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -q tests/ops/test_cuda_fused.py::test_cuda_matches_reference || exit 1; \
+	  SAN_CUDA=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -q -k test_cuda_matches tests/ops/test_cuda_*.py || exit 1; \
 	else echo "compute-sanitizer is not installed: no $$tool"; fi; done
 	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.operators --device cuda
 	@for precision in float32 tf32 bfloat16; do \

@@ -129,6 +129,12 @@ def run(command: list[str]) -> None:
         raise BuildError(f"building the extension failed: {' '.join(command)}\n{said}")
 
 
+def run_all(commands: list[list[str]]) -> None:
+    """Runs compilers side by side, as many as there are CPUs."""
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(run, commands))
+
+
 def build(output: Path, toolchain: Toolchain) -> None:
     """Compiles all sources side by side and links them into `output`."""
     objects_dir = output.parent / "objects"
@@ -139,8 +145,7 @@ def build(output: Path, toolchain: Toolchain) -> None:
     for source, instruction_set in itertools.product(sorted(SOURCE_DIR.glob("cpu/simd/*.cpp")), INSTRUCTION_SETS):
         objects.append(objects_dir / f"simd_{source.name}_{instruction_set}.o")
         commands.append(simd_command(source, objects[-1], toolchain, instruction_set))
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(run, commands))
+    run_all(commands)
     partial = output.with_suffix(".partial")
     run(link_command(objects, partial, toolchain))
     partial.rename(output)

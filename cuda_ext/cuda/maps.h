@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "pairwise_sums.cuh"
+#include "sums.cuh"
 
 namespace san::cuda {
 namespace {

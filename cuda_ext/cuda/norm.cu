@@ -8,8 +8,8 @@
 #include <tuple>
 #include <vector>
 
-#include "pairwise_product.cuh"
-#include "pairwise_sums.cuh"
+#include "product.cuh"
+#include "sums.cuh"
 
 namespace san::cuda {
 namespace {
@@ -152,8 +152,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
                  [&](int64_t index, Pack<N, scalar_t>& values) {
                    SAN_UNROLL
                    for (int n = 0; n < N; ++n) {
-                     const T value = norm(n, static_cast<T>(values.data[n]));
-                     values.data[n] = static_cast<scalar_t>(value < 0 ? T(0) : value);  // NaN stays
+                     values.data[n] = static_cast<scalar_t>(relu(norm(n, static_cast<T>(values.data[n]))));
                    }
                    values.store(y + index);
                  });

@@ -13,7 +13,7 @@
 #include <tuple>
 
 #include "pairwise_problem.cuh"
-#include "pairwise_sums.cuh"
+#include "sums.cuh"
 
 namespace san::cuda {
 namespace {

@@ -9,8 +9,8 @@
 #pragma once
 #include <cmath>
 
-#include "pairwise_product.cuh"
-#include "pairwise_sums.cuh"
+#include "product.cuh"
+#include "sums.cuh"
 
 namespace san::cuda {
 
@@ -20,7 +20,6 @@ template <class T>
 constexpr int kResident = sizeof(T) == sizeof(double) ? 1 : 3;
 constexpr int kSumBlocks = 1024;  // of passes that sum over all pairs: so many partial sums are left
 constexpr int kShare = 2;         // value channels of one weight that a thread works on at once
-constexpr int kWide = 4;          // neighbouring channels that it loads at once, where their number allows
 
 // What relation, active and weights are kept in, as factors of gamma's products. For bfloat16 maps they are rounded
 // once, behind BatchNorm and ReLU, and take half the memory. float16 has not the range of the gradients that take
@@ -143,11 +142,6 @@ struct Step {
     return row < 0 ? row + count : row;
   }
 };
-
-template <class T>
-__device__ __forceinline__ T relu(T x) {
-  return x < 0 ? T(0) : x;  // NaN stays
-}
 
 // e^x. The error of the fast one grows with |x| as e^x falls, which a softmax does not feel.
 __device__ __forceinline__ double exponential(double x) { return std::exp(x); }

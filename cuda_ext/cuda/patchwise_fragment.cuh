@@ -1,7 +1,7 @@
 // Matrix products of one warp, of factors that each lane hands over in registers: what is multiplied need not lie in
-// memory, and sums stay in registers over as many steps as one likes. Precision: pairwise_product.cuh.
+// memory, and sums stay in registers over as many steps as one likes. Precision: product.cuh.
 #pragma once
-#include "pairwise_product.cuh"
+#include "product.cuh"
 
 namespace san::cuda {
 

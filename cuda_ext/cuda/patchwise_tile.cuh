@@ -12,8 +12,8 @@
 #pragma once
 #include <cmath>
 
-#include "pairwise_tile.cuh"
 #include "patchwise_fragment.cuh"
+#include "sums.cuh"
 
 namespace san::cuda {
 

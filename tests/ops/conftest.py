@@ -17,11 +17,10 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
     folder = tmp_path_factory.mktemp("shim")
     toolchain = build.Toolchain.find("0")
-    objects = []
-    for source in [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/*.cu"))]:
-        objects.append(folder / f"{source.name}.o")
-        command = build.compile_command(source, objects[-1], toolchain, shim=True)
-        build.run([*command, "-Werror", "-O1"])
+    sources = [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/*.cu"))]
+    objects = [folder / f"{source.name}.o" for source in sources]
+    commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
+    build.run_all([[*command, "-Werror", "-O1"] for command in commands])
     build.run(build.link_command(objects, folder / "shim.so", toolchain))
     assert library.load(), "the shim is compared with the CPU's kernels"
     torch.ops.load_library(folder / "shim.so")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from san.ops.library import load
-from tests.ops.cuda_cases import EPS, assert_near, every_mode, needs_cuda
+from tests.ops.cuda_cases import EPS, assert_graph_gives_the_same_bits, assert_near, every_mode, needs_cuda
 
 SHAPES = [
     (2, 3, 5, 8),  # [N, H, W, C]; whole vectors in all types
@@ -205,14 +205,4 @@ def test_cuda_matches_reference(shape: tuple[int, ...], training: bool, dtype: t
 def test_cuda_graph_gives_the_same_bits() -> None:
     assert load()
     problem = Problem.sample((8, 56, 56, 64), torch.float32).to("cuda")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        wanted = run(torch.ops.san, problem, True)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        got = run(torch.ops.san, problem, True)
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, other in zip(wanted, got, strict=True):
-        assert torch.equal(one, other)
+    assert_graph_gives_the_same_bits(lambda: (run(torch.ops.san, problem, True), ()))

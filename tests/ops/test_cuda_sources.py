@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 from cuda_ext import build
+from tests.ops.cuda_cases import needs_cuda
 from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
 
+Compilation = subprocess.CompletedProcess[str]
 CUDA_SOURCES = sorted(build.SOURCE_DIR.glob("cuda/*.cu"))
 
 
@@ -47,20 +51,28 @@ def test_shim_takes_an_empty_batch(operator: Operator, shim: Any) -> None:
     assert operator.kernel(shim)(*operator.sample(case), *operator.rest(case)).shape[0] == 0
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Compilation]]]:
+    """What nvcc says of each source; all are compiled side by side, those that take longest first."""
+    folder = tmp_path_factory.mktemp("nvcc")
+    toolchain = build.Toolchain(build.Toolchain.find("0").cxx, build.find_nvcc())
+
+    def compile(source: Path) -> Compilation:
+        command = build.compile_command(source, folder / f"{source.name}.o", toolchain)
+        return subprocess.run([*command, "-Werror", "all-warnings", "-Xptxas", "-v"], capture_output=True, text=True)
+
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        longest_first = sorted(CUDA_SOURCES, key=lambda source: -source.stat().st_size)
+        yield {source.name: pool.submit(compile, source) for source in longest_first}
+
+
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc to compile for sm_80 and sm_90")
 @pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda s: s.name)
-def test_nvcc_compiles_without_warnings_or_spills(source: Path, tmp_path: Path) -> None:
-    toolchain = build.Toolchain(build.Toolchain.find("0").cxx, build.find_nvcc())
-    command = build.compile_command(source, tmp_path / "out.o", toolchain)
-    done = subprocess.run([*command, "-Werror", "all-warnings", "-Xptxas", "-v"], capture_output=True, text=True)
+def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[str, Future[Compilation]]) -> None:
+    done = compiled[source.name].result()
     assert done.returncode == 0, done.stderr[-3000:]
     spills = [line for line in done.stderr.splitlines() if "spill" in line and "0 bytes spill stores" not in line]
     assert not spills, spills
-
-
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() and "FAIL_WITHOUT_CUDA" not in os.environ, reason="needs a CUDA device"
-)
 
 
 @needs_cuda

@@ -15,7 +15,8 @@ using torch::headeronly::BFloat16;
 // c [16, 8] += a [16, 8] b [8, 8] in TF32, by one warp. Lane 4 * g + t holds c(g, 2t), c(g, 2t + 1), c(g + 8, 2t),
 // c(g + 8, 2t + 1); a(g, t), a(g + 8, t), a(g, t + 4), a(g + 8, t + 4); b(t, g), b(t + 4, g).
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -24,7 +25,8 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (
 // c [16, 8] += a [16, 16] b [16, 8] in bfloat16, whose registers hold two neighbours along the depth. Lane 4 * g + t
 // holds c as above; a(g, 2t), a(g + 8, 2t), a(g, 2t + 8), a(g + 8, 2t + 8); b(2t, g), b(2t + 8, g).
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -32,6 +34,11 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t 
 #endif
 
 constexpr int kWarp = 32;
+
+template <class T>
+__device__ __forceinline__ T relu(T x) {
+  return x < 0 ? T(0) : x;  // NaN stays
+}
 
 // x / n for 0 <= x < 2^20 and n > 0, in a fourth of the instructions of an integer division: half a unit is more than
 // the error of the float quotient.
@@ -42,6 +49,8 @@ __device__ __forceinline__ int divide(int x, int n) {
   return static_cast<int>(__fdividef(static_cast<float>(x) + 0.5f, static_cast<float>(n)));
 #endif
 }
+
+constexpr int kWide = 4;  // neighbouring channels that a thread loads at once, where their number allows
 
 // N neighbouring elements, read and written at once.
 template <int N, class T>
