@@ -1,4 +1,4 @@
-# `make demo` (minutes), `make study` (an hour) and `make test` set up what they need first; the second time they find it ready.
+# `make demo` (minutes), `make study` (an hour or two) and `make test` set up what they need first; the second time they find it ready.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
