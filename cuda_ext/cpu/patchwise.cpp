@@ -301,9 +301,10 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
 template <class T, size_t kParts>
 class Slots {
  public:
-  static constexpr int64_t kMost = 32;  // a slot holds a copy of all parameters
+  static constexpr int64_t kMost = 32;  // a slot holds a copy of all parameters, and takes two bands at least for that
 
-  Slots(int64_t bands, const std::array<int64_t, kParts>& sizes) : count_(std::min(kMost, bands)), sizes_(sizes) {
+  Slots(int64_t bands, const std::array<int64_t, kParts>& sizes)
+      : count_(std::min(kMost, (bands + 1) / 2)), sizes_(sizes) {
     for (size_t part = 0; part < kParts; ++part) parts_[part].resize(count_ * sizes[part]);
   }
   int64_t count() const { return count_; }

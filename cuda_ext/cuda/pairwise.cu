@@ -12,24 +12,24 @@ namespace {
 constexpr int kMomentPixels = 64;
 
 // Moments of center_i - around_j per channel, over the pairs of 64 pixels.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+template <class T>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    relation_moments_kernel(Pairwise<T> p, const scalar_t* center, const scalar_t* around, Moments* moments) {
+    relation_moments_kernel(Pairwise<T> p, const T* center, const T* around, Moments* moments) {
   T* sums = reinterpret_cast<T*>(shared_memory_base());  // [parts, 2, d]
   const int64_t pixels = p.images * p.f.pixels(), first = int64_t(blockIdx.x) * kMomentPixels;
   const int64_t last = first + kMomentPixels < pixels ? first + kMomentPixels : pixels;
   const int parts = parts_for(kPairThreads, p.d), reach = static_cast<int>(p.f.reach());
   for_each_cell(parts, p.d, [&](int part, int c) {
-    const T shift = static_cast<T>(center[first * p.d + c]) - static_cast<T>(around[first * p.d + c]);
+    const T shift = center[first * p.d + c] - around[first * p.d + c];
     T sum = 0, square = 0;
     for (int64_t i = first + part; i < last; i += parts) {
-      const T value = static_cast<T>(center[i * p.d + c]) - shift;
+      const T value = center[i * p.d + c] - shift;
       const int64_t h = i % p.f.pixels() / p.f.width, w = i % p.f.width;
-      const scalar_t* image = around + i / p.f.pixels() * p.f.pixels() * p.d + c;
+      const T* image = around + i / p.f.pixels() * p.f.pixels() * p.d + c;
       for (int down = -reach; down <= reach; ++down) {
-        const scalar_t* row = image + reflect(h + down, p.f.height) * p.f.width * p.d;
+        const T* row = image + reflect(h + down, p.f.height) * p.f.width * p.d;
         for (int right = -reach; right <= reach; ++right) {
-          const T delta = value - static_cast<T>(row[reflect(w + right, p.f.width) * p.d]);
+          const T delta = value - row[reflect(w + right, p.f.width) * p.d];
           sum += delta, square += delta * delta;
         }
       }
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   });
   __syncthreads();
   for (int c = threadIdx.x; c < p.d; c += kPairThreads) {
-    const T shift = static_cast<T>(center[first * p.d + c]) - static_cast<T>(around[first * p.d + c]);
+    const T shift = center[first * p.d + c] - around[first * p.d + c];
     const double count = double(last - first) * p.positions();
     moments[int64_t(blockIdx.x) * p.d + c] = moments_of(sums, parts, p.d, c, count, shift);
   }
@@ -177,7 +177,7 @@ void relate_moments(const Problem<scalar_t>& problem, Tensor& mean, Tensor& var)
   const int blocks = static_cast<int>((problem.pixels() + kMomentPixels - 1) / kMomentPixels);
   Tensor moments = problem.new_moments(blocks, p.d);
   Moments* data = reinterpret_cast<Moments*>(moments.mutable_data_ptr<double>());
-  SAN_LAUNCH_SHARED(relation_moments_kernel<scalar_t>, blocks, kPairThreads,
+  SAN_LAUNCH_SHARED(relation_moments_kernel<T>, blocks, kPairThreads,
                     parts_for(kPairThreads, p.d) * 2 * p.d * sizeof(T), problem.stream(), p, problem.center(),
                     problem.around(), data);
   merge_moments(data, blocks, p.d, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>(), problem.stream());
@@ -215,7 +215,7 @@ Forward forward(const PairwiseInputs& in, int64_t kernel_size, bool training, do
     torch::stable::copy_(mean2, in.mean2), torch::stable::copy_(var2, in.var2);
     problem.scale_maps();
   }
-  Tensor y = problem.new_maps(p.M);
+  Tensor y = problem.new_maps();
   Tensor logsumexp = problem.new_sums({p.images, p.f.height, p.f.width, p.G});
   if (problem.pixels() > 0) {
     WeightedPairwise<scalar_t> pass = p;
@@ -225,8 +225,7 @@ Forward forward(const PairwiseInputs& in, int64_t kernel_size, bool training, do
                       y.mutable_data_ptr<scalar_t>(), logsumexp.mutable_data_ptr<T>());
   }
   check_launch("pairwise");
-  const ScalarType type = in.beta.scalar_type();
-  return {y.scalar_type() == type ? y : torch::stable::to(y, type), logsumexp, mean1, var1, mean2, var2};
+  return {y, logsumexp, mean1, var1, mean2, var2};
 }
 
 Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta, const Tensor& gain1,
@@ -237,7 +236,7 @@ Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
   check_inputs(in);
   const DeviceGuard guard(center.get_device());
   std::optional<Forward> result;
-  SAN_DISPATCH(map_type(in.center, in.around, in.beta), "pairwise", [&] {
+  SAN_DISPATCH(beta.scalar_type(), "pairwise", [&] {
     result = with_precision<scalar_t>(
         tf32, [&](auto accurate) { return forward<scalar_t, accurate>(in, kernel_size, training, eps); });
   });

@@ -371,22 +371,22 @@ constexpr int kFinishPixels = 256;
 
 // Sums over the pixels of a block: of to_center, and of its product with the normalised relation, which falls into one
 // sum over center's pixels and one over around's. Both are taken from a shift that is near the values.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
+template <class T>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    relation_sums_kernel(Pairwise<T> p, const scalar_t* center, const scalar_t* around, const T* to_center,
-                         const T* to_around, T* partial) {
+    relation_sums_kernel(Pairwise<T> p, const T* center, const T* around, const T* to_center, const T* to_around,
+                         T* partial) {
   T* sums = reinterpret_cast<T*>(shared_memory_base());  // [parts, 2, d]
   const int64_t pixels = p.images * p.f.pixels(), first = int64_t(blockIdx.x) * kFinishPixels;
   const int64_t last = first + kFinishPixels < pixels ? first + kFinishPixels : pixels;
   const int parts = parts_for(kPairThreads, p.d);
   for_each_cell(parts, p.d, [&](int part, int c) {
-    const T around_shift = static_cast<T>(around[c]), center_shift = p.mean1[c] + around_shift;
+    const T around_shift = around[c], center_shift = p.mean1[c] + around_shift;
     T sum = 0, product = 0;
     for (int64_t i = first + part; i < last; i += parts) {
       const T gradient = to_center[i * p.d + c];
       sum += gradient;
-      product += gradient * (static_cast<T>(center[i * p.d + c]) - center_shift);
-      product -= to_around[i * p.d + c] * (static_cast<T>(around[i * p.d + c]) - around_shift);
+      product += gradient * (center[i * p.d + c] - center_shift);
+      product -= to_around[i * p.d + c] * (around[i * p.d + c] - around_shift);
     }
     sums[part * 2 * p.d + c] = sum, sums[(part * 2 + 1) * p.d + c] = product;
   });
@@ -400,10 +400,10 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
 
 // The gradients of the maps from the sums over pairs; grad_bias1 and grad_gain1 are null in evaluation, where
 // statistics do not depend on the maps.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
-__global__ void finish_kernel(Pairwise<T> p, const scalar_t* center, const scalar_t* around, const T* to_center,
-                              const T* to_around, const T* grad_bias1, const T* grad_gain1, T pairs_in_all,
-                              int64_t elements, scalar_t* grad_center, scalar_t* grad_around) {
+template <class T>
+__global__ void finish_kernel(Pairwise<T> p, const T* center, const T* around, const T* to_center, const T* to_around,
+                              const T* grad_bias1, const T* grad_gain1, T pairs_in_all, int64_t elements,
+                              T* grad_center, T* grad_around) {
   const int reach = static_cast<int>(p.f.reach()), H = static_cast<int>(p.f.height), W = static_cast<int>(p.f.width);
   SAN_FOR_EACH(index, elements) {
     const int64_t pixel = index / p.d, n = pixel / p.f.pixels();
@@ -412,15 +412,15 @@ __global__ void finish_kernel(Pairwise<T> p, const scalar_t* center, const scala
     const T deviation = 1 / std::sqrt(p.var1[c] + p.eps), scale = p.gain1[c] * deviation;
     T from_center = to_center[index], from_around = to_around[index];
     if (grad_bias1 != nullptr) {
-      const scalar_t *centers = center + n * p.f.pixels() * p.d + c, *arounds = around + n * p.f.pixels() * p.d + c;
-      const T here_center = static_cast<T>(center[index]) - p.mean1[c];
-      const T here_around = static_cast<T>(around[index]) + p.mean1[c];
+      const T *centers = center + n * p.f.pixels() * p.d + c, *arounds = around + n * p.f.pixels() * p.d + c;
+      const T here_center = center[index] - p.mean1[c];
+      const T here_around = around[index] + p.mean1[c];
       T as_center = 0, as_around = 0;  // sums of center_i - around_j - mean1 over the pixel's pairs
       int seen = 0;
       for (int down = -reach; down <= reach; ++down) {
-        const scalar_t* row = arounds + reflect(h + down, H) * W * p.d;
+        const T* row = arounds + reflect(h + down, H) * W * p.d;
         for (int right = -reach; right <= reach; ++right) {
-          as_center += here_center - static_cast<T>(row[reflect(w + right, W) * p.d]);
+          as_center += here_center - row[reflect(w + right, W) * p.d];
         }
       }
       for_each_image(h, H, reach, [&](int64_t image_h) {
@@ -428,9 +428,9 @@ __global__ void finish_kernel(Pairwise<T> p, const scalar_t* center, const scala
           const int top = std::max(0, int(image_h) - reach), bottom = std::min(H - 1, int(image_h) + reach);
           const int left = std::max(0, int(image_w) - reach), last = std::min(W - 1, int(image_w) + reach);
           for (int from_h = top; from_h <= bottom; ++from_h) {
-            const scalar_t* row = centers + int64_t(from_h) * W * p.d;
+            const T* row = centers + int64_t(from_h) * W * p.d;
             for (int from_w = left; from_w <= last; ++from_w) {
-              as_around += static_cast<T>(row[int64_t(from_w) * p.d]) - here_around;
+              as_around += row[int64_t(from_w) * p.d] - here_around;
             }
           }
           seen += std::max(0, bottom - top + 1) * std::max(0, last - left + 1);
@@ -440,8 +440,8 @@ __global__ void finish_kernel(Pairwise<T> p, const scalar_t* center, const scala
       from_center -= static_cast<T>(p.f.positions()) * mean + as_center * tilt;
       from_around -= static_cast<T>(seen) * mean + as_around * tilt;
     }
-    grad_center[index] = static_cast<scalar_t>(scale * from_center);
-    grad_around[index] = static_cast<scalar_t>(-scale * from_around);
+    grad_center[index] = scale * from_center;
+    grad_around[index] = -scale * from_around;
   }
 }
 
@@ -461,7 +461,8 @@ class Gradients {
         grad_y_(grad_y),
         logsumexp_(logsumexp) {
     maps_ = {problem.beta(), grad_y_.const_data_ptr<scalar_t>(), logsumexp_.const_data_ptr<T>(), nullptr};
-    center = problem.new_maps(p_.d), around = problem.new_maps(p_.d), beta = problem.new_maps(p_.M);
+    const std::vector<int64_t> relation{p_.images, p_.f.height, p_.f.width, p_.d};
+    center = problem.new_sums(relation), around = problem.new_sums(relation), beta = problem.new_maps();
     gain1 = problem.new_sums({p_.d}), bias1 = problem.new_sums({p_.d}), weight1 = problem.new_sums({p_.E, p_.d});
     gain2 = problem.new_sums({p_.E}), bias2 = problem.new_sums({p_.E}), weight2 = problem.new_sums({p_.G, p_.E});
   }
@@ -557,14 +558,14 @@ class Gradients {
   void finish(const T* to_center, const T* to_around) {
     const int64_t blocks = (problem_.pixels() + kFinishPixels - 1) / kFinishPixels;
     Tensor partial = problem_.new_sums({blocks, 2 * p_.d});
-    SAN_LAUNCH_SHARED(relation_sums_kernel<scalar_t>, static_cast<int>(blocks), kPairThreads,
+    SAN_LAUNCH_SHARED(relation_sums_kernel<T>, static_cast<int>(blocks), kPairThreads,
                       parts_for(kPairThreads, p_.d) * 2 * p_.d * sizeof(T), stream_, p_, problem_.center(),
                       problem_.around(), to_center, to_around, partial.template mutable_data_ptr<T>());
     sum(partial, {&bias1, &gain1});
-    SAN_LAUNCH(finish_kernel<scalar_t>, blocks_for(center.numel()), kThreads, stream_, p_, problem_.center(),
+    SAN_LAUNCH(finish_kernel<T>, blocks_for(center.numel()), kThreads, stream_, p_, problem_.center(),
                problem_.around(), to_center, to_around, if_training(bias1), if_training(gain1),
-               static_cast<T>(problem_.pairs()), center.numel(), center.template mutable_data_ptr<scalar_t>(),
-               around.template mutable_data_ptr<scalar_t>());
+               static_cast<T>(problem_.pairs()), center.numel(), center.template mutable_data_ptr<T>(),
+               around.template mutable_data_ptr<T>());
   }
 
   const Problem<scalar_t>& problem_;
@@ -580,7 +581,7 @@ Backward backward(const Tensor& grad_y, const PairwiseInputs& in, const Tensor& 
                   bool training, double eps) {
   Problem<scalar_t> problem(in, kernel_size, eps);
   problem.scale_maps();
-  const ScalarType type = map_type(in.center, in.around, in.beta);
+  const ScalarType type = in.beta.scalar_type();
   const Tensor gradient = contiguous_of(grad_y, type);
   problem.sizes.is_wide &= problem.is_aligned(gradient.const_data_ptr<scalar_t>());
   Gradients<scalar_t, kAccurate> grads(problem, gradient, contiguous_of(logsumexp, sum_type(type)), training);
@@ -615,7 +616,7 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
   STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
   const DeviceGuard guard(center.get_device());
   std::optional<Backward> result;
-  SAN_DISPATCH(map_type(in.center, in.around, in.beta), "pairwise_backward", [&] {
+  SAN_DISPATCH(in.beta.scalar_type(), "pairwise_backward", [&] {
     result = with_precision<scalar_t>(tf32, [&](auto accurate) {
       return backward<scalar_t, accurate>(grad_y, in, logsumexp, kernel_size, training, eps);
     });

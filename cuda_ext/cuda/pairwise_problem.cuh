@@ -32,20 +32,22 @@ __global__ void pad_kernel(const T* weight, int rows, int columns, int pitch, in
 }
 
 // out [pixels, padded(d)] = gain1 / sqrt(var1 + eps) * (map - mean1) + bias1, or without mean and bias.
-template <class scalar_t, class T = accumulate_t<scalar_t>>
-__global__ void scale_kernel(Pairwise<T> p, const scalar_t* map, bool is_center, int64_t elements, T* out) {
+template <class T>
+__global__ void scale_kernel(Pairwise<T> p, const T* map, bool is_center, int64_t elements, T* out) {
   SAN_FOR_EACH(index, elements) {
     const int64_t pixel = index / padded(p.d), c = index - pixel * padded(p.d);
     T value = 0;
     if (c < p.d) {
-      const T scale = p.gain1[c] / std::sqrt(p.var1[c] + p.eps), x = static_cast<T>(map[pixel * p.d + c]);
+      const T scale = p.gain1[c] / std::sqrt(p.var1[c] + p.eps), x = map[pixel * p.d + c];
       value = is_center ? scale * (x - p.mean1[c]) + p.bias1[c] : scale * x;
     }
     out[index] = value;
   }
 }
 
-// Inputs as kernels take them, which must live as long as they run on.
+// Inputs as kernels take them, which must live as long as they run on. `scalar_t` is that of beta. The maps of the
+// relation are taken in the type of sums: they are small, position features make them float anyway, and half types
+// would lose what a difference leaves.
 template <class scalar_t>
 class Problem {
  public:
@@ -53,9 +55,9 @@ class Problem {
   using F = factor_t<scalar_t>;
 
   Problem(const PairwiseInputs& in, int64_t kernel_size, double eps)
-      : maps_(map_type(in.center, in.around, in.beta)),
-        center_(contiguous_of(in.center, maps_)),
-        around_(contiguous_of(in.around, maps_)),
+      : maps_(in.beta.scalar_type()),
+        center_(contiguous_of(in.center, sum_type(maps_))),
+        around_(contiguous_of(in.around, sum_type(maps_))),
         beta_(contiguous_of(in.beta, maps_)) {
     sizes.f = footprint_of(in.center.size(1), in.center.size(2), kernel_size);
     sizes.images = in.center.size(0);
@@ -77,14 +79,11 @@ class Problem {
     return reinterpret_cast<uintptr_t>(data) % (kWide * sizeof(scalar_t)) == 0;
   }
 
-  const scalar_t* center() const { return center_.template const_data_ptr<scalar_t>(); }
-  const scalar_t* around() const { return around_.template const_data_ptr<scalar_t>(); }
+  const T* center() const { return center_.template const_data_ptr<T>(); }
+  const T* around() const { return around_.template const_data_ptr<T>(); }
   const scalar_t* beta() const { return beta_.template const_data_ptr<scalar_t>(); }
 
-  Tensor new_maps(int64_t channels) const {
-    const std::vector<int64_t> shape{sizes.images, sizes.f.height, sizes.f.width, channels};
-    return torch::stable::new_empty(center_, shape);
-  }
+  Tensor new_maps() const { return torch::stable::empty_like(beta_); }
   Tensor new_sums(const std::vector<int64_t>& shape) const {
     return torch::stable::new_empty(center_, shape, sum_type(maps_));
   }
@@ -99,12 +98,13 @@ class Problem {
   WeightedPairwise<scalar_t> sizes{};
 
  private:
-  const T* scale(const scalar_t* map, bool is_center) {
+  const T* scale(const T* map, bool is_center) {
     kept_.push_back(new_sums({pixels(), padded(sizes.d)}));
     Tensor& out = kept_.back();
     if (pixels() > 0) {
-      SAN_LAUNCH(scale_kernel<scalar_t>, blocks_for(out.numel()), kThreads, stream(), sizes, map, is_center,
-                 out.numel(), out.template mutable_data_ptr<T>());
+      auto* kernel = &scale_kernel<T>;
+      SAN_LAUNCH(kernel, blocks_for(out.numel()), kThreads, stream(), sizes, map, is_center, out.numel(),
+                 out.template mutable_data_ptr<T>());
     }
     return out.template const_data_ptr<T>();
   }

@@ -9,23 +9,26 @@ namespace san::cuda {
 namespace {
 
 constexpr int kMomentThreads = 256;
+constexpr int kMomentPieces = 64;
 
-// Moments of a patch's channels over the tiles split, split + splits, ..
+// Moments of a patch's channels over the tiles split, split + splits, ..; a block takes kMomentPieces pieces.
 template <class scalar_t, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kMomentThreads)
     patch_moments_kernel(Patchwise<T> p, int splits, const scalar_t* center, const scalar_t* around, Moments* moments) {
-  double* sums = reinterpret_cast<double*>(shared_memory_base());  // [pieces, kDepth, 2]: values, their squares
-  T* patch = reinterpret_cast<T*>(sums + p.pieces() * kDepth * 2);
-  const int split = blockIdx.x % splits, first = blockIdx.x / splits * kDepth;
-  for_each_cell(p.pieces(), 2 * kDepth, [&](int piece, int k) { sums[piece * 2 * kDepth + k] = 0; });
+  double* sums = reinterpret_cast<double*>(shared_memory_base());  // [kMomentPieces, kDepth, 2]: values, their squares
+  T* patch = reinterpret_cast<T*>(sums + kMomentPieces * kDepth * 2);
+  const int split = blockIdx.x % splits, first = blockIdx.x / splits % p.chunks() * kDepth;
+  const int first_piece = blockIdx.x / splits / p.chunks() * kMomentPieces, left = p.pieces() - first_piece;
+  const int pieces = left < kMomentPieces ? left : kMomentPieces;
+  for_each_cell(pieces, 2 * kDepth, [&](int row, int k) { sums[row * 2 * kDepth + k] = 0; });
   double count = 0;
   for (int64_t index = split; index < p.tiles(); index += splits) {
     const PatchTile tile = p.tile(index);
     __syncthreads();
     load_patch(p, center, around, tile, first, patch);
     __syncthreads();
-    for_each_cell(p.pieces(), kDepth, [&](int piece, int c) {
-      const View view = p.view(piece);
+    for_each_cell(pieces, kDepth, [&](int row, int c) {
+      const View view = p.view(first_piece + row);
       T sum = 0, square = 0;
       for (int h = 0; h < tile.rows(); ++h) {
         for (int w = 0; w < tile.columns(); ++w) {
@@ -33,16 +36,16 @@ __global__ void __launch_bounds__(kMomentThreads)
           sum += value, square += value * value;
         }
       }
-      double* mine = sums + (piece * kDepth + c) * 2;
+      double* mine = sums + (row * kDepth + c) * 2;
       mine[0] += sum, mine[1] += square;
     });
     count += tile.rows() * tile.columns();
   }
   __syncthreads();
-  for_each_cell(p.pieces(), kDepth, [&](int piece, int c) {
-    const int r = first + c;
+  for_each_cell(pieces, kDepth, [&](int row, int c) {
+    const int r = first + c, piece = first_piece + row;
     if (r >= p.R) return;
-    const double sum = sums[(piece * kDepth + c) * 2], square = sums[(piece * kDepth + c) * 2 + 1];
+    const double sum = sums[(row * kDepth + c) * 2], square = sums[(row * kDepth + c) * 2 + 1];
     Moments mine;
     mine.count = count, mine.mean = p.shift[(piece == p.positions() ? padded(p.R) : 0) + r] + sum / count;
     mine.square = square - sum * sum / count;
@@ -133,12 +136,12 @@ __global__ void __launch_bounds__(kThreads)
 template <class scalar_t, class T = accumulate_t<scalar_t>>
 void patch_moments(PatchProblem<scalar_t>& problem, Tensor& mean, Tensor& var) {
   const Patchwise<T>& p = problem.sizes;
-  const int chunks = p.chunks();
-  const int splits =
-      splits_for(2 * chunks, p.tiles());  // half as many blocks: their moments are 10 MB for SAN's stages
+  const int shares = p.chunks() * ((p.pieces() + kMomentPieces - 1) / kMomentPieces);
+  // Half as many blocks: their moments are 10 MB for SAN's stages.
+  const int splits = splits_for(2 * shares, p.tiles());
   Moments* moments = problem.space.take_moments(splits, p.channels());
-  const size_t bytes = problem.shared_bytes(p.patch_cells(), kPitch, p.pieces() * kDepth * 2 * sizeof(double));
-  SAN_LAUNCH_SHARED(patch_moments_kernel<scalar_t>, splits * chunks, kMomentThreads, bytes, problem.stream(), p, splits,
+  const size_t bytes = problem.shared_bytes(p.patch_cells(), kPitch, kMomentPieces * kDepth * 2 * sizeof(double));
+  SAN_LAUNCH_SHARED(patch_moments_kernel<scalar_t>, splits * shares, kMomentThreads, bytes, problem.stream(), p, splits,
                     problem.center, problem.around, moments);
   merge_moments(moments, splits, p.channels(), mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>(), problem.stream());
 }
@@ -166,7 +169,7 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 template <class scalar_t, bool kAccurate>
 Forward forward(const PatchwiseInputs& in, int64_t kernel_size, bool training, double eps) {
   using T = accumulate_t<scalar_t>;
-  PatchProblem<scalar_t> problem(in, kernel_size, eps);
+  PatchProblem<scalar_t> problem(in, kernel_size, training, eps);
   const Patchwise<T>& p = problem.sizes;
   const int64_t H = p.f.height, W = p.f.width;
   Tensor mean1 = problem.space.new_sums({p.channels()}), var1 = problem.space.new_sums({p.channels()});

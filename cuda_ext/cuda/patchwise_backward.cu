@@ -464,7 +464,7 @@ class Gradients {
 template <class scalar_t, bool kAccurate>
 Backward backward(const Tensor& grad_y, const PatchwiseInputs& in, const Tensor& hidden, int64_t kernel_size,
                   bool training, double eps) {
-  PatchProblem<scalar_t> problem(in, kernel_size, eps);
+  PatchProblem<scalar_t> problem(in, kernel_size, training, eps);
   Gradients<scalar_t, kAccurate> grads(problem, problem.space.keep_map(grad_y), problem.space.keep(hidden), training);
   if (problem.sizes.pixels() > 0) {
     problem.set_norm1(in.mean1, in.var1), problem.set_norm2(in.mean2, in.var2);

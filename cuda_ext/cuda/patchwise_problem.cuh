@@ -57,13 +57,33 @@ struct Norm1 {
   T eps;
 };
 
+// A block's part of the sums of each channel of a map [pixels, channels]: [blocks, channels].
 template <class scalar_t, class T = accumulate_t<scalar_t>>
-__global__ void shift_kernel(Patchwise<T> p, const scalar_t* center, const scalar_t* around, T* shift) {
+__global__ void __launch_bounds__(kThreads)
+    channel_sums_kernel(const scalar_t* map, int64_t pixels, int channels, T* partial) {
+  T* sums = reinterpret_cast<T*>(shared_memory_base());  // [parts, channels]
+  const int parts = parts_for(kThreads, channels);
+  for_each_cell(parts, channels, [&](int part, int c) {
+    T sum = 0;
+    for (int64_t i = int64_t(blockIdx.x) * parts + part; i < pixels; i += int64_t(gridDim.x) * parts) {
+      sum += static_cast<T>(map[i * channels + c]);
+    }
+    sums[part * channels + c] = sum;
+  });
+  __syncthreads();
+  for (int c = threadIdx.x; c < channels; c += kThreads) {
+    partial[int64_t(blockIdx.x) * channels + c] = sum_parts(sums, parts, channels, c);
+  }
+}
+
+// shift of Patchwise from each channel's sum over all pixels, which are null where it is to be 0.
+template <class T>
+__global__ void shift_kernel(Patchwise<T> p, const T* center_sums, const T* around_sums, T* shift) {
   const int width = padded(p.R);
   SAN_FOR_EACH(index, 2 * width) {
     const int r = static_cast<int>(index % width);
-    const bool is_center = index >= width, is_real = r < p.R && (!is_center || p.C > 0);
-    shift[index] = is_real ? static_cast<T>((is_center ? center : around)[r]) : T(0);
+    const T* sums = index >= width ? center_sums : around_sums;
+    shift[index] = r < p.R && sums != nullptr ? sums[r] / static_cast<T>(p.pixels()) : T(0);
   }
 }
 
@@ -146,7 +166,7 @@ class PatchProblem {
  public:
   using T = accumulate_t<scalar_t>;
 
-  PatchProblem(const PatchwiseInputs& in, int64_t kernel_size, double eps)
+  PatchProblem(const PatchwiseInputs& in, int64_t kernel_size, bool training, double eps)
       : space(in.beta, map_type(in.center, in.around, in.beta)),
         center(space.keep_map(in.center)),
         around(space.keep_map(in.around)),
@@ -162,8 +182,11 @@ class PatchProblem {
     sizes.E = static_cast<int>(in.weight1.size(0)), sizes.M = static_cast<int>(in.beta.size(3));
     sizes.G = static_cast<int>(in.weight2.size(0) / sizes.positions());
     if (sizes.pixels() == 0) return;
+    // In evaluation no statistics are taken, and an image must not depend on others.
+    const T *around_sums = training ? channel_sums(around) : nullptr,
+            *center_sums = training && sizes.C > 0 ? channel_sums(center) : nullptr;
     T* shift = space.take(2 * padded(sizes.R));
-    SAN_LAUNCH(shift_kernel<scalar_t>, blocks_for(2 * padded(sizes.R)), kThreads, stream(), sizes, center, around,
+    SAN_LAUNCH(shift_kernel<T>, blocks_for(2 * padded(sizes.R)), kThreads, stream(), sizes, center_sums, around_sums,
                shift);
     sizes.shift = shift;
     arrange(in);
@@ -207,6 +230,15 @@ class PatchProblem {
   const T* normal1 = nullptr;  // [pieces, padded(R), 2], see norm1_kernel
 
  private:
+  const T* channel_sums(const scalar_t* map) {
+    const int64_t channels = sizes.R, parts = parts_for(kThreads, sizes.R);
+    const int64_t blocks = std::min(wanted_blocks(), (sizes.pixels() + parts - 1) / parts);
+    T *partial = space.take(blocks * channels), *sums = space.take(channels);
+    SAN_LAUNCH_SHARED(channel_sums_kernel<scalar_t>, static_cast<int>(blocks), kThreads, parts * channels * sizeof(T),
+                      stream(), map, sizes.pixels(), sizes.R, partial);
+    sum_blocks(partial, blocks, channels, Totals<T>{{sums}, {channels}}, stream());
+    return sums;
+  }
   void arrange(const PatchwiseInputs& in) {
     const int R = padded(sizes.R), E = padded(sizes.E), G = padded(sizes.G), K = sizes.positions();
     const int64_t size1 = int64_t(sizes.pieces()) * E * R, size2 = int64_t(K) * G * E;

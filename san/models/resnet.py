@@ -13,7 +13,7 @@ from torch.nn.functional import relu
 
 from san.models.spec import ModelSpec, Trunk
 from san.nn import GlobalAveragePool
-from san.nn.fusion import norm_relu
+from san.nn.fusion import is_watched, norm_relu
 from san.nn.inputs import check_map
 from san.ops.footprint import check_side
 
@@ -102,7 +102,7 @@ class ResNetTrunk(Trunk):
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The map after the first convolution, then those of the stages."""
         check_map(x_N3HW, self.conv1, "the images")
-        maps = [norm_relu(self.bn1, self.conv1(x_N3HW), last_use=True)]
+        maps = [norm_relu(self.bn1, self.conv1(x_N3HW), last_use=not is_watched(self.conv1))]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:
             x_NCHW = self.get_submodule(name)(x_NCHW)

@@ -18,7 +18,7 @@ from san.nn import (
     SelfAttention,
     SelfAttentionBlock,
 )
-from san.nn.fusion import norm_relu
+from san.nn.fusion import is_watched, norm_relu
 from san.nn.inputs import check_map
 from san.ops.footprint import check_footprint
 
@@ -147,7 +147,7 @@ class SANTrunk(Trunk):
         check_map(x_N3HW, self.stem, "the images")
         if ops.fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
-        x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=True)
+        x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=not is_watched(self.stem))
         maps = []
         for stage in self.stages:
             x_NCHW = stage(x_NCHW)

@@ -106,7 +106,7 @@ def _load() -> bool:
 @torch.compiler.assume_constant_result
 def _may_use_tf32() -> bool:
     """torch's setting for float32 products on GPUs, of which a compiled model keeps guard."""
-    return torch.get_float32_matmul_precision() != "highest"
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _channels_last(x_NCHW: Tensor) -> Tensor:

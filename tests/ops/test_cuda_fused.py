@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,17 +177,35 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_torchs_setting_reaches_the_operators(precision: str) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        module = san.PairwiseAttention(64, 3)
-        with Recorder() as recorder:
-            module(torch.randn(1, 64, 5, 5)).sum().backward()
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert recorder.allowed == dict.fromkeys(("pairwise", "pairwise_backward"), precision != "highest")
+def set_by_flag(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def set_by_precision(allowed: bool) -> None:
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+def set_for_products(allowed: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+
+
+@pytest.fixture
+def torch_precision() -> Iterator[None]:
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("set_precision", [set_by_flag, set_by_precision, set_for_products])
+def test_torchs_setting_reaches_the_operators(
+    set_precision: Callable[[bool], None], allowed: bool, torch_precision: None
+) -> None:
+    set_precision(allowed)
+    module = san.PairwiseAttention(64, 3)
+    with Recorder() as recorder:
+        module(torch.randn(1, 64, 5, 5)).sum().backward()
+    assert recorder.allowed == dict.fromkeys(("pairwise", "pairwise_backward"), allowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

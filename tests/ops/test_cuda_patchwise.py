@@ -49,6 +49,7 @@ CASES = [
     Case(2, 5, 6, 5, 0, 5, 3, 3, 6),  # no center, and nothing is a multiple of anything
     Case(2, 5, 7, 1, 20, 20, 9, 1, 9),  # a footprint of one pixel, and more shares than are worked on at once
     Case(1, 11, 3, 5, 3, 3, 4, 5, 5),  # a map just wide enough, and higher than a tile
+    Case(1, 6, 5, 9, 3, 3, 4, 2, 4),  # more pieces than a block takes the moments of
     Case(1, 3, 4, 3, 128, 128, 64, 64, 512),  # the channels of the last stage
     Case(1, 3, 3, 3, 0, 8, 72, 40, 40),  # more hidden channels than lie in shared memory at once
 ]
@@ -114,6 +115,16 @@ def run(shim: Any, problem: Problem, training: bool, dtype: torch.dtype, tf32: b
     _, hidden, *used = outputs
     gradients = shim.patchwise_backward(grad, *maps, *parameters, *used, hidden, *problem.rest(training, tf32))
     return outputs, gradients
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), 1e6])
+def test_an_image_does_not_depend_on_others_in_evaluation(spoilt: float, shim: Any) -> None:
+    problem = Problem.sample(CASES[1])
+    wanted, _ = run(shim, problem, False, torch.float32)
+    center, around, beta = (x.clone() for x in problem.maps)
+    center[0, 0, 0], around[0, 0, 0] = spoilt, spoilt
+    got, _ = run(shim, replace(problem, maps=(center, around, beta)), False, torch.float32)
+    assert torch.equal(got[0][1:], wanted[0][1:]) and not torch.equal(got[0][0], wanted[0][0])
 
 
 @every_mode

@@ -37,7 +37,7 @@ struct Image {
 template <class T>
 struct PairwiseTiles {
   int64_t lanes;
-  // Values of T that a band needs as scratch.
+  // Values of T that a band needs as scratch: zeros at first, and what earlier bands of the same problem left then.
   int64_t (*scratch)(const Pairwise<T>&);
   // Mean of a1 w1 (without bias1) over the band's pairs and sum of squared distances from it, [hidden] each.
   void (*moments)(const Pairwise<T>&, const Image<T>&, int64_t first_row, int64_t last_row, T* scratch, double* mean,
