@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study figures test lint format setup gpu-check clean
+.PHONY: demo study figures test lint format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -34,15 +34,24 @@ format: setup
 
 # On a machine with a GPU: the operators on CUDA against the CPU and against plain torch, memory errors and races where
 # compute-sanitizer is there, and how fast they are (tables, and gpu-check-*.json). Needs torch, numpy, pytest, hypothesis.
-gpu-check:
+# `make -k gpu-check` goes on after a failure; each part can also be made alone.
+GPU_BENCHMARKS := gpu-attention-float32 gpu-attention-tf32 gpu-attention-bfloat16
+gpu-check: gpu-test gpu-memcheck gpu-racecheck gpu-operators $(GPU_BENCHMARKS)
+
+gpu-test:
 	FAIL_WITHOUT_CUDA=1 SAN_CUDA=1 $(PYTHON) -m pytest tests/ops
-	@for tool in memcheck racecheck; do if command -v compute-sanitizer > /dev/null; then \
-	  SAN_CUDA=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -q -k test_cuda_matches tests/ops/test_cuda_*.py || exit 1; \
-	else echo "compute-sanitizer is not installed: no $$tool"; fi; done
+
+gpu-memcheck gpu-racecheck: gpu-%:
+	@if command -v compute-sanitizer > /dev/null; then \
+	  SAN_CUDA=1 compute-sanitizer --tool $* --error-exitcode 1 $(PYTHON) -m pytest -q -k test_cuda_matches tests/ops/test_cuda_*.py; \
+	else echo "compute-sanitizer is not installed: no $*"; fi
+
+gpu-operators:
 	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.operators --device cuda
-	@for precision in float32 tf32 bfloat16; do \
-	  SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.attention --device cuda --batch 32 --threads 8 --precision $$precision --compiled \
-	    --json gpu-check-$$precision.json || exit 1; done
+
+$(GPU_BENCHMARKS): gpu-attention-%:
+	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.attention --device cuda --batch 32 --threads 8 --precision $* --compiled \
+	  --json gpu-check-$*.json
 
 setup: $(VENV)/.installed
 	@$(STEP) "kernels" $(BIN)/python -m cuda_ext.build

@@ -43,6 +43,8 @@ def models(pattern: str, as_json: bool) -> None:
     from san.models import list_models, model_spec
 
     records = [dataclasses.asdict(model_spec(name)) for name in list_models(pattern)]
+    if not records:
+        raise UserError(f"no variant matches {pattern!r}; `san models` lists them all")
     if as_json:
         click.echo(json.dumps(records))
         return
@@ -83,7 +85,10 @@ def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | 
                 )
             model = checkpoint.load_checkpoint(source)
         else:
-            model = released.load_released_checkpoint(source, name, **merged({}, *map(parse_override, overrides)))
+            fields = merged({}, *map(parse_override, overrides))
+            if wrong := fields.keys() & {"name", "path"}:
+                raise UserError(f"{', '.join(sorted(wrong))}: not a field of a model; --name tells the variant")
+            model = released.load_released_checkpoint(source, name, **fields)
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
         save(model, target)
     except ValueError as error:  # CheckpointError is one
@@ -91,9 +96,9 @@ def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | 
     hidden = released.untold(model.spec) if form == "released" else []
     if hidden:
         click.echo(f"note: the released form does not tell {', '.join(hidden)}; give it when {target} is loaded", err=True)
-    fields = [f"{key}={_as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
+    told = [f"{key}={_as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
-    click.echo(f"{target}: {' '.join([model.spec.name, *fields])}, {checkpoint.classes(model)} classes, {params} parameters")
+    click.echo(f"{target}: {' '.join([model.spec.name, *told])}, {checkpoint.classes(model)} classes, {params} parameters")
 
 
 @cli.command()
@@ -102,7 +107,7 @@ def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | 
 @click.option(
     "--grid", type=click.Path(path_type=Path), help="every row of this grid, at full size, beside the paper's numbers"
 )
-@click.option("--size", type=click.IntRange(min=1), default=224, show_default=True, help="side of the image in pixels")
+@click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="side of the image in pixels")
 @click.option("--stages", is_flag=True, help="a line per stage too; always so for one model")
 @AS_JSON
 def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
@@ -163,7 +168,7 @@ def run(
 @SEEDS
 @AS_JSON
 def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, as_json: bool) -> None:
-    """Show the cells of a grid and which are finished; runs nothing."""
+    """Show the cells of a grid and which are finished; trains nothing, but writes an embedded data set that is missing."""
     from experiments.run import open_job
     from experiments.run import plan as plan_job
 

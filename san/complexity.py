@@ -77,7 +77,7 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
 
 def _height_and_width(input_size: object) -> tuple[int, int]:
     sides = (input_size, input_size) if isinstance(input_size, int) else input_size
-    if isinstance(sides, tuple | list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
+    if isinstance(sides, tuple | list) and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides):
         return sides[0], sides[1]
     raise ValueError(f"input_size must be a side or (height, width) in whole pixels, not {input_size!r}")
 

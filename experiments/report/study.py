@@ -122,10 +122,12 @@ row.{missing} `san study --profile {first.profile} --seeds {seeds}` trains what 
 `±` is half of a 95 % interval over seeds: of a mean by Student's t, of a gap between two means by Welch's t. It covers the
 chance of training, not that of other images. An ordering of the paper *shows* where the whole interval of our gap lies above
 0, is *reversed* where it lies below 0, and *cannot be told* where 0 is in it. By chance alone, one interval in twenty misses
-the true gap; rows with equal models in several tables are the same runs.
+the true gap: of some thirty one or two do, and those that end next to 0 are the likeliest. That one setting is *much* better
+than another is tested as better. Rows with equal models in several tables are the same runs.
 
-The models keep {kept} stages of the paper's five, and the last map is {config.data.size >> kept} pixels wide: a footprint of
-twice that less one reaches over all of it from everywhere. Images are not the paper's: an ordering that is reversed here says
+The models keep {kept} stages of the paper's five, of which SAN's first always has a 3x3 footprint, as in the paper: footprints
+differ behind it alone. The last map is {config.data.size >> kept} pixels wide: a footprint of twice that less one reaches over
+all of it from everywhere. Images are not the paper's: an ordering that is reversed here says
 nothing against the paper on ImageNet. Where the paper calls settings similar, or accuracy saturated, there is no ordering to
 test."""
     paragraphs = [textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n")]
@@ -152,4 +154,7 @@ def _orderings(found: Sequence[Finding]) -> str:
 
 def _gap(gap: Interval | None) -> str:
     """One digit more than accuracies have, so that an interval that ends near 0 is seen on the right side of it."""
-    return "not enough seeds" if gap is None else f"{gap.middle:+.2f} ± {gap.half_width:.2f}"
+    if gap is None:
+        return "not enough seeds"
+    digits = 2 if f"{abs(gap.middle):.2f}" != f"{gap.half_width:.2f}" else 3  # the reader should see what the verdict saw
+    return f"{gap.middle:+.{digits}f} ± {gap.half_width:.{digits}f}"

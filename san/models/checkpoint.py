@@ -166,7 +166,8 @@ def load_checkpoint(path: str | Path) -> Trunk:
         spec = model_spec(content["name"], dict(content["overrides"]))
         wanted = on_meta(spec, num_classes)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: names a model that cannot be built ({error})") from None
+        said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
+        raise CheckpointError(f"{path}: names a model that cannot be built ({said})") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
     model = spec.build(num_classes)
     model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero

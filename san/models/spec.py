@@ -32,8 +32,8 @@ class Trunk(nn.Module):
         raise NotImplementedError
 
 
-MOST_CHANNELS = 2**16
-"""More are a slip of the pen, and end in torch's words on memory."""
+MOST_CHANNELS, MOST_BLOCKS = 2**16, 1000
+"""Of a stage. More are a slip of the pen, and end in torch's words on memory, or not at all."""
 
 
 def _is_whole(value: object) -> bool:
@@ -77,6 +77,8 @@ class ModelSpec:
             raise ValueError(f"{self.name}: width_factor must be positive, not {self.width_factor}")
         if max(self.scaled_widths(), default=0) > MOST_CHANNELS:
             raise ValueError(f"{self.name}: a stage of {max(self.scaled_widths())} channels is beyond {MOST_CHANNELS}")
+        if max(self.depths, default=0) > MOST_BLOCKS:
+            raise ValueError(f"{self.name}: a stage of {max(self.depths)} blocks is beyond {MOST_BLOCKS}")
         if not self.depths or min(self.depths) < 1 or min(self.scaled_widths()) < 1:
             shape = f"depths {self.depths} and widths {self.scaled_widths()}"
             raise ValueError(f"{self.name}: each stage needs a block and a channel, not {shape}")

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class Bench:
         """The call with these operators, in this precision."""
 
         def run() -> None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
             with ops.backend(backend), self.autocast():
                 call()
 
@@ -180,6 +181,22 @@ def steps(model: torch.nn.Module, images: Tensor) -> tuple[Call, Call]:
     return train, evaluate
 
 
+def saved_memory(core: Core, bench: Bench, backend: ops.Backend) -> int:
+    """Bytes that forward keeps for backward, beside its inputs and parameters."""
+    given = {x.untyped_storage().data_ptr() for x in core.wanted}
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        bench.under(backend, core.train)()
+    return sum(kept.values())
+
+
 def peak_memory(call: Call, device: str) -> float:
     """Bytes that a call needs at most on top of what is held before it."""
     call()
@@ -207,7 +224,7 @@ def machine_peak(bench: Bench) -> tuple[float, float]:
     dtype = torch.bfloat16 if bench.precision == "bfloat16" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     here, there = (torch.empty(64 * 2**20, device=device).fill_(i) for i in range(2))
-    product = measure({"": lambda: torch.mm(a, b)}, 9, device).seconds[""]
+    product = measure({"": bench.under("auto", lambda: torch.mm(a, b))}, 9, device).seconds[""]
     copy = measure({"": lambda: there.copy_(here)}, 9, device).seconds[""]
     return 2 * size**3 / min(product), 8 * here.numel() / min(copy)
 
@@ -229,8 +246,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
     bench = Bench(options.device, options.precision, options.compiled, options.repeats, options.batch)
     flops, bandwidth = machine_peak(bench)
     where = torch.cuda.get_device_name() if bench.device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
@@ -265,12 +280,17 @@ def network(kind: str, bench: Bench, record: dict[str, Any]) -> None:
     for name, call, resnet in calls_of:
         calls = {backend: bench.under(backend, call) for backend in BACKENDS} | {"resnet26": bench.under("auto", resnet)}
         calls["glue"] = without_core()(bench.under("auto", call))
+        if bench.precision != "float32":
+            calls["unfused float32"] = replace(bench, precision="float32").under("unfused", call)
         timing = measure(calls, bench.repeats, bench.device)
         record[f"{kind}, {name}"] = {key: timing.ms(key) for key in calls}
-        cells = [timing.ms("auto"), timing.ratio("auto", "reference"), timing.ratio("auto", "unfused")]
+        cells = [timing.ms("auto"), *(timing.ratio("auto", other) for other in ("reference", "unfused"))]
+        cells += [timing.ratio("auto", "unfused float32")] if "unfused float32" in calls else []
         rows.append(row(name, *cells, timing.ms("glue"), timing.ms("resnet26"), timing.ratio("auto", "resnet26")))
+    rounded = " | unfused in float32 / fused" if bench.precision != "float32" else ""
     heading = (
-        "SAN10 | fused, ms | reference / fused | unfused / fused | without attention, ms | ResNet26, ms | ResNet26 / fused"
+        f"SAN10 | fused, ms | reference / fused | unfused / fused{rounded} | without attention, ms | ResNet26, ms | "
+        "ResNet26 / fused"
     )
     print(table(f"Network, {kind}", heading, rows), flush=True)
 
@@ -307,14 +327,17 @@ def cores(kind: str, bench: Bench, record: dict[str, Any]) -> None:
             total[name] = [a + core.blocks * b for a, b in zip(total[name], timing.seconds[name], strict=True)]
         memory = {b: peak_memory(bench.under(b, core.train), bench.device) for b in BACKENDS}
         record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names} | {f"peak {b}": memory[b] for b in BACKENDS}
-        share = f"{memory['reference'] / max(memory['auto'], 1):.1f}"
-        rows.append(row(stage, *_times(timing), memory["auto"] / 2**20, share))
+        saved = {b: saved_memory(core, bench, b) for b in BACKENDS}
+        record[f"{kind}, {stage}"] |= {f"saved {b}": saved[b] for b in BACKENDS}
+        shares = (f"{held['reference'] / max(held['auto'], 1):.1f}" for held in (memory, saved))
+        rows.append(row(stage, *_times(timing), memory["auto"] / 2**20, next(shares), saved["auto"] / 2**20, next(shares)))
         roofs += [_roof(f"{stage}, {mode}", core, mode == "train", timing.ms(f"{mode} auto"), record) for mode in MODES]
     whole = Timing(total)
     record[f"{kind}, all stages"] = {name: whole.ms(name) for name in names}
-    rows.append(row("all ten blocks", *_times(whole), "", ""))
+    rows.append(row("all ten blocks", *_times(whole), "", "", "", ""))
     timed = "{}, ms | reference / fused | unfused / fused"
-    heading = f"attention alone | {timed.format('training')} | {timed.format('evaluation')} | peak MiB | reference / fused"
+    held = "peak MiB | reference / fused | saved MiB | reference / fused"
+    heading = f"attention alone | {timed.format('training')} | {timed.format('evaluation')} | {held}"
     print(table(f"Core, {kind}", heading, rows), flush=True)
     heading = "attention alone | GFLOP | MB | ms | GFLOP/s | of peak FLOP/s | of peak bytes/s"
     print(table(f"Roofline, {kind}", heading, roofs), flush=True)

@@ -17,6 +17,7 @@ from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.report.paper import paper_rows
 from san import create_model, list_models, load_checkpoint, save_checkpoint
+from san.models.released import save_released_checkpoint
 from tests.experiments.conftest import SMALL_GRID
 
 GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
@@ -215,6 +216,12 @@ def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -
     assert san("convert", ours, theirs, "footprint=9", "--force")[0] == 2
 
 
+def released_file(tmp_path: Path) -> str:
+    path = tmp_path / "released.pth"
+    save_released_checkpoint(create_model("san10_pairwise", 3), path)
+    return str(path)
+
+
 def bad_grid(tmp_path: Path) -> str:
     path = tmp_path / "bad.yaml"
     path.write_text(
@@ -234,6 +241,16 @@ def image_folder(root: Path, classes: tuple[str, ...], empty: tuple[str, ...] = 
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
+    "a name among the fields of a released file": (
+        lambda tmp: ["convert", released_file(tmp), str(tmp / "out.pth"), "name=san10_pairwise"],
+        ["name: not a field of a model; --name tells the variant"],
+    ),
+    "a pattern that nothing matches": (lambda tmp: ["models", "zzz"], ["no variant matches 'zzz'"]),
+    "an image beyond all sizes": (lambda tmp: ["complexity", "resnet26", "--size", "400000000"], ["--size"]),
+    "a stage of a million blocks": (
+        lambda tmp: ["complexity", "san10_pairwise", "depths=[1000000,1,1,1,1]"],
+        ["a stage of 1000000 blocks is beyond 1000"],
+    ),
     "unknown keys and values, all at once": (
         lambda tmp: ["run", bad_grid(tmp)],
         [
