@@ -14,28 +14,42 @@
 namespace san::cpu {
 namespace {
 
+template <class T>
+inline void add(const T* SAN_RESTRICT from, int64_t count, T* SAN_RESTRICT to) {
+  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+}
+
 // out_i = sum of in_j over the reflected footprint of i, or with `adjoint` the sum over all i whose footprint holds j.
-// Maps are [H, W, channels]; separable, so each axis takes k additions.
+// Maps are [H, W, channels]; separable, so each axis takes k additions. `line` is room for a padded row,
+// [W + k - 1, channels].
 template <class T>
 SAN_VECTOR void box_sums(const T* SAN_RESTRICT in, const Footprint& f, int64_t channels, bool adjoint,
-                         T* SAN_RESTRICT rows, T* SAN_RESTRICT out) {
-  const int64_t reach = f.reach(), W = f.width, H = f.height;
-  std::fill(rows, rows + H * W * channels, T(0));
-  std::fill(out, out + H * W * channels, T(0));
-  for (int64_t h = 0; h < H; ++h)
-    for (int64_t w = 0; w < W; ++w)
-      for (int64_t o = -reach; o <= reach; ++o) {
-        const int64_t here = (h * W + w) * channels, there = (h * W + reflect(w + o, W)) * channels;
-        const T* from = in + (adjoint ? here : there);
-        T* to = rows + (adjoint ? there : here);
-        for (int64_t c = 0; c < channels; ++c) to[c] += from[c];
-      }
+                         T* SAN_RESTRICT line, T* SAN_RESTRICT out) {
+  const int64_t reach = f.reach(), W = f.width, H = f.height, row = W * channels;
+  std::fill(out, out + H * row, T(0));
   for (int64_t h = 0; h < H; ++h)
     for (int64_t o = -reach; o <= reach; ++o) {
-      const int64_t here = h * W * channels, there = reflect(h + o, H) * W * channels;
-      const T* from = rows + (adjoint ? here : there);
-      T* to = out + (adjoint ? there : here);
-      for (int64_t c = 0; c < W * channels; ++c) to[c] += from[c];
+      const int64_t here = h * row, there = reflect(h + o, H) * row;
+      add(in + (adjoint ? here : there), row, out + (adjoint ? there : here));
+    }
+  T* inside = line + reach * channels;  // the row itself, between its reflections
+  for (int64_t h = 0; h < H; ++h, out += row)
+    if (adjoint) {
+      std::fill(line, inside + row + reach * channels, T(0));
+      for (int64_t o = -reach; o <= reach; ++o) add(out, row, inside + o * channels);
+      std::copy_n(inside, row, out);
+      for (int64_t w = 1; w <= reach; ++w) {
+        add(inside - w * channels, channels, out + w * channels);
+        add(inside + (W - 1 + w) * channels, channels, out + (W - 1 - w) * channels);
+      }
+    } else {
+      std::copy_n(out, row, inside);
+      for (int64_t w = 1; w <= reach; ++w) {
+        std::copy_n(out + w * channels, channels, inside - w * channels);
+        std::copy_n(out + (W - 1 - w) * channels, channels, inside + (W - 1 + w) * channels);
+      }
+      std::fill(out, out + row, T(0));
+      for (int64_t o = -reach; o <= reach; ++o) add(inside + o * channels, row, out);
     }
 }
 
@@ -129,12 +143,12 @@ class Problem {
     const T *x = values<T>(center), *y = values<T>(around);
     std::vector<double> squares(N * d);
     const std::vector<T> none(d), one(d, 1);
-    for_each_task<T>(N, (4 * P + 1) * d, [&](int64_t n, T* scratch) {
-      T *x_c = scratch, *y_c = x_c + P * d, *rows = y_c + P * d, *box = rows + P * d, *row = box + P * d;
+    for_each_task<T>(N, (3 * P + f.padded_width()) * d, [&](int64_t n, T* scratch) {
+      T *x_c = scratch, *y_c = x_c + P * d, *box = y_c + P * d, *row = box + P * d;
       // Of centred maps, so that large means do not cancel.
       affine(x + n * P * d, P, d, center_mean.data(), one.data(), none.data(), x_c, d);
       affine(y + n * P * d, P, d, around_mean.data(), one.data(), none.data(), y_c, d);
-      box_sums(y_c, f, d, false, rows, box);
+      box_sums(y_c, f, d, false, row, box);
       sum_squares(x_c, y_c, box, f, d, seen_h.data(), seen_w.data(), row, squares.data() + n * d);
     });
     const std::vector<double> square = sum_over_tasks(squares, d);
@@ -359,21 +373,21 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
   Tensor grad_center = new_tensor<T>(in.center, {N, f.height, f.width, d}),
          grad_around = torch::stable::empty_like(grad_center);
   T *out_center = grad_center.template mutable_data_ptr<T>(), *out_around = grad_around.template mutable_data_ptr<T>();
-  for_each_task<T>(N, 5 * P * d, [&](int64_t n, T* scratch) {
-    T *x = scratch, *y = x + P * d, *rows = y + P * d, *box = rows + P * d, *back = box + P * d;
+  for_each_task<T>(N, (4 * P + f.padded_width()) * d, [&](int64_t n, T* scratch) {
+    T *x = scratch, *y = x + P * d, *box = y + P * d, *back = box + P * d, *row = back + P * d;
     if (training) {
       affine(center + n * P * d, P, d, problem.center_mean.data(), one.data(), none.data(), x, d);
       affine(around + n * P * d, P, d, problem.around_mean.data(), one.data(), none.data(), y, d);
-      box_sums(y, f, d, false, rows, box);
-      box_sums(x, f, d, true, rows, back);
+      box_sums(y, f, d, false, row, box);
+      box_sums(x, f, d, true, row, back);
     }
     const T *seen_h = problem.seen_h.data(), *seen_w = problem.seen_w.data();
     finish<T>(to_center.data() + n * P * p.pitch, p.pitch, x, box, f, d, nullptr, nullptr, problem.scale.data(),
               mean_g.data(), tilt.data(), out_center + n * P * d);
     // d loss / d around = -scale * (...), where y enters with the other sign: seen * y - back = -(back - seen * y).
-    for (int64_t c = 0; c < d; ++c) rows[c] = -tilt[c];
+    for (int64_t c = 0; c < d; ++c) row[c] = -tilt[c];
     finish<T>(to_around.data() + n * P * p.pitch, p.pitch, y, back, f, d, seen_h, seen_w, minus.data(), mean_g.data(),
-              rows, out_around + n * P * d);
+              row, out_around + n * P * d);
   });
   const auto of_maps_type = [&](const Tensor& x) {
     return x.scalar_type() == in.center.scalar_type() ? x : torch::stable::to(x, in.center.scalar_type());

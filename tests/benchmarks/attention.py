@@ -4,9 +4,11 @@
         [--repeats 7] [--batch 4] [--json FILE]
 
 SAN10 at 224x224, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges. The other
-operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator). Networks get
-channels-last images, which suits all of them; ResNet26 and ResNet50 of the same library are the yardsticks. `tf32` lets a GPU
-round the factors of float32 products, `bfloat16` is autocast. With `--compiled`, networks go through torch.compile too.
+operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator). Each call is
+timed right after a first run of its own, warm; `caches taken` are those first runs, which find what the other operators left.
+Each table is measured in a process of its own, which has allocated nothing else before. Networks get channels-last images,
+which suits all of them; ResNet26 and ResNet50 of the same library are the yardsticks. `tf32` lets a GPU round the factors of
+float32 products, `bfloat16` is autocast. With `--compiled`, networks go through torch.compile too.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import argparse
 import ctypes
 import gc
 import json
+import multiprocessing
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +51,8 @@ KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
 }
 BACKENDS: tuple[ops.Backend, ...] = ("auto", "unfused", "reference")
 Call = Callable[[], Any]
+Record = dict[str, Any]  # medians, by what they are of
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Bench:
     compiled: bool
     repeats: int
     batch: int
+    threads: int
 
     def under(self, backend: ops.Backend, call: Call) -> Call:
         """The call with these operators, in this precision."""
@@ -134,19 +141,28 @@ class Timing:
         ratios = [b / a for a, b in zip(self.seconds[name], self.seconds[other], strict=True)]
         return f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"
 
+    def add(self, other: Timing, times: int) -> None:
+        """Adds each repeat of the other, so many times."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = [a + times * b for a, b in zip(self.seconds[name], seconds, strict=True)]
 
-def measure(calls: dict[str, Call], repeats: int, device: str) -> Timing:
-    """Runs all calls in turn, `repeats` times after a warm-up, so that what disturbs one disturbs all."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+
+def measure(calls: dict[str, Call], repeats: int, device: str) -> tuple[Timing, Timing]:
+    """Runs all calls in turn, `repeats` times after a warm-up, so that what disturbs one disturbs all; each twice.
+
+    Returned are the second runs, warm, and the first ones, which find the caches as the others left them.
+    """
+    warm, cold = (Timing({name: [] for name in calls}) for _ in range(2))
     for repeat in range(repeats + 1):
         for name, call in calls.items():
-            _wait(device)
-            start = time.perf_counter()
-            call()
-            _wait(device)
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-    return Timing(seconds)
+            for timing in (cold, warm):
+                _wait(device)
+                start = time.perf_counter()
+                call()
+                _wait(device)
+                if repeat:
+                    timing.seconds[name].append(time.perf_counter() - start)
+    return warm, cold
 
 
 def _wait(device: str) -> None:
@@ -181,6 +197,22 @@ def steps(model: torch.nn.Module, images: Tensor) -> tuple[Call, Call]:
     return train, evaluate
 
 
+def memory(bench: Bench, kind: str) -> Record:
+    """What a training step of attention alone needs, stage by stage."""
+    # Every large block now comes from the system and goes back to it: what a call finds left over would not be counted.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    rows, record = [], Record()
+    for stage in STAGES:
+        core = Core(kind, stage, bench)
+        peak = {b: peak_memory(bench.under(b, core.train), bench.device) for b in BACKENDS}
+        saved = {b: saved_memory(core, bench, b) for b in BACKENDS}
+        record[f"{kind}, {stage}, memory"] = {"peak": peak, "saved": saved}
+        cells = ((held["auto"] / 2**20, f"{held['reference'] / max(held['auto'], 1):.1f}") for held in (peak, saved))
+        rows.append(row(stage, *(cell for pair in cells for cell in pair)))
+    print(table(f"Memory, {kind}", "training | peak MiB | reference / fused | saved MiB | reference / fused", rows), flush=True)
+    return record
+
+
 def saved_memory(core: Core, bench: Bench, backend: ops.Backend) -> int:
     """Bytes that forward keeps for backward, beside its inputs and parameters."""
     given = {x.untyped_storage().data_ptr() for x in core.wanted}
@@ -206,7 +238,7 @@ def peak_memory(call: Call, device: str) -> float:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back, so that it is counted when it is taken again
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the highest residency so far
     before = _status("VmRSS")
     call()
@@ -224,8 +256,8 @@ def machine_peak(bench: Bench) -> tuple[float, float]:
     dtype = torch.bfloat16 if bench.precision == "bfloat16" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     here, there = (torch.empty(64 * 2**20, device=device).fill_(i) for i in range(2))
-    product = measure({"": bench.under("auto", lambda: torch.mm(a, b))}, 9, device).seconds[""]
-    copy = measure({"": lambda: there.copy_(here)}, 9, device).seconds[""]
+    product = measure({"": bench.under("auto", lambda: torch.mm(a, b))}, 9, device)[0].seconds[""]
+    copy = measure({"": lambda: there.copy_(here)}, 9, device)[0].seconds[""]
     return 2 * size**3 / min(product), 8 * here.numel() / min(copy)
 
 
@@ -244,33 +276,51 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", type=Path, help="also write all medians to this file")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    bench = Bench(options.device, options.precision, options.compiled, options.repeats, options.batch, options.threads)
+    record = section(machine, bench)
+    for kind in KINDS:
+        record |= section(network, bench, kind)
+    record |= section(yardsticks, bench)
+    for kind in KINDS:
+        record |= section(cores, bench, kind, record["peak_flops"], record["peak_bytes"])
+        record |= section(memory, bench, kind)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def section(measure_it: Callable[..., Record], bench: Bench, *rest: str | float) -> Record:
+    """What `measure_it` prints and returns, in a process of its own: allocations before it change how fast memory is had."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_section, measure_it, bench, *rest).result()
+
+
+def _section(measure_it: Callable[..., Record], bench: Bench, *rest: str | float) -> Record:
+    torch.set_num_threads(bench.threads)
     torch.manual_seed(0)
-    bench = Bench(options.device, options.precision, options.compiled, options.repeats, options.batch)
+    return measure_it(bench, *rest)
+
+
+def machine(bench: Bench) -> Record:
+    """What the machine can do."""
     flops, bandwidth = machine_peak(bench)
     where = torch.cuda.get_device_name() if bench.device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
     print(
-        f"torch {torch.__version__}, {where}, {options.threads} threads, batch {bench.batch}, {bench.repeats} repeats, "
+        f"torch {torch.__version__}, {where}, {bench.threads} threads, batch {bench.batch}, {bench.repeats} repeats, "
         f"{bench.precision}."
     )
-    print(f"Peak: {flops / 1e9:.0f} GFLOP/s (matrix product), {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).")
-    record: dict[str, Any] = {"peak_flops": flops, "peak_bytes": bandwidth}
-    for kind in KINDS:
-        network(kind, bench, record)
-    yardsticks(bench, record)
-    for kind in KINDS:
-        cores(kind, bench, record)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        f"Peak: {flops / 1e9:.0f} GFLOP/s (matrix product), {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).", flush=True
+    )
+    return {"peak_flops": flops, "peak_bytes": bandwidth}
 
 
 def images_of(bench: Bench) -> Tensor:
     return torch.randn(bench.batch, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
 
 
-def network(kind: str, bench: Bench, record: dict[str, Any]) -> None:
+def network(bench: Bench, kind: str) -> Record:
     """SAN10 with each back end, without its attention, and ResNet26."""
-    rows, images = [], images_of(bench)
+    rows, images, record = [], images_of(bench), Record()
     calls_of = zip(
         ("training step", "evaluation"),
         steps(san.create_model(f"san10_{kind}").to(bench.device), images),
@@ -282,7 +332,7 @@ def network(kind: str, bench: Bench, record: dict[str, Any]) -> None:
         calls["glue"] = without_core()(bench.under("auto", call))
         if bench.precision != "float32":
             calls["unfused float32"] = replace(bench, precision="float32").under("unfused", call)
-        timing = measure(calls, bench.repeats, bench.device)
+        timing, _ = measure(calls, bench.repeats, bench.device)
         record[f"{kind}, {name}"] = {key: timing.ms(key) for key in calls}
         cells = [timing.ms("auto"), *(timing.ratio("auto", other) for other in ("reference", "unfused"))]
         cells += [timing.ratio("auto", "unfused float32")] if "unfused float32" in calls else []
@@ -293,11 +343,12 @@ def network(kind: str, bench: Bench, record: dict[str, Any]) -> None:
         "ResNet26 / fused"
     )
     print(table(f"Network, {kind}", heading, rows), flush=True)
+    return record
 
 
-def yardsticks(bench: Bench, record: dict[str, Any]) -> None:
+def yardsticks(bench: Bench) -> Record:
     """Images per second of SAN10 and of ResNets, which run torch's operators alone."""
-    rows, images = [], images_of(bench)
+    rows, images, record = [], images_of(bench), Record()
     for name in ("san10_pairwise", "san10_patchwise", "resnet26", "resnet50"):
         backend: ops.Backend = "auto" if name.startswith("san") else "reference"
         model = san.create_model(name).to(bench.device)
@@ -306,48 +357,42 @@ def yardsticks(bench: Bench, record: dict[str, Any]) -> None:
         for how, variant in variants.items():
             train, evaluate = steps(variant, images)
             calls |= {f"train {how}": bench.under(backend, train), f"eval {how}": bench.under(backend, evaluate)}
-        timing = measure(calls, bench.repeats, bench.device)
+        timing, _ = measure(calls, bench.repeats, bench.device)
         record[f"images/s, {name}"] = speeds = {key: 1000 * bench.batch / timing.ms(key) for key in calls}
         cells = (f"{speeds[f'{mode} {how}']:.1f}" if how in variants else "" for how in ("eager", "compiled") for mode in MODES)
         rows.append(row(name, *cells))
     heading = "images per second | training | evaluation | compiled: training | evaluation"
     print(table("Yardsticks", heading, rows), flush=True)
+    return record
 
 
-def cores(kind: str, bench: Bench, record: dict[str, Any]) -> None:
+def cores(bench: Bench, kind: str, peak_flops: float, peak_bytes: float) -> Record:
     """Attention alone, stage by stage: time, memory, and shares of the machine's peak."""
-    rows, roofs = [], []
+    rows, roofs, record = [], [], Record()
     names = [f"{mode} {backend}" for mode in MODES for backend in BACKENDS]
-    total = {name: [0.0] * bench.repeats for name in names}
+    total, total_cold = (Timing({name: [0.0] * bench.repeats for name in names}) for _ in range(2))
     for stage in STAGES:
         core = Core(kind, stage, bench)
         calls = {f"{mode} {b}": bench.under(b, partial(run, core)) for mode, run in MODES.items() for b in BACKENDS}
-        timing = measure(calls, bench.repeats, bench.device)
-        for name in names:
-            total[name] = [a + core.blocks * b for a, b in zip(total[name], timing.seconds[name], strict=True)]
-        memory = {b: peak_memory(bench.under(b, core.train), bench.device) for b in BACKENDS}
-        record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names} | {f"peak {b}": memory[b] for b in BACKENDS}
-        saved = {b: saved_memory(core, bench, b) for b in BACKENDS}
-        record[f"{kind}, {stage}"] |= {f"saved {b}": saved[b] for b in BACKENDS}
-        shares = (f"{held['reference'] / max(held['auto'], 1):.1f}" for held in (memory, saved))
-        rows.append(row(stage, *_times(timing), memory["auto"] / 2**20, next(shares), saved["auto"] / 2**20, next(shares)))
-        roofs += [_roof(f"{stage}, {mode}", core, mode == "train", timing.ms(f"{mode} auto"), record) for mode in MODES]
-    whole = Timing(total)
-    record[f"{kind}, all stages"] = {name: whole.ms(name) for name in names}
-    rows.append(row("all ten blocks", *_times(whole), "", "", "", ""))
+        timing, cold = measure(calls, bench.repeats, bench.device)
+        total.add(timing, core.blocks)
+        total_cold.add(cold, core.blocks)
+        record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names}
+        rows.append(row(stage, *_times(timing)))
+        for mode in MODES:
+            flops, moved, ms = core.flops(mode == "train"), core.bytes(mode == "train"), timing.ms(f"{mode} auto")
+            shares = (f"{share / ms / 1e-3:.0%}".replace("%", " %") for share in (flops / peak_flops, moved / peak_bytes))
+            roofs.append(row(f"{stage}, {mode}", f"{flops / 1e9:.2f}", moved / 1e6, ms, f"{flops / ms / 1e6:.0f}", *shares))
+    record[f"{kind}, all stages"] = {name: total.ms(name) for name in names}
+    record[f"{kind}, all stages, cold"] = {name: total_cold.ms(name) for name in names}
+    rows.append(row("all ten blocks", *_times(total)))
+    rows.append(row("all ten blocks, caches taken", *_times(total_cold)))
     timed = "{}, ms | reference / fused | unfused / fused"
-    held = "peak MiB | reference / fused | saved MiB | reference / fused"
-    heading = f"attention alone | {timed.format('training')} | {timed.format('evaluation')} | {held}"
+    heading = f"attention alone | {timed.format('training')} | {timed.format('evaluation')}"
     print(table(f"Core, {kind}", heading, rows), flush=True)
     heading = "attention alone | GFLOP | MB | ms | GFLOP/s | of peak FLOP/s | of peak bytes/s"
     print(table(f"Roofline, {kind}", heading, roofs), flush=True)
-
-
-def _roof(name: str, core: Core, training: bool, ms: float, record: dict[str, Any]) -> str:
-    flops, moved, seconds = core.flops(training), core.bytes(training), ms / 1000
-    shares = flops / seconds / record["peak_flops"], moved / seconds / record["peak_bytes"]
-    speed = f"{flops / seconds / 1e9:.0f}"
-    return row(name, f"{flops / 1e9:.2f}", moved / 1e6, ms, speed, *(f"{100 * share:.0f} %" for share in shares))
+    return record
 
 
 def _times(timing: Timing) -> list[float | str]:

@@ -20,9 +20,9 @@ struct Tile {
     return rows * (2 * p.pitch + 3 * p.hidden + 2 * p.weights + 1) + pixels(p) + p.footprint.kernel_size;
   }
 
-  const Pairwise<T>& p;
-  const Image<T>& image;
-  const Footprint& f;
+  const Pairwise<T> p;  // a copy: no store can change it, so it may stay in registers
+  const Image<T> image;
+  const Footprint f;
   T *a1, *h, *a2, *weight, *grad_weight, *grad_a2, *grad_a1;
   int32_t *around, *columns;  // pixel j of each row; column of each pixel that the tile sees
   int64_t first = 0, count = 0, row = 0;

@@ -98,9 +98,9 @@ struct Tile {
            pixels(p) * (p.footprint.positions() * pair_channels(p) + 2 * map_channels + p.weights);
   }
 
-  const Pairwise<T>& p;
-  const Image<T>& image;
-  const Footprint& f;
+  const Pairwise<T> p;  // a copy: no store can change it, so it may stay in registers
+  const Image<T> image;
+  const Footprint f;
   const int64_t K;
   T *a1, *grad_a1, *h, *a2, *grad_a2, *weight, *grad_weight;  // per pair
   T *center, *to_center, *grad_y, *y, *logsumexp;             // per pixel

@@ -15,8 +15,8 @@ struct Tile {
     return kPixels * (widest + p.footprint.positions()) + 2 * kLanes<T>;
   }
 
-  const Patchwise<T>& p;
-  const Footprint& f;
+  const Patchwise<T> p;  // a copy: no store can change it, so it may stay in registers
+  const Footprint f;
   T *left, *right;  // [kPixels, pitch or weights]
   int32_t* places;  // [K, kPixels]: pixel j
   int64_t first, count;

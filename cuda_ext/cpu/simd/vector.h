@@ -167,16 +167,28 @@ SAN_INLINE void block(int64_t depth, const T* a, int64_t a_row, int64_t a_depth,
       if (start == Start::bias) sum[i][v] = load(bias + v * L);
       if (start == Start::sum) sum[i][v] = load(c + i * c_pitch + v * L);
     }
+  // Four rows of A are one pointer and the addressing modes of x86: a pointer or an offset for each would leave the
+  // registers, and be loaded again for every element. The compiler must not see through it.
+  constexpr int groups = (rows + 3) / 4;
+  const int64_t step = a_row * sizeof(T);
+  const char* left[groups];
+#pragma GCC unroll 8
+  for (int g = 0; g < groups; ++g) {
+    left[g] = reinterpret_cast<const char*>(a + 4 * g * a_row);
+    asm("" : "+r"(left[g]));
+  }
   for (int64_t k = 0; k < depth; ++k) {
     Vector<T> right[vectors];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) right[v] = load(b + k * b_pitch + v * L);
 #pragma GCC unroll 32
     for (int i = 0; i < rows; ++i) {
-      const Vector<T> left = broadcast(a[i * a_row + k * a_depth]);
+      const Vector<T> x = broadcast(*reinterpret_cast<const T*>(left[i / 4] + i % 4 * step));
 #pragma GCC unroll 4
-      for (int v = 0; v < vectors; ++v) sum[i][v] += left * right[v];
+      for (int v = 0; v < vectors; ++v) sum[i][v] += x * right[v];
     }
+#pragma GCC unroll 8
+    for (int g = 0; g < groups; ++g) left[g] += a_depth * sizeof(T);
   }
 #pragma GCC unroll 32
   for (int i = 0; i < rows; ++i)
@@ -201,7 +213,7 @@ template <Start start, Finish finish, int vectors, class T>
 SAN_INLINE void columns_of(int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b,
                            int64_t b_pitch, const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
   int64_t i = 0;
-  constexpr int most = vectors == 1 ? 2 * SAN_BLOCK_ROWS : SAN_BLOCK_ROWS;
+  constexpr int most = 2 * SAN_BLOCK_ROWS / vectors;
   rows_of<start, finish, most, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
   rows_of<start, finish, 4, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
   rows_of<start, finish, 2, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
@@ -222,6 +234,10 @@ __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t d
                ? activation
                : Activation<T>{activation.gain + column, activation.shift + column, activation.to + column};
   };
+#if defined(__AVX512F__)
+  for (; j + 4 * L <= columns; j += 4 * L)
+    columns_of<start, finish, 4>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
+#endif
   for (; j + 2 * L <= columns; j += 2 * L)
     columns_of<start, finish, 2>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
   if (j < columns)
