@@ -62,6 +62,12 @@ inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int64_t le
   return bands;
 }
 
+// Gives a vector's memory back, which clear() keeps.
+template <class T>
+void release(std::vector<T>& x) {
+  std::vector<T>().swap(x);
+}
+
 // A tensor of any floating type as values of T that lie in a row.
 template <class T>
 Tensor as(const Tensor& x) {
@@ -135,13 +141,19 @@ class PaddedResult {
       torch::stable::zero_(out_);
   }
   T* data() { return copy_.empty() ? out_.template mutable_data_ptr<T>() : copy_.data(); }
-  // The tensor, of type `type`.
-  Tensor take(ScalarType type) {
+  // The tensor; the padded rows are gone then.
+  Tensor take() {
     const int64_t channels = out_.size(-1);
     T* to = out_.template mutable_data_ptr<T>();
-    for (size_t i = 0; i < copy_.size() / pitch_; ++i)
+    for (size_t i = 0; i * pitch_ < copy_.size(); ++i)
       std::copy_n(copy_.data() + i * pitch_, channels, to + i * channels);
-    return out_.scalar_type() == type ? out_ : torch::stable::to(out_, type);
+    release(copy_);
+    return out_;
+  }
+  // The same, of type `type`.
+  Tensor take(ScalarType type) {
+    const Tensor out = take();
+    return out.scalar_type() == type ? out : torch::stable::to(out, type);
   }
 
  private:
@@ -177,35 +189,36 @@ std::vector<T> counts_of(int64_t size, int64_t reach) {
   return counts;
 }
 
-// Calls visit(o) for each position o of a footprint, once for every pixel that sees (h, w) there.
+// Along one axis: calls visit(o) for each offset o of a footprint, once for every pixel that sees `coordinate` there.
 template <class Visit>
-void for_each_view(const Footprint& f, int64_t h, int64_t w, const Visit& visit) {
-  const int64_t k = f.kernel_size;
-  for_each_image(h, f.height, f.reach(), [&](int64_t padded_h) {
-    for (int64_t y = 0; y < k; ++y) {
-      const int64_t from_h = padded_h - y + f.reach();
-      if (from_h < 0 || from_h >= f.height) continue;
-      for_each_image(w, f.width, f.reach(), [&](int64_t padded_w) {
-        for (int64_t x = 0; x < k; ++x) {
-          const int64_t from_w = padded_w - x + f.reach();
-          if (from_w >= 0 && from_w < f.width) visit(y * k + x);
-        }
-      });
+void for_each_view(int64_t coordinate, int64_t size, int64_t kernel_size, const Visit& visit) {
+  const int64_t reach = kernel_size / 2;
+  for_each_image(coordinate, size, reach, [&](int64_t padded) {
+    for (int64_t o = 0; o < kernel_size; ++o) {
+      const int64_t from = padded - o + reach;
+      if (from >= 0 && from < size) visit(o);
     }
   });
+}
+
+// Whether all pixels that see `coordinate` do so directly, one at each offset.
+inline bool is_inside(int64_t coordinate, int64_t size, int64_t reach) {
+  return coordinate > reach && coordinate < size - 1 - reach;
 }
 
 }  // namespace
 
 // What the sources in simd/ offer, as compiled for each instruction set.
-#define SAN_TILES(isa)                                       \
-  namespace isa {                                            \
-  extern const PairwiseTiles<float> pairwise_float;          \
-  extern const PairwiseTiles<double> pairwise_double;        \
-  extern const PairwiseTiles<float> pairwise_planar_float;   \
-  extern const PairwiseTiles<double> pairwise_planar_double; \
-  extern const PatchwiseTiles<float> patchwise_float;        \
-  extern const PatchwiseTiles<double> patchwise_double;      \
+#define SAN_TILES(isa)                                         \
+  namespace isa {                                              \
+  extern const PairwiseTiles<float> pairwise_float;            \
+  extern const PairwiseTiles<double> pairwise_double;          \
+  extern const PairwiseTiles<float> pairwise_planar_float;     \
+  extern const PairwiseTiles<double> pairwise_planar_double;   \
+  extern const PatchwiseTiles<float> patchwise_float;          \
+  extern const PatchwiseTiles<double> patchwise_double;        \
+  extern const PatchwiseTiles<float> patchwise_planar_float;   \
+  extern const PatchwiseTiles<double> patchwise_planar_double; \
   }
 SAN_TILES(baseline)
 #if defined(__x86_64__)
@@ -242,26 +255,32 @@ struct Compiled {
 };
 
 // Vectors run over hidden channels, or over the pixels of a row where those are too few and fill less of a vector.
-template <class T>
-const PairwiseTiles<T>& pairwise_tiles(int64_t hidden, int64_t width) {
-  const auto choose = [&](const PairwiseTiles<T>& channels, const PairwiseTiles<T>& planar) -> const PairwiseTiles<T>& {
-    const auto filled = [&](int64_t size) { return double(size) / round_up(size, channels.lanes); };
-    return hidden < channels.lanes && filled(hidden) < filled(width) ? planar : channels;
-  };
-  if constexpr (std::is_same_v<T, double>)
-    return choose(Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_double).chosen(),
-                  Compiled<PairwiseTiles<double>> SAN_COMPILED(pairwise_planar_double).chosen());
-  else
-    return choose(Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_float).chosen(),
-                  Compiled<PairwiseTiles<float>> SAN_COMPILED(pairwise_planar_float).chosen());
+template <class Tiles>
+const Tiles& better_filled(const Tiles& channels, const Tiles& planar, int64_t hidden, int64_t width) {
+  const auto filled = [&](int64_t size) { return double(size) / round_up(size, channels.lanes); };
+  return hidden < channels.lanes && filled(hidden) < filled(width) ? planar : channels;
 }
 
 template <class T>
-const PatchwiseTiles<T>& patchwise_tiles() {
+const PairwiseTiles<T>& pairwise_tiles(int64_t hidden, int64_t width) {
+  using Tiles = Compiled<PairwiseTiles<T>>;
   if constexpr (std::is_same_v<T, double>)
-    return Compiled<PatchwiseTiles<double>> SAN_COMPILED(patchwise_double).chosen();
+    return better_filled(Tiles SAN_COMPILED(pairwise_double).chosen(),
+                         Tiles SAN_COMPILED(pairwise_planar_double).chosen(), hidden, width);
   else
-    return Compiled<PatchwiseTiles<float>> SAN_COMPILED(patchwise_float).chosen();
+    return better_filled(Tiles SAN_COMPILED(pairwise_float).chosen(),
+                         Tiles SAN_COMPILED(pairwise_planar_float).chosen(), hidden, width);
+}
+
+template <class T>
+const PatchwiseTiles<T>& patchwise_tiles(int64_t hidden, int64_t width) {
+  using Tiles = Compiled<PatchwiseTiles<T>>;
+  if constexpr (std::is_same_v<T, double>)
+    return better_filled(Tiles SAN_COMPILED(patchwise_double).chosen(),
+                         Tiles SAN_COMPILED(patchwise_planar_double).chosen(), hidden, width);
+  else
+    return better_filled(Tiles SAN_COMPILED(patchwise_float).chosen(),
+                         Tiles SAN_COMPILED(patchwise_planar_float).chosen(), hidden, width);
 }
 
 }  // namespace

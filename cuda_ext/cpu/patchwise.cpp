@@ -16,18 +16,36 @@ struct Inputs {
   const Tensor &center, &around, &beta, &gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3;
 };
 
-// Sums of x and x^2 over what one position of the footprint shows of a map [H, W, channels].
 template <class T>
-SAN_VECTOR void shifted_sums(const T* SAN_RESTRICT map, const Footprint& f, int64_t channels, int64_t position,
-                             T* SAN_RESTRICT row, double* SAN_RESTRICT sum, double* SAN_RESTRICT square) {
-  for (int64_t h = 0; h < f.height; ++h) {
-    const T* from = map + reflect(h + position / f.kernel_size - f.reach(), f.height) * f.width * channels;
-    std::fill(row, row + 2 * channels, T(0));
-    for (int64_t w = 0; w < f.width; ++w) {
-      const T* x = from + reflect(w + position % f.kernel_size - f.reach(), f.width) * channels;
-      for (int64_t c = 0; c < channels; ++c) row[c] += x[c], row[channels + c] += x[c] * x[c];
+__attribute__((always_inline)) inline void add_square(const T* SAN_RESTRICT x, int64_t channels, T* SAN_RESTRICT to) {
+  for (int64_t c = 0; c < channels; ++c) to[c] += x[c], to[channels + c] += x[c] * x[c];
+}
+
+// Adds to sums [K, 2, channels] those of x and x^2 over what each position of the footprint shows of a map [H, W,
+// channels]. Columns inside are shown once by each offset, so they are summed once for all. `row` has room for [2, 2,
+// channels].
+template <class T>
+SAN_VECTOR void shifted_sums(const T* SAN_RESTRICT map, const Footprint& f, int64_t channels, T* SAN_RESTRICT row,
+                             double* SAN_RESTRICT sums) {
+  const int64_t k = f.kernel_size, reach = f.reach(), width = f.width;
+  T *inside = row, *seen = row + 2 * channels;
+  for (int64_t h = 0; h < f.height; ++h, map += width * channels) {
+    std::fill(inside, inside + 2 * channels, T(0));
+    for (int64_t w = reach + 1; is_inside(w, width, reach); ++w) add_square(map + w * channels, channels, inside);
+    for (int64_t x = 0; x < k; ++x) {
+      std::copy_n(inside, 2 * channels, seen);
+      for (int64_t w = 0; w < width; ++w) {
+        const int64_t shown = reflect(w + x - reach, width);
+        if (is_inside(shown, width, reach))
+          w = width - 2 - x;  // the last that shows a column inside
+        else
+          add_square(map + shown * channels, channels, seen);
+      }
+      for_each_view(h, f.height, k, [&](int64_t y) {
+        double* sum = sums + (y * k + x) * 2 * channels;
+        for (int64_t c = 0; c < 2 * channels; ++c) sum[c] += seen[c];
+      });
     }
-    for (int64_t c = 0; c < channels; ++c) sum[c] += row[c], square[c] += row[channels + c];
   }
 }
 
@@ -99,12 +117,13 @@ class Problem {
         pieces(K + (C > 0 ? 1 : 0)),
         pixels(double(N) * P),
         eps(eps),
-        tile(patchwise_tiles<T>()),
+        tile(patchwise_tiles<T>(in.weight1.size(0), in.around.size(2))),
         mean(given_mean, given_mean + pieces * R) {
     const int64_t repeated = repeated_weights(G, tile.lanes);
     p.footprint = f, p.relation = R, p.center = C;
     p.pitch = round_up(R, tile.lanes), p.hidden = round_up(E, tile.lanes);
     p.weights = repeated, p.values = round_up(M, repeated);
+    for (const Band& band : bands_of(N, f, f.kernel_size)) p.band_rows = std::max(p.band_rows, band.last - band.first);
     center_c = centred(in.center, C, center_middle, training);
     around_c = centred(in.around, R, around_middle, training);
   }
@@ -117,14 +136,12 @@ class Problem {
 
   void patch_statistics(std::vector<T>& mean_out, std::vector<T>& var_out) {
     std::vector<double> sums(N * pieces * 2 * p.pitch);
-    const Footprint alone{1, f.height, f.width};
-    for_each_task<T>(N * pieces, 2 * p.pitch, [&](int64_t task, T* row) {
-      const int64_t n = task / pieces, piece = task % pieces;
-      double* sum = sums.data() + task * 2 * p.pitch;
-      if (piece == K)
-        shifted_sums(center_c.data() + n * P * p.pitch, alone, p.pitch, 0, row, sum, sum + p.pitch);
-      else
-        shifted_sums(around_c.data() + n * P * p.pitch, f, p.pitch, piece, row, sum, sum + p.pitch);
+    for_each_task<T>(N, 4 * p.pitch, [&](int64_t n, T* row) {
+      double* sum = sums.data() + n * pieces * 2 * p.pitch;
+      shifted_sums(around_c.data() + n * P * p.pitch, f, p.pitch, row, sum);
+      if (C > 0)
+        shifted_sums(center_c.data() + n * P * p.pitch, Footprint{1, f.height, f.width}, p.pitch, row,
+                     sum + K * 2 * p.pitch);
     });
     const std::vector<double> sum = sum_over_tasks(sums, pieces * 2 * p.pitch);
     for (int64_t piece = 0; piece < pieces; ++piece)
@@ -137,17 +154,10 @@ class Problem {
     mean.assign(mean_out.begin(), mean_out.end());
   }
 
-  // Parameters in the order of pieces, with the first BatchNorm as scale and shift of centred maps. At few pixels they
-  // are most of the memory, so either direction has only the copies that it needs.
-  void fold(const Inputs& in, const T* var, bool backward) {
+  // The first BatchNorm as scale and shift of centred maps, in the order of pieces.
+  void fold(const Inputs& in, const T* var) {
     scale.assign((K + 1) * p.pitch, 0), shift.assign((K + 1) * p.pitch, 0), deviation.assign(pieces * R, 0);
-    if (backward)
-      w1_back.assign(pieces * p.hidden * p.pitch, 0), w2_back.assign(K * p.weights * p.hidden, 0);
-    else
-      w1.assign(pieces * R * p.hidden, 0);
-    w2.assign(K * p.hidden * p.weights, 0), bias3.assign(K * p.weights, 0);
-    const T *gain1 = values<T>(in.gain1), *bias1 = values<T>(in.bias1), *weight1 = values<T>(in.weight1);
-    const T *weight2 = values<T>(in.weight2), *last = values<T>(in.bias3);
+    const T *gain1 = values<T>(in.gain1), *bias1 = values<T>(in.bias1);
     for (int64_t piece = 0; piece < pieces; ++piece)
       for (int64_t c = 0; c < R; ++c) {
         const int64_t at = channel_of(piece, c);
@@ -155,20 +165,36 @@ class Problem {
         const double slope = gain1[at] * deviation[piece * R + c];
         scale[piece * p.pitch + c] = static_cast<T>(slope);
         shift[piece * p.pitch + c] = static_cast<T>(bias1[at] - slope * (mean[at] - middle(piece, c)));
-        for (int64_t e = 0; e < E; ++e)
-          (backward ? w1_back[(piece * p.hidden + e) * p.pitch + c] : w1[(piece * R + c) * p.hidden + e]) =
-              weight1[e * (C + R * K) + at];
       }
+    p.scale = scale.data(), p.shift = shift.data();
+  }
+
+  // The Linear layers in the order that tiles read them, forwards or `back`. At few pixels they are most of the memory,
+  // so they are there only for the passes that need them. Vectors over pixels read a matrix in either direction.
+  void fold_relation(const Inputs& in, bool back) {
+    const bool transposed = back && tile.lanes > 1;
+    w1.assign(pieces * (transposed ? p.hidden * p.pitch : R * p.hidden), 0);
+    const T* weight1 = values<T>(in.weight1);
+    for (int64_t piece = 0; piece < pieces; ++piece)
+      for (int64_t c = 0; c < R; ++c)
+        for (int64_t e = 0; e < E; ++e)
+          w1[transposed ? (piece * p.hidden + e) * p.pitch + c : (piece * R + c) * p.hidden + e] =
+              weight1[e * (C + R * K) + channel_of(piece, c)];
+    p.w1 = transposed ? nullptr : w1.data(), p.w1_back = transposed ? w1.data() : nullptr;
+  }
+  void fold_mapping(const Inputs& in, bool back) {
+    const bool transposed = back && tile.lanes > 1;
+    w2.assign(K * p.hidden * p.weights, 0), w2_back.assign(transposed ? w2.size() : 0, 0), bias3.resize(K * p.weights);
+    const T *weight2 = values<T>(in.weight2), *last = values<T>(in.bias3);
     for (int64_t o = 0; o < K; ++o)
       for (int64_t l = 0; l < p.weights; ++l) {
         const int64_t row = l % G * K + o;
         bias3[o * p.weights + l] = last[row];
         for (int64_t e = 0; e < E; ++e) {
           w2[(o * p.hidden + e) * p.weights + l] = weight2[row * E + e];
-          if (backward) w2_back[(o * p.weights + l) * p.hidden + e] = weight2[row * E + e];
+          if (transposed) w2_back[(o * p.weights + l) * p.hidden + e] = weight2[row * E + e];
         }
       }
-    p.scale = scale.data(), p.shift = shift.data(), p.w1 = w1.data(), p.w1_back = w1_back.data();
     p.w2 = w2.data(), p.w2_back = w2_back.data(), p.bias3 = bias3.data();
   }
 
@@ -187,7 +213,7 @@ class Problem {
   double pixels, eps;
   const PatchwiseTiles<T>& tile;
   std::vector<double> deviation, mean;
-  std::vector<T> center_middle, around_middle, center_c, around_c, scale, shift, w1, w1_back, w2, w2_back, bias3;
+  std::vector<T> center_middle, around_middle, center_c, around_c, scale, shift, w1, w2, w2_back, bias3;
   Patchwise<T> p{};
 
  private:
@@ -248,20 +274,20 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   std::vector<T> mean2(values<T>(x[9]), values<T>(x[9]) + E), var2(values<T>(x[10]), values<T>(x[10]) + E);
   const bool counts = training && N > 0;
   if (counts) problem.patch_statistics(mean1, var1);
-  problem.fold(in, var1.data(), false);
+  problem.fold(in, var1.data());
 
   const std::vector<Band> bands = bands_of(N, problem.f, problem.f.kernel_size);
-  std::vector<T> wide(N * P * p.hidden);
+  PaddedResult<T> wide(in.beta, {N, H, W, E}, p.hidden, false);
+  T* wide_data = wide.data();
+  problem.fold_relation(in, false);
   for_each_task<T>(bands.size(), problem.tile.scratch(p), [&](int64_t task, T* scratch) {
     const Band& band = bands[task];
-    const Patches<T> patches = problem.patches(band.image, nullptr, nullptr, wide.data(), nullptr);
+    const Patches<T> patches = problem.patches(band.image, nullptr, nullptr, wide_data, nullptr);
     problem.tile.map(p, patches, band.first, band.last, scratch);
   });
-  Tensor hidden = new_tensor<T>(in.beta, {N, H, W, E});
-  T* u = hidden.template mutable_data_ptr<T>();
-  for_each_task<T>(N, 0, [&](int64_t n, T*) {
-    for (int64_t i = n * P; i < (n + 1) * P; ++i) std::copy_n(wide.data() + i * p.hidden, E, u + i * E);
-  });
+  release(problem.w1);
+  const Tensor hidden = wide.take();
+  const T* u = values<T>(hidden);
   if (counts) {
     // Of distances from the first pixel's values, so that squares do not cancel.
     std::vector<double> sums(N * 2 * E);
@@ -284,6 +310,7 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   const PaddedMap<T> beta(in.beta, p.values);
   PaddedResult<T> y(in.beta, {N, H, W, M}, p.values, false);
   T* y_data = y.data();
+  problem.fold_mapping(in, false);
   for_each_task<T>(bands.size(), problem.tile.scratch(p), [&](int64_t task, T* scratch) {
     const Band& band = bands[task];
     const Patches<T> patches = problem.patches(band.image, beta.data(), nullptr, a2.data(), y_data);
@@ -330,11 +357,10 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
       std::tuple(problem.N, problem.P, problem.K, problem.R, problem.C, problem.E, problem.G, problem.M);
   const Patchwise<T>& p = problem.p;
   const Footprint& f = problem.f;
-  problem.fold(in, values<T>(x[8]), true);
+  problem.fold(in, values<T>(x[8]));
   const HiddenNorm<T> norm(in.gain2, in.bias2, values<T>(x[9]), values<T>(x[10]), E, eps);
   const T* u = values<T>(hidden);
   std::vector<T> a2 = norm.activated(u, N, P, p.hidden), grad_hidden(N * P * p.hidden);
-  const PaddedMap<T> beta(in.beta, p.values), gradient(grad_y, p.values);
   PaddedResult<T> grad_beta(in.beta, {N, f.height, f.width, M}, p.values, true);
   T* grad_beta_data = grad_beta.data();
 
@@ -349,6 +375,8 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
   };
   Tensor to_weight2 = new_tensor<T>(in.beta, {G * K, E}), to_bias3 = new_tensor<T>(in.beta, {G * K});
   {
+    const PaddedMap<T> beta(in.beta, p.values), gradient(grad_y, p.values);
+    problem.fold_mapping(in, true);
     Slots<T, 2> slots(even.size(), {K * p.hidden * p.weights, K * p.weights});
     for_each_band(slots.count(), [&](int64_t slot, const Band& band, T* scratch) {
       const int64_t n = band.image;
@@ -369,6 +397,7 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
         weight2[row * E + e] =
             over_repeated(g, [&](int64_t l) { return slots(0, (o * p.hidden + e) * p.weights + l); });
     }
+    release(problem.w2), release(problem.w2_back);
   }
 
   std::vector<double> hidden_sums(N * 2 * E);
@@ -391,16 +420,22 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
                   norm.scale.data(), offset.data(), tilt.data());
   });
 
-  std::vector<T> to_center(C > 0 ? N * P * p.pitch : 0), to_around(N * P * p.pitch);
+  release(a2);
+
+  PaddedResult<T> grad_center(in.center, {N, f.height, f.width, C}, C > 0 ? p.pitch : 0, false);
+  PaddedResult<T> grad_around(in.around, {N, f.height, f.width, R}, p.pitch, true);
+  T *to_center = grad_center.data(), *to_around = grad_around.data();
+  problem.fold_relation(in, true);
   const int64_t rows = K + 1;
   Slots<T, 3> slots(even.size(), {rows * R * p.hidden, rows * p.pitch, rows * p.pitch});
   for_each_band(slots.count(), [&](int64_t slot, const Band& band, T* scratch) {
     const int64_t n = band.image;
     const Patches<T> patches = problem.patches(n, nullptr, nullptr, grad_hidden.data(), nullptr);
-    problem.tile.backward_relation(
-        p, patches, band.first, band.last, scratch, {slots.of(slot, 0), slots.of(slot, 1), slots.of(slot, 2)},
-        C > 0 ? to_center.data() + n * P * p.pitch : nullptr, to_around.data() + n * P * p.pitch);
+    problem.tile.backward_relation(p, patches, band.first, band.last, scratch,
+                                   {slots.of(slot, 0), slots.of(slot, 1), slots.of(slot, 2)},
+                                   C > 0 ? to_center + n * P * p.pitch : nullptr, to_around + n * P * p.pitch);
   });
+  release(problem.w1);
 
   const int64_t channels = x[7].size(0);
   std::vector<double> to_gain1(channels), to_bias1(channels);
@@ -423,38 +458,44 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
       for (int64_t e = 0; e < E; ++e) weight1[e * channels + at] = static_cast<T>(slots(0, row * p.hidden + e));
     }
 
-  Tensor grad_center = new_tensor<T>(in.center, {N, f.height, f.width, C});
-  Tensor grad_around = new_tensor<T>(in.around, {N, f.height, f.width, R});
-  T *out_center = grad_center.template mutable_data_ptr<T>(), *out_around = grad_around.template mutable_data_ptr<T>();
   const T *own_scale = problem.scale.data() + K * p.pitch, *own_constant = constant.data() + (C > 0 ? K * R : 0);
   const T* own_slope = slope.data() + (C > 0 ? K * R : 0);
   for_each_task<T>(C > 0 ? N : 0, 0, [&](int64_t n, T*) {
-    for (int64_t i = n * P; i < (n + 1) * P; ++i)
-      for (int64_t c = 0; c < C; ++c)
-        out_center[i * C + c] = own_scale[c] * to_center[i * p.pitch + c] - own_constant[c] -
-                                own_slope[c] * problem.center_c[i * p.pitch + c];
+    for (int64_t i = n * P; i < (n + 1) * P; ++i) {
+      T* SAN_RESTRICT g = to_center + i * p.pitch;
+      const T* SAN_RESTRICT x = problem.center_c.data() + i * p.pitch;
+      for (int64_t c = 0; c < R; ++c) g[c] = own_scale[c] * g[c] - own_constant[c] - own_slope[c] * x[c];
+    }
   });
-  // A pixel's correction is the sum of those of all positions that see it, which is the same for all images.
-  for_each_task<T>(f.height, 2 * R, [&](int64_t h, T* total) {
+  // A pixel's correction is the sum of those of all positions that see it, which is the same for all images, and for
+  // all columns inside a row.
+  for_each_task<T>(training ? f.height : 0, (f.kernel_size + 1) * 2 * R, [&](int64_t h, T* scratch) {
+    T *of_column = scratch, *total = scratch + f.kernel_size * 2 * R;
+    std::fill(of_column, total, T(0));
+    for_each_view(h, f.height, f.kernel_size, [&](int64_t y) {
+      for (int64_t at = 0; at < f.kernel_size; ++at)
+        for (int64_t c = 0, o = y * f.kernel_size + at; c < R; ++c) {
+          of_column[at * 2 * R + c] += constant[o * R + c];
+          of_column[(at * 2 + 1) * R + c] += slope[o * R + c];
+        }
+    });
     for (int64_t w = 0; w < f.width; ++w) {
-      std::fill(total, total + 2 * R, T(0));
-      if (training)
-        for_each_view(f, h, w, [&](int64_t o) {
-          for (int64_t c = 0; c < R; ++c) total[c] += constant[o * R + c], total[R + c] += slope[o * R + c];
+      if (!is_inside(w, f.width, f.reach()) || !is_inside(w - 1, f.width, f.reach())) {
+        std::fill(total, total + 2 * R, T(0));
+        for_each_view(w, f.width, f.kernel_size, [&](int64_t at) {
+          for (int64_t c = 0; c < 2 * R; ++c) total[c] += of_column[at * 2 * R + c];
         });
+      }
       for (int64_t n = 0; n < N; ++n) {
         const int64_t i = n * P + h * f.width + w;
-        for (int64_t c = 0; c < R; ++c)
-          out_around[i * R + c] =
-              to_around[i * p.pitch + c] - total[c] - total[R + c] * problem.around_c[i * p.pitch + c];
+        T* SAN_RESTRICT g = to_around + i * p.pitch;
+        const T* SAN_RESTRICT x = problem.around_c.data() + i * p.pitch;
+        for (int64_t c = 0; c < R; ++c) g[c] -= total[c] + total[R + c] * x[c];
       }
     }
   });
-  const auto of_maps_type = [&](const Tensor& t) {
-    return t.scalar_type() == in.around.scalar_type() ? t : torch::stable::to(t, in.around.scalar_type());
-  };
-  return {of_maps_type(grad_center),
-          of_maps_type(grad_around),
+  return {grad_center.take(in.around.scalar_type()),
+          grad_around.take(in.around.scalar_type()),
           grad_beta.take(in.beta.scalar_type()),
           tensor_of<T>(to_gain1, in.beta, {channels}),
           tensor_of<T>(to_bias1, in.beta, {channels}),

@@ -121,6 +121,9 @@ SIZES = [
     # Few channels and long rows: vectors run over pixels.
     Sizes(2, 8, 37, relation=5, hidden=3, weights=1, values=9),
     Sizes(1, 9, 67, footprint=7, relation=6, hidden=3, weights=3, values=33),
+    Sizes(2, 31, 5, footprint=5, relation=9, hidden=2, weights=2, values=34),  # many bands, rows shorter than a vector
+    Sizes(2, 4, 4, footprint=7, relation=3, hidden=1, weights=2, values=4),  # a map just large enough
+    Sizes(1, 3, 400, relation=40, hidden=2, weights=3, values=3),  # more than a tile's pixels in a row
 ]
 
 
@@ -146,8 +149,8 @@ def test_noncontiguous_gradient(kind: str) -> None:
 
 
 @every_mode
-def test_patchwise_takes_no_center(training: bool) -> None:
-    sizes = Sizes()
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(2, 8, 37, hidden=3)], ids=str)
+def test_patchwise_takes_no_center(training: bool, sizes: Sizes) -> None:
     tensors = sample("patchwise", sizes)
     for name in ("gain1", "bias1", "mean1", "var1"):
         tensors[name] = tensors[name][sizes.relation :]
@@ -202,8 +205,8 @@ def test_opcheck_backward(kind: str, training: bool, dtype: torch.dtype, arrange
 
 @every_kind
 @every_mode
-def test_empty_batch(kind: str, training: bool) -> None:
-    sizes = Sizes(batch=0)
+@pytest.mark.parametrize("sizes", [Sizes(batch=0), Sizes(0, 8, 37, hidden=3)], ids=str)
+def test_empty_batch(kind: str, training: bool, sizes: Sizes) -> None:
     y, *rest = differentiated(run(kind, sizes.footprint, training), sample(kind, sizes))
     assert y.shape == (0, sizes.height, sizes.width, sizes.values)
     assert all(x.isfinite().all() for x in rest)
@@ -218,7 +221,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @every_kind
 @every_mode
-@pytest.mark.parametrize("sizes", [Sizes(1, 41, 9, 3), Sizes(5, 12, 12, 5), Sizes(70, 4, 4, 3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(1, 41, 9, 3), Sizes(5, 12, 12, 5), Sizes(5, 12, 12, 5, hidden=17), Sizes(70, 4, 4)], ids=str
+)
 def test_same_bits_with_any_number_of_threads(kind: str, training: bool, sizes: Sizes, threads: Callable[[int], None]) -> None:
     tensors = sample(kind, sizes, torch.float32)
     found = []
@@ -233,7 +238,9 @@ def test_same_bits_with_any_number_of_threads(kind: str, training: bool, sizes: 
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
-@pytest.mark.parametrize("sizes", [Sizes(2, 11, 13, 5, 9, 17, 5, 20), Sizes(2, 8, 37, 3, 6, 3, 1, 16)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(2, 11, 13, 5, 9, 17, 5, 20), Sizes(2, 8, 37, 3, 6, 3, 1, 16), Sizes(1, 15, 5, 3, 4, 2, 2, 20)], ids=str
+)
 def test_every_instruction_set_gives_the_same_numbers(
     kind: str, training: bool, dtype: torch.dtype, instructions: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,12 @@ SETTINGS = [
     *(Setting(kind, channels=64, r1=4, r2=1, share=64) for kind in KINDS),  # one weight channel
     *(Setting(kind, channels=144, r1=8, r2=2, share=3, height=2, width=11, batch=1) for kind in KINDS),
     # Few channels and long rows: vectors run over pixels, of a map with less, as much and more than whole vectors.
-    *(Setting(channels=64, r1=32, share=8, height=9, width=w, footprint=k) for w, k in ((15, 3), (16, 5), (37, 3), (67, 7))),
+    *(
+        Setting(kind, channels=64, r1=32, share=8, height=9, width=w, footprint=k)
+        for kind in KINDS
+        for w, k in ((15, 3), (16, 5), (37, 3), (67, 7))
+    ),
+    *(Setting(kind, channels=64, share=8, height=9, width=37, transformation="phi_eq_psi") for kind in KINDS),
 ]
 
 

@@ -55,9 +55,11 @@ struct PairwiseTiles {
 // Patchwise attention with gamma = LRL. A patch is K + 1 pieces: what each position of the footprint shows of `around`,
 // and, last, the pixel's own `center`. a1 = relu(scale * x + shift) with a row of scale and shift for each piece, u =
 // a1 w1; the weights of position o are bias3_o + a2 w2_o, where a2 comes from u by BatchNorm and ReLU, pixel by pixel.
+// Each direction has the matrices that it reads; where vectors run over pixels these are w1 and w2 alone.
 template <class T>
 struct Patchwise {
   Footprint footprint;
+  int64_t band_rows;                       // the most rows of a band
   int64_t relation, center;                // R, channels of `around`; channels of `center`, R or 0
   int64_t pitch, hidden, weights, values;  // R, E, G and M, each padded to whole vectors
   const T *scale, *shift;                  // [K + 1, pitch]
