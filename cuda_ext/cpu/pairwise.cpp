@@ -343,6 +343,7 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
     problem.tile.backward_relation(p, image_of(band.image), band.first, band.last, scratch,
                                    grad_w1.data() + task * d * p.hidden, to_center.data() + at, to_around.data() + at);
   });
+  release(problem.center_n), release(problem.around_n), release(repeated);
   const std::vector<double> by_relation = sum_over_tasks(grad_w1, d * p.hidden);
   for (int64_t e = 0; e < E; ++e)
     for (int64_t c = 0; c < d; ++c) to_weight1[e * d + c] = by_relation[c * p.hidden + e];
