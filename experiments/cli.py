@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from experiments.data_cli import data
 from experiments.errors import UserError
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
@@ -33,6 +34,9 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of object
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Self-attention networks for image recognition: train a grid of questions, and answer it beside the paper."""
+
+
+cli.add_command(data)
 
 
 @cli.command()
@@ -121,26 +125,6 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
     else:
         lines = counts.of_variants(size) if grid is None else counts.of_grid(grid, size)
     click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages or name is not None))
-
-
-@cli.group()
-def data() -> None:
-    """Data sets."""
-
-
-@data.command()
-@click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
-def prepare(name: str, folder: Path | None) -> None:
-    """Write an embedded data set as JPEGs in ImageNet's folder layout, by default where the profile looks for it."""
-    from experiments.config import PROJECT_DIR
-    from pipelines import prepare_digits
-
-    folder = folder or PROJECT_DIR / "data" / name
-    try:
-        click.echo(prepare_digits(folder, name))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
 
 
 @cli.command()

@@ -79,16 +79,26 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
 class DataConfig(Strict):
     """Where images come from and what happens to them before the model."""
 
-    source: Literal["folder", "digits", "shifted_digits"]
-    """`folder`: ImageNet's layout at `root`; else an embedded data set of that name, written to `root` when it is missing."""
-    root: str
-    """Folder with `train/<class>/*` and `val/<class>/*`; a relative path starts at the project."""
+    source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
+    """`folder`: ImageNet's layout at `root`. `shards`: what `san data pack` wrote there. `synthetic`: noise, to measure
+    computing without a disk. Else an embedded data set of that name, written to `root` when it is missing."""
+    root: str | None = None
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards; a relative path starts at the project. Synthetic
+    images have none."""
+    lists: str | None = None
+    """Folder with the lists that `san data check` or `san data split` wrote, where they are not in `root`; as `root`."""
     split: Literal["val-original", "val-split"] = "val-original"
     """Validation: the images of `val`, or some of `train` that are then not trained on, as in the paper's ablations."""
     val_split_per_class: Count | None = None
-    """How many images of each class val-split holds out, the same for every seed; where it is null, `val` serves for both."""
+    """How many images of each class val-split holds out, the same for every seed of a trial. Where it is null, the lists or
+    shards `train-split` and `val-split` are taken, and where there are none, `val` serves for both."""
+    val_split_seed: Annotated[int, Field(ge=0)] = 0
+    """Which images val-split holds out."""
     train_per_class: Count | None = None
     """Training: only so many images of each class, the same for every seed; all where it is null."""
+    synthetic_classes: Count = 1000
+    synthetic_per_class: Count = 50
+    """Synthetic images of each class, in training and in validation."""
     size: Count
     """Side in pixels of the square that the model sees."""
     resize: Count

@@ -58,6 +58,13 @@ class Grid(Strict):
     plot: Plot | None = None
 
 
+PLACES = (
+    *("source", "root", "lists", "split", "val_split_per_class", "val_split_seed", "train_per_class"),
+    *("synthetic_classes", "synthetic_per_class"),
+)
+"""Fields of `data` that tell where images are and how they were chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One cell of a grid: a value that can be trained anywhere and is known by the hash of what it depends on."""
@@ -84,7 +91,7 @@ class Trial:
         """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs) do not
         count, nor how images were chosen: the digest names them."""
         record = self.record
-        for place in ("source", "root", "split", "val_split_per_class", "train_per_class"):
+        for place in PLACES:
             del record["data"][place]
         content = [record["model"], record["data"], record["recipe"], self.config.placement.workers]
         text = json.dumps([*content, self.seed, self.data_digest], sort_keys=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import run_epoch
 from experiments.training.metrics import Epoch
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
+from pipelines.lists import list_path
+from pipelines.loader import threads_of
+from pipelines.shards import index_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +38,57 @@ class Workspace:
         return self.runs / "checkpoints" / trial.key / "last.pt"
 
 
+@functools.cache
 def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     """The training and validation images; an embedded set is written first where it is missing.
 
     Raises:
         DataError: a folder is missing, empty or has other classes, or a class is too small; the text names it.
     """
+    names = ("train", "val")
+    if config.source == "synthetic":
+        train, val = (Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class) for name in names)
+        return train, val
+    root, lists = _folders(config)
     held_out = config.val_split_per_class if config.split == "val-split" else None
-    return _open_data(config.source, config.root, held_out, config.train_per_class)
-
-
-@functools.cache
-def _open_data(source: str, root: str, held_out: int | None, train_per_class: int | None) -> tuple[Dataset, Dataset]:
-    folder = PROJECT_DIR / root
-    try:
-        if source in DIGITS:
-            prepare_digits(folder, source)
-        train, val = Dataset.scan(folder, "train"), Dataset.scan(folder, "val")
-    except OSError as error:
-        where = f"{error.strerror}: {error.filename}"
-        raise DataError(f"{folder}: no images can be read or written there ({where}); give another data.root") from None
+    if config.split == "val-split" and held_out is None:
+        described = index_path if config.source == "shards" else list_path
+        if any(os.path.exists(described(folder, "val-split")) for folder in (lists or root, root)):
+            names = ("train-split", "val-split")
+    train, val = (_open_split(config.source, root, name, lists) for name in names)
     train.require_same_classes(val)
     try:
         key = "data.val_split_per_class"
         if held_out is not None:
-            train, val = train.hold_out(held_out)
+            train, val = train.hold_out(held_out, config.val_split_seed)
         key = "data.train_per_class"
-        if train_per_class is not None:
-            train = train.first(train_per_class)
+        if config.train_per_class is not None:
+            train = train.first(config.train_per_class)
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
     return train, val
+
+
+def _folders(config: DataConfig) -> tuple[Path, Path | None]:
+    """Of the images, and of their lists where that is another."""
+    if config.root is None:
+        raise DataError(f"data.root: missing; give the folder with the images, which data.source={config.source} needs")
+    if config.lists is not None and config.source != "folder":
+        raise DataError(f"data.lists: only data.source=folder has lists, not {config.source}; leave it out")
+    return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
+
+
+@functools.cache
+def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Dataset:
+    if source == "shards":
+        return Dataset.open_shards(root, name)
+    try:
+        if source in DIGITS:
+            prepare_digits(root, source)
+        return Dataset.open(root, name, lists)
+    except OSError as error:
+        where = f"{error.strerror}: {error.filename}"
+        raise DataError(f"{root}: no images can be read or written there ({where}); give another data.root") from None
 
 
 def data_digest(config: DataConfig) -> str:
@@ -150,6 +174,6 @@ def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank:
         rank=rank,
         world=world,
         seed=seed,
-        threads=config.placement.cpus,
+        threads=threads_of(config.placement.cpus),
         device=device(),
     )

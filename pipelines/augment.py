@@ -1,6 +1,11 @@
-"""What happens to an image between file and network, as a value; `pipelines.graph` carries it out."""
+"""What happens to an image between file and network, as values; `pipelines.graph` carries it out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from pipelines.errors import DataError
 
@@ -8,6 +13,23 @@ RGB = tuple[float, float, float]
 
 IMAGENET_MEAN: RGB = (0.485, 0.456, 0.406)
 IMAGENET_STD: RGB = (0.229, 0.224, 0.225)
+
+MANIPULATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda images_NCHW: images_NCHW,
+    "rotate90": lambda images_NCHW: torch.rot90(images_NCHW, -1, (2, 3)),
+    "rotate180": lambda images_NCHW: torch.rot90(images_NCHW, 2, (2, 3)),
+    "rotate270": lambda images_NCHW: torch.rot90(images_NCHW, -3, (2, 3)),
+    "upside_down": lambda images_NCHW: images_NCHW.flip(2),
+}
+"""Exact movements of pixels, of which robustness is measured; rotations are clockwise."""
+
+ATTEMPTS = 10
+"""Crops that are tried before the central one is taken."""
+AREA, RATIO = slice(0, ATTEMPTS), slice(ATTEMPTS, 2 * ATTEMPTS)
+PLACE = slice(2 * ATTEMPTS, 2 * ATTEMPTS + 2)
+MIRROR = 2 * ATTEMPTS + 2
+BLOCKS = 6
+"""Philox makes four numbers at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +56,8 @@ class Transform:
     """Subtracted from red, green, blue in 0..1."""
     std: RGB = IMAGENET_STD
     """Divides after that; above 0."""
+    manipulation: str = "none"
+    """How the finished squares are turned, in training and validation: a key of `MANIPULATIONS`."""
 
     def __post_init__(self) -> None:
         area, ratio = self.crop_area, self.crop_ratio
@@ -44,7 +68,58 @@ class Transform:
             (0 < ratio[0] <= ratio[1], f"crop_ratio must rise from above 0, not {ratio}"),
             (len(self.mean) == 3, f"mean must be three numbers (red, green, blue), not {self.mean}"),
             (len(self.std) == 3 and min(self.std) > 0, f"std must be three numbers above 0, not {self.std}"),
+            (
+                self.manipulation in MANIPULATIONS,
+                f"manipulation must be one of {', '.join(MANIPULATIONS)}, not {self.manipulation}",
+            ),
         )
         broken = [sentence for holds, sentence in demands if not holds]
         if broken:
             raise DataError(f"The image transform cannot be used: {'; '.join(broken)}.")
+
+
+def draws(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The random numbers of images, uniform in [0, 1): a row for each index (>= 0) in the data set.
+
+    A row depends on the seed, the epoch and its index alone, and not on the rows beside it.
+    """
+    # One generator jumps to the place of each index: to make one for each image takes three times as long.
+    philox = np.random.Philox(key=np.random.SeedSequence([seed, epoch]).generate_state(2, np.uint64))
+    generator = np.random.Generator(philox)
+    numbers = np.empty((len(indices), 4 * BLOCKS))
+    reached = 0
+    for row, index in zip(numbers, indices.tolist(), strict=True):
+        philox.advance(BLOCKS * (index - reached))
+        generator.random(out=row)
+        reached = index + 1
+    return numbers
+
+
+def crop_windows(
+    transform: Transform, draws: NDArray[np.float64], sizes_N2: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Where images of these heights and widths are cropped for training: (top, left) and (height, width), pixels.
+
+    The usual random resized crop: ten times an area and a ratio of the sides (uniform in its logarithm) are drawn; the first
+    crop that fits into the image is put at a random place. Where none fits, it is the largest central one with such a ratio.
+    """
+    (least, most), (narrow, wide) = transform.crop_area, transform.crop_ratio
+    height_N, width_N = sizes_N2.T
+    area_NA = (least + (most - least) * draws[:, AREA]) * (height_N * width_N)[:, None]
+    ratio_NA = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * draws[:, RATIO])
+    tried_N2A = np.rint(np.sqrt(np.stack([area_NA / ratio_NA, area_NA * ratio_NA], axis=1)))
+    fits_NA = ((tried_N2A >= 1) & (tried_N2A <= sizes_N2[:, :, None])).all(axis=1)
+
+    found_N2 = tried_N2A[np.arange(len(sizes_N2)), :, fits_NA.argmax(axis=1)]
+    placed_N2 = np.floor((sizes_N2 - found_N2 + 1) * draws[:, PLACE])
+    largest_N2 = np.clip(np.rint(np.stack([width_N / narrow, height_N * wide], axis=1)), 1, sizes_N2)
+    central_N2 = (sizes_N2 - largest_N2) // 2
+
+    any_N1 = fits_NA.any(axis=1)[:, None]
+    start_N2, extent_N2 = np.where(any_N1, placed_N2, central_N2), np.where(any_N1, found_N2, largest_N2)
+    return start_N2.astype(np.int32), extent_N2.astype(np.int32)
+
+
+def mirrored(transform: Transform, draws: NDArray[np.float64]) -> NDArray[np.int32]:
+    """1 for each training image that is mirrored, else 0."""
+    return (draws[:, MIRROR] < 0.5 * transform.flip).astype(np.int32)

@@ -1,54 +1,176 @@
-"""What a data set is: a split of an image folder in ImageNet's layout, `root/split/class/image`."""
+"""What a data set is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
-import hashlib
 import os
+import stat
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.errors import DataError
+from pipelines.lists import digest, list_path, read_list
+from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 NAMED_AT_MOST = 10
-"""Classes spelled out when two splits disagree; the rest are counted."""
+"""Classes spelled out in a sentence; the rest are counted."""
+LISTING_THREADS = 16
+"""Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
+
+
+class Source(NamedTuple):
+    """Where the bytes of an encoded image are."""
+
+    file: str
+    offset: int = 0
+    size: int = -1
+    """Bytes; -1: to the end of the file."""
+
+    def read(self) -> bytes:
+        """The encoded image. Raises OSError."""
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One split of an image folder: a list of files with a class each. Holds names only, no images."""
+    """One split: a list of images with a class each. Holds names and places only, no images."""
 
     root: Path
     split: str
     classes: tuple[str, ...]
     """Folder names, sorted; a label is an index into this tuple."""
     paths: tuple[str, ...] = field(repr=False)
-    """Files relative to `root`, in class order, then by name."""
+    """Files relative to `root`, in class order, then by name. Packed images keep the names that they had."""
     labels: tuple[int, ...] = field(repr=False)
     """The class of each path."""
+    sizes: tuple[int, ...] = field(repr=False)
+    """Bytes of each file as it was listed; 0 where it cannot be reached."""
+    offsets: tuple[int, ...] = field(default=(), repr=False)
+    """Packed images: where each begins in `shards`."""
+    shards: Shards | None = field(default=None, repr=False, compare=False)
+    is_synthetic: bool = False
+    """There are no images; the loader makes some up."""
+
+    @classmethod
+    def open(cls, root: Path | str, split: str, lists: Path | str | None = None) -> "Dataset":
+        """The images that the list `<split>.txt` in the folder `lists`, or else in `root`, names; else what `scan` finds.
+
+        Raises:
+            DataError: as `scan`; or there is no folder `lists`, or the list is damaged or does not fit the class folders.
+        """
+        if lists is not None and not Path(lists).is_dir():
+            raise DataError(f"There is no folder of lists {lists}: make one with `san data check {root} --lists {lists}`.")
+        for folder in (root if lists is None else lists, root):
+            path = list_path(Path(folder), split)
+            if os.path.exists(path):
+                return cls._listed(Path(root), split, path)
+        return cls.scan(root, split)
 
     @classmethod
     def scan(cls, root: Path | str, split: str) -> "Dataset":
         """Lists `root/split/<class>/*` (JPEG and PNG, any case); names that begin with a dot are passed over.
 
+        Symbolic links are followed; one that leads nowhere is a file that cannot be decoded.
+
         Raises:
-            DataError: root or split is missing, there is no class folder, or some hold no image.
+            DataError: root or split is missing or cannot be read, there is no class folder, or some hold no image.
         """
         root = Path(root)
-        folder = _split_folder(root, split)
-        files = {name: _images(folder / name) for name in _class_names(folder)}
+        with _readable(root):
+            folder = _split_folder(root, split)
+            names = _class_names(folder)
+            with ThreadPoolExecutor(LISTING_THREADS) as pool:
+                files = dict(zip(names, pool.map(_images, [folder / name for name in names]), strict=True))
         _require_images(folder, files)
-        paths = [f"{split}/{name}/{file}" for name, listed in files.items() for file in listed]
+        paths = [f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed]
         labels = [label for label, listed in enumerate(files.values()) for _ in listed]
-        return cls(root, split, tuple(files), tuple(paths), tuple(labels))
+        sizes = [size for listed in files.values() for _, size in listed]
+        return cls(root, split, tuple(files), tuple(paths), tuple(labels), tuple(sizes))
+
+    @classmethod
+    def open_shards(cls, root: Path | str, split: str) -> "Dataset":
+        """The packed images of the index `root/<split>.index`, in the order and with the names that they had in their folder.
+
+        Raises:
+            DataError: there is no such index, it is damaged, or a shard is missing or has another size.
+        """
+        root = Path(root)
+        path = index_path(root, split)
+        if not os.path.exists(path):
+            raise DataError(
+                f"There are no shards of {split} in {root}: expected {path}, so give the folder that `san data pack` wrote."
+            )
+        index = read_index(path)
+        classes, labels = _classes_of(path, index.paths)
+        shards = Shards(root, index.shards)
+        return cls(root, split, classes, index.paths, labels, index.sizes, index.offsets, shards)
+
+    @classmethod
+    def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
+        """`per_class` images of each of so many classes, of which there are only the names."""
+        names = tuple(f"{label:04d}" for label in range(classes))
+        paths = tuple(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
+        labels = tuple(label for label in range(classes) for _ in range(per_class))
+        return cls(Path("synthetic"), split, names, paths, labels, (0,) * len(paths), is_synthetic=True)
+
+    @classmethod
+    def _listed(cls, root: Path, split: str, path: Path) -> "Dataset":
+        rows = read_list(path)
+        classes, labels = _classes_of(path, rows.paths)
+        with _readable(root):
+            folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
+            found = _class_names(folder)
+        gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
+        lacks = [f"{where} lacks {_spell(lost)}" for where, lost in gaps if lost]
+        if lacks:
+            raise DataError(
+                f"The list {path} does not fit its folder: {' and '.join(lacks)}; "
+                "give the folder that it was made for, or write it again with `san data check`."
+            )
+        return cls(root, split, classes, rows.paths, labels, rows.sizes)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def first(self, per_class: int) -> "Dataset":
-        """The same data with `per_class` (>= 1) images of each class: the first of a pseudo-random order, which is always the
-        same. A smaller choice is part of a larger one.
+    @property
+    def packed(self) -> bool:
+        """Whether images are parts of tar shards (`encoded`) instead of files `root / path`."""
+        return self.shards is not None
+
+    def encoded(self, index: int) -> NDArray[np.uint8]:
+        """The bytes of a packed image as they lie in its shard: a view into a memory map, read-only.
+
+        Raises:
+            DataError: the shard cannot be read.
+        """
+        assert self.shards is not None, "only packed images have bytes in memory"
+        return self.shards.view(self.offsets[index], self.sizes[index])
+
+    def source(self, index: int) -> Source:
+        """Where the bytes of an image are, packed or not."""
+        if self.shards is None:
+            return Source(str(self.root / self.paths[index]))
+        file, offset = self.shards.find(self.offsets[index])
+        return Source(str(file), offset, self.sizes[index])
+
+    def name_of(self, index: int) -> str:
+        """How an error names an image: its path, or its shard and its names in there and before."""
+        if self.shards is None:
+            return str(self.root / self.paths[index])
+        offset = self.offsets[index]
+        return f"{self.shards.find(offset)[0]}: {self.shards.member(offset)} ({self.paths[index]})"
+
+    def first(self, per_class: int, seed: int = 0) -> "Dataset":
+        """The same data with `per_class` (>= 1) images of each class: the first of a pseudo-random order, which depends on
+        the seed alone. A smaller choice is part of a larger one.
 
         Raises:
             DataError: a class has fewer images; the sentence names it.
@@ -57,18 +179,37 @@ class Dataset:
         of_class: list[list[int]] = [[] for _ in self.classes]
         for index, label in enumerate(self.labels):
             of_class[label].append(index)
-        return self._only([index for label, indices in enumerate(of_class) for index in _shuffled(indices, label)[:per_class]])
+        return self._only(
+            [index for label, indices in enumerate(of_class) for index in _shuffled(indices, label, seed)[:per_class]]
+        )
 
-    def hold_out(self, per_class: int) -> tuple["Dataset", "Dataset"]:
-        """What is left without `first(per_class)`, and that: images to train on, and the paper's val-split.
+    def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
+        """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
 
         Raises:
             DataError: a class has no more images than that; the sentence names it.
         """
         self._require_per_class(per_class, kept=1)
-        held = self.first(per_class)
+        held = self.first(per_class, seed)
         taken = set(held.paths)
         return self._only([index for index, path in enumerate(self.paths) if path not in taken]), held
+
+    def without(self, indices: Iterable[int]) -> "Dataset":
+        """All images but these.
+
+        Raises:
+            DataError: of a class nothing is left; the sentence names it.
+        """
+        out = set(indices)
+        left = self._only([index for index in range(len(self)) if index not in out])
+        kept = set(left.labels)
+        empty = {name for label, name in enumerate(self.classes) if label not in kept}
+        if empty:
+            raise DataError(
+                f"{self.root / self.split} would have no image left of {_spell(empty)}: add images that can be decoded, "
+                "or remove the class from all splits."
+            )
+        return left
 
     def _require_per_class(self, per_class: int, kept: int) -> None:
         """Whether so many can be taken of each class and `kept` are left."""
@@ -84,19 +225,20 @@ class Dataset:
 
     def _only(self, indices: list[int]) -> "Dataset":
         chosen = sorted(indices)
-        paths, labels = tuple(self.paths[index] for index in chosen), tuple(self.labels[index] for index in chosen)
-        return replace(self, paths=paths, labels=labels)
+        return replace(
+            self,
+            paths=tuple(self.paths[index] for index in chosen),
+            labels=tuple(self.labels[index] for index in chosen),
+            sizes=tuple(self.sizes[index] for index in chosen),
+            offsets=tuple(self.offsets[index] for index in chosen) if self.packed else (),
+        )
 
     def digest(self) -> str:
-        """16 hexadecimal digits over all relative names and file sizes (bytes); reads no image.
+        """16 hexadecimal digits over all relative names and file sizes (bytes) as they were listed; asks no disk.
 
-        Raises:
-            FileNotFoundError: a file was removed since the scan.
+        The same images have the same digest whether they are packed, listed or scanned.
         """
-        total = hashlib.sha256()
-        for path in self.paths:
-            total.update(f"{path}\0{os.stat(self.root / path).st_size}\n".encode())
-        return total.hexdigest()[:16]
+        return digest(self.paths, self.sizes)
 
     def require_same_classes(self, other: "Dataset") -> None:
         """Raises `DataError` unless `other` has the same classes, and so the same labels."""
@@ -111,10 +253,39 @@ class Dataset:
         )
 
 
-def _shuffled(indices: list[int], label: int) -> list[int]:
-    """A permutation that depends on the class alone, so that all seeds of a trial see the same images."""
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, label])))
+def passed_over(root: Path, split: str) -> Iterator[str]:
+    """Files of `root/split` that `Dataset.scan` takes for no images, as paths relative to `root`. Raises OSError."""
+    for name in _class_names(root / split):
+        with os.scandir(root / split / name) as entries:
+            found = sorted(entry.name for entry in entries if not _named_as_image(entry.name))
+        yield from (f"{split}/{name}/{file}" for file in found)
+
+
+def _shuffled(indices: list[int], label: int, seed: int) -> list[int]:
+    """A permutation that depends on class and seed alone; a trial's seed is another, so that all see the same images."""
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, label])))
     return [indices[place] for place in generator.permutation(len(indices))]
+
+
+def _classes_of(listing: Path, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The sorted classes of paths `split/class/image`, and the label of each path."""
+    folders = sorted({path.rpartition("/")[0] for path in paths})
+    if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
+        raise DataError(f"{listing} names no images of one folder: expected rows <folder>/<class>/<image>; write it again.")
+    labels = {folder: label for label, folder in enumerate(folders)}
+    return tuple(folder.split("/")[1] for folder in folders), tuple(labels[path.rpartition("/")[0]] for path in paths)
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """Turns what the system says into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"The data folder {root} cannot be read ({error.strerror}: {error.filename}): "
+            "give yourself the right to read it, or give another data folder."
+        ) from None
 
 
 def _split_folder(root: Path, split: str) -> Path:
@@ -127,14 +298,14 @@ def _split_folder(root: Path, split: str) -> Path:
     if not folder.is_dir():
         raise DataError(
             f"The data folder {root} has no folder {split}/: expected {folder}/<class>/<image>, "
-            "so create it or give another data folder."
+            f"so create it, give a folder with a list {split}.txt, or give another data folder."
         )
     return folder
 
 
 def _class_names(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in entries if os.path.isdir(entry.path) and not entry.name.startswith("."))
     if not names:
         raise DataError(
             f"{folder} has no class folders: expected {folder}/<class>/<image>, "
@@ -143,12 +314,27 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _images(folder: Path) -> list[str]:
-    names = os.listdir(folder)
-    return sorted(name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith("."))
+def _images(folder: Path) -> list[tuple[str, int]]:
+    """Names and sizes in bytes, by name."""
+    with os.scandir(folder) as entries:
+        named = [entry for entry in entries if _named_as_image(entry.name)]
+    return sorted((entry.name, size) for entry in named if (size := _size(entry)) is not None)
 
 
-def _require_images(folder: Path, files: dict[str, list[str]]) -> None:
+def _named_as_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """Bytes; 0 where a link leads nowhere, None for what is no file, which may only be named like one."""
+    try:
+        found = entry.stat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
     empty = [name for name, listed in files.items() if not listed]
     if empty:
         raise DataError(

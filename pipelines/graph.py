@@ -1,11 +1,16 @@
-"""The one DALI graph, for training and validation, CPU and GPU. Only this imports DALI; import it late.
+"""The DALI graphs, for training and validation, CPU and GPU. Only this imports DALI; import it late.
 
-    file name -> bytes -> decode (-> random crop) -> resize (-> centre crop) (-> mirror) -> normalise
+    reading:  file name -> bytes -> size
+    images:   bytes -> decode (-> crop) -> resize (-> centre crop) (-> mirror) -> normalise
 
-In go file names as bytes, out come images, float32 NCHW.
+Two pipelines, because the random crop is computed from the size between them (`pipelines.augment`), in numpy: as operators
+of the graph the same arithmetic is thirty tiny tasks per image. Reading ahead is the second gain: a slow disk does not keep
+the decoding threads waiting.
+
+Nothing in the graphs is random.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,96 +24,122 @@ fn: Any = nvidia.dali.fn
 types: Any = nvidia.dali.types
 Pipeline: Any = nvidia.dali.pipeline.Pipeline
 
-FileName = NDArray[np.uint8]
-PREFETCH = 2
-"""Batches prepared ahead; more costs memory and hides nothing that two do not."""
+Bytes = NDArray[np.uint8]
+
+READERS = 4
+"""Threads that read files. They wait for the disk most of the time, so their number does not depend on the CPUs."""
+READ_AHEAD = 2
+"""Batches of encoded images that wait for the decoder."""
+PREFETCH = 4
+"""Finished batches that wait for the network, at most. The least is two: with one, nothing happens while the network runs."""
+PREFETCH_BYTES = 256 * 2**20
+"""Memory for that, on the CPU or the GPU; larger batches than half of it take more."""
+
+CPU_DECODER = {"device": "cpu", "output_type": types.RGB}
+GPU_DECODER = {
+    "device": "mixed",
+    "output_type": types.RGB,
+    # The GPU's chroma then agrees with the CPU's.
+    "jpeg_fancy_upsampling": True,
+    # The share of the images that goes to the hardware decoder (A100, H100 and later; others ignore it). The rest is decoded by
+    # the GPU's kernels at the same time. DALI's own default, to be tuned on the machine.
+    "hw_decoder_load": 0.65,
+    # The sides of ImageNet's largest images: the hardware decoder's memory is allocated once, not whenever a larger image
+    # comes, which would stop the GPU.
+    "preallocate_width_hint": 5980,
+    "preallocate_height_hint": 6430,
+    # The same for the GPU's kernels, bytes per thread: enough for 5000 x 4000 pixels. NVIDIA's examples take 211 MB for the
+    # largest of ImageNet, which at 16 threads is 3.4 GB for a handful of images; those few are allocated when they come.
+    "device_memory_padding": 64 * 2**20,
+    "host_memory_padding": 32 * 2**20,
+}
+# Without antialias, accuracy falls by about a percent behind what Pillow's bilinear filter gives.
+RESIZE = {"interp_type": types.INTERP_LINEAR, "antialias": True}
 
 
-def encode_name(path: str) -> FileName:
-    """The form in which DALI takes a file name: its bytes."""
-    return np.frombuffer(path.encode(), dtype=np.uint8)
+def reading_pipeline(batches: Iterator[list[Bytes]], *, packed: bool, max_batch: int) -> Any:
+    """A built pipeline that reads batch after batch, for `read`. It needs no GPU.
+
+    What comes in is the bytes of file names, or of the encoded images themselves where they are packed; those are not copied.
+    """
+    pipeline = Pipeline(
+        batch_size=max_batch, num_threads=READERS, device_id=None, prefetch_queue_depth=READ_AHEAD, exec_dynamic=True
+    )
+    with pipeline:
+        encoded = fn.external_source(source=batches, batch=True, dtype=types.UINT8, ndim=1, no_copy=packed)
+        if not packed:
+            encoded = fn.io.file.read(encoded)
+        # A header that cannot be parsed makes nvImageCodec 0.9.0 crash the process while it decodes the rest of the batch.
+        # So all headers of a batch are looked at before the decoder gets it, in validation too.
+        pipeline.set_outputs(encoded, fn.peek_image_shape(encoded))
+    pipeline.build()
+    return pipeline
+
+
+def read(pipeline: Any) -> tuple[Any, NDArray[np.int64]]:
+    """The next batch of a reading pipeline: the encoded images, and their sizes (height, width), (N, 2), pixels.
+
+    Raises:
+        RuntimeError: a file is missing, or its header makes no sense.
+    """
+    encoded, shapes = pipeline.run()
+    return encoded, np.array(shapes.as_array())[:, :2]
 
 
 def image_pipeline(
     transform: Transform,
-    batches: Iterable[list[FileName]],
+    batches: Iterator[tuple[Any, ...]],
     *,
     train: bool,
     max_batch: int,
-    seed: int,
     threads: int,
     device_id: int | None,
 ) -> Any:
-    """A built pipeline whose `run()` gives the images of the next batch of names, float32 NCHW.
+    """A built pipeline whose `run()` gives the images of the next batch, float32 NCHW.
 
-    Names are asked for up to `PREFETCH` batches ahead. `device_id=None` keeps everything on the CPU and needs
-    no driver; a number decodes and goes on with that GPU.
+    It takes the batches of `images`, asks for them `prefetch` ahead and does not copy them: they must live until their images
+    are there. `device_id=None` keeps everything on the CPU and needs no driver; a number decodes and goes on with that GPU.
     """
     pipeline = Pipeline(
         batch_size=max_batch,
         num_threads=threads,
         device_id=device_id,
-        seed=seed,
-        prefetch_queue_depth=PREFETCH,
+        prefetch_queue_depth=prefetch(transform, max_batch),
         exec_dynamic=True,
     )
     with pipeline:
-        names = fn.external_source(source=batches, batch=True, dtype=types.UINT8, ndim=1)
-        encoded, shape = _parsed(fn.io.file.read(names))
-        device = "cpu" if device_id is None else "mixed"
-        if train:
-            images = _training(encoded, shape, transform, device)
-        else:
-            images = _validation(encoded, transform, device)
-        pipeline.set_outputs(images)
+        pipeline.set_outputs(images(transform, batches, train=train, gpu=device_id is not None))
     pipeline.build()
     return pipeline
 
 
-def decoding_pipeline(batches: Iterable[list[FileName]]) -> Any:
-    """A built CPU pipeline that only decodes, in batches of one: it fails where a file is at fault."""
-    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-    with pipeline:
-        names = fn.external_source(source=batches, batch=True, dtype=types.UINT8, ndim=1)
-        pipeline.set_outputs(fn.decoders.image(fn.io.file.read(names), device="cpu", output_type=types.RGB))
-    pipeline.build()
-    return pipeline
+def prefetch(transform: Transform, batch: int) -> int:
+    """How many batches of so many images are prepared ahead."""
+    return max(2, min(PREFETCH, PREFETCH_BYTES // (batch * 3 * transform.size**2 * 4)))
 
 
-def _parsed(encoded: Any) -> tuple[Any, Any]:
-    """The encoded images, their headers now known to be sound, and their shapes (height, width, channels)."""
-    # A header that cannot be parsed makes nvImageCodec 0.9.0 crash the process while it decodes the rest of
-    # the batch. To look at all headers first turns that into an error; the decoder waits for the look because
-    # of the nothing that is appended.
-    shape = fn.peek_image_shape(encoded)
-    nothing = fn.slice(fn.cast(shape, dtype=types.UINT8), 0, 0, axes=[0])
-    return fn.cat(encoded, nothing, axis=0), shape
+def images(transform: Transform, batches: Iterator[tuple[Any, ...]], *, train: bool, gpu: bool) -> Any:
+    """The graph from batches of encoded images to normalised ones, float32 CHW.
 
-
-def _training(encoded: Any, shape: Any, transform: Transform, device: str) -> Any:
-    area, ratio = list(transform.crop_area), list(transform.crop_ratio)
-    start, extent = fn.random_crop_generator(shape, random_area=area, random_aspect_ratio=ratio)
-    if device == "cpu":
-        crops = fn.decoders.image_slice(encoded, device=device, output_type=types.RGB, start=start, shape=extent, axes=[0, 1])
-    else:
+    A batch for validation is (encoded images,); for training (encoded images, (top, left), (height, width), mirror), the latter
+    int32: pixels, (N, 2) each, and 1 for an image that is mirrored, (N,).
+    """
+    dtypes = [types.UINT8, types.INT32, types.INT32, types.INT32] if train else [types.UINT8]
+    dimensions = [1, 1, 1, 0] if train else [1]
+    encoded, *crop = fn.external_source(
+        source=batches, num_outputs=len(dtypes), batch=True, dtype=dtypes, ndim=dimensions, device="cpu", no_copy=True
+    )
+    decoder = GPU_DECODER if gpu else CPU_DECODER
+    if not train:
+        resized = fn.resize(fn.decoders.image(encoded, **decoder), resize_shorter=transform.resize, **RESIZE)
+        return _normalised(resized, transform, mirror=0)
+    start, extent, mirror = crop
+    if gpu:
         # nvImageCodec 0.9.0 fails or crashes when it decodes a part of an image on the GPU (its issue 55).
-        crops = fn.slice(_decoded(encoded, device), start=start, shape=extent, axes=[0, 1])
-    size = (transform.size, transform.size)
-    squares = fn.resize(crops, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
-    mirror = fn.random.coin_flip(probability=0.5) if transform.flip else 0
-    return _normalised(squares, transform, mirror)
-
-
-def _validation(encoded: Any, transform: Transform, device: str) -> Any:
-    images = _decoded(encoded, device)
-    # Without antialias, accuracy falls by about a percent behind what Pillow's bilinear filter gives.
-    resized = fn.resize(images, resize_shorter=transform.resize, interp_type=types.INTERP_LINEAR, antialias=True)
-    return _normalised(resized, transform, mirror=0)
-
-
-def _decoded(encoded: Any, device: str) -> Any:
-    # Fancy upsampling makes the GPU's chroma agree with the CPU's.
-    return fn.decoders.image(encoded, device=device, output_type=types.RGB, jpeg_fancy_upsampling=True)
+        crops = fn.slice(fn.decoders.image(encoded, **decoder), start=start, shape=extent, axes=[0, 1])
+    else:
+        crops = fn.decoders.image_slice(encoded, start=start, shape=extent, axes=[0, 1], **decoder)
+    return _normalised(fn.resize(crops, size=(transform.size, transform.size), **RESIZE), transform, mirror)
 
 
 def _normalised(images: Any, transform: Transform, mirror: Any) -> Any:

@@ -1,19 +1,27 @@
 """Batches of a data set on a device, epoch by epoch, exactly repeatable."""
 
+import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from pipelines import order
-from pipelines.augment import Transform
+from pipelines.augment import MANIPULATIONS, Transform, crop_windows, draws, mirrored
 from pipelines.check import broken_images
 from pipelines.dataset import Dataset
 from pipelines.errors import DataError
+
+
+def threads_of(cpus: int) -> int:
+    """Decoding threads for a worker that was given so many CPUs (>= 1): of three or more, one is left for Python."""
+    return max(min(cpus, 2), cpus - 1)
 
 
 class Batch(NamedTuple):
@@ -29,9 +37,9 @@ class Batch(NamedTuple):
 class Loader:
     """The share of one rank in the batches of a data set.
 
-    Training shuffles and augments, validation keeps the order; over all ranks an epoch has every image once.
-    What epoch k contains depends on the fields and on k only, never on which epochs ran before, so that a
-    restarted run continues bit for bit.
+    Training shuffles and augments, validation keeps the order; over all ranks an epoch has every image once. What happens to
+    an image in epoch k depends on the seed, on k and on its place in the data set only: not on ranks, batches or what ran
+    before. So a restarted run continues bit for bit, in the middle of an epoch too.
 
     Raises:
         DataError: a field is out of range, or training would leave a rank without images in some step.
@@ -68,14 +76,21 @@ class Loader:
         """Global batches per epoch; in validation a rank skips those that have no image for it."""
         return order.steps(len(self.dataset), self.batch)
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """The batches of epoch `number` (>= 0).
+    def epoch(self, number: int, seen: int = 0) -> Iterator[Batch]:
+        """The batches of epoch `number` (>= 0), without the first `seen` images of its order (over all ranks).
+
+        What is left is cut into batches like a whole epoch. With the same `batch`, after any number of whole steps, those are
+        the very batches that were still to come, whatever the number of ranks before and now.
 
         Raises:
-            DataError: a file is missing or cannot be decoded; the sentence names it.
+            DataError: `seen` is no number of images of the data set, or the rest leaves a rank without images in some step of
+                training. While it runs: a file is missing or cannot be decoded; the sentence names it.
         """
+        shares = self._shares(number, seen)
         self.waited = 0.0
-        batches = self._batches(number)
+        return self._timed(self._batches(number, shares))
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -84,58 +99,81 @@ class Loader:
                 return
             yield batch
 
-    def _batches(self, number: int) -> Iterator[Batch]:
-        shares = self._shares(number)
-        if not shares:
-            return
-        asked: list[order.Indices] = []
-        pipeline = self._pipeline(number, shares, asked)
-        labels = np.asarray(self.dataset.labels, dtype=np.int64)
-        for done, share in enumerate(shares):
-            try:
-                (images,) = pipeline.run()
-            except RuntimeError as error:
-                self._raise_named(asked[done:], error)
-            yield Batch(self._own(images), torch.from_numpy(labels[share]).to(self.device))
-
-    def _shares(self, number: int) -> list[order.Indices]:
+    def _shares(self, number: int, seen: int) -> list[order.Indices]:
         count = len(self.dataset)
-        sequence = np.arange(count, dtype=np.int64)
+        if not 0 <= seen <= count:
+            raise DataError(f"An epoch of {count} images can go on after 0 to {count} of them, not after {seen}.")
         if self.train:
+            order.require_full_ranks(count - seen, self.batch, self.world)
             sequence = order.epoch_order(count, self.seed, number)
-        shares = order.share(sequence, self.steps, self.rank, self.world)
+        else:
+            sequence = np.arange(count, dtype=np.int64)
+        shares = order.share(sequence[seen:], order.steps(count - seen, self.batch), self.rank, self.world)
         return [share for share in shares if len(share)]
 
-    def _pipeline(self, number: int, shares: list[order.Indices], asked: list[order.Indices]) -> Any:
-        # A pipeline per epoch costs milliseconds and makes the random crops a function of the seed alone: the
-        # random state of a pipeline that lives on would depend on the epochs before.
+    def _batches(self, number: int, shares: list[order.Indices]) -> Iterator[Batch]:
+        if not shares:
+            return
+        labels = np.asarray(self.dataset.labels, dtype=np.int64)
+        manipulate = MANIPULATIONS[self.transform.manipulation]
+        images = self._made_up(shares) if self.dataset.is_synthetic else self._decoded(number, shares)
+        for share, images_NCHW in zip(shares, images, strict=True):
+            yield Batch(manipulate(images_NCHW).contiguous(), torch.from_numpy(labels[share]).to(self.device))
+
+    def _made_up(self, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
+        """Noise, always the same."""
+        shape = (max(map(len, shares)), 3, self.transform.size, self.transform.size)
+        noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+        for share in shares:
+            yield noise_NCHW[: len(share)].clone()
+
+    def _decoded(self, number: int, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
+        # Pipelines are made for an epoch: that takes milliseconds, and nothing is left of the epochs before.
         from pipelines import graph
 
-        def names() -> Iterator[list[graph.FileName]]:
-            for share in shares:
-                asked.append(share)
-                yield [graph.encode_name(path) for path in self._files(share)]
+        largest = max(map(len, shares))
+        reading = graph.reading_pipeline(map(self._sources, shares), packed=self.dataset.packed, max_batch=largest)
+        in_flight: deque[tuple[Any, ...]] = deque()
 
-        return graph.image_pipeline(
+        def batches() -> Iterator[tuple[Any, ...]]:
+            for share in shares:
+                encoded, sizes_N2 = graph.read(reading)
+                in_flight.append((encoded, *self._crops(number, share, sizes_N2)) if self.train else (encoded,))
+                yield in_flight[-1]
+
+        pipeline = graph.image_pipeline(
             self.transform,
-            names(),
+            batches(),
             train=self.train,
-            max_batch=max(map(len, shares)),
-            seed=self._pipeline_seed(number),
+            max_batch=largest,
             threads=self.threads,
             device_id=_cuda_index(self.device),
         )
+        ahead = graph.prefetch(self.transform, largest) + graph.READ_AHEAD + 1
+        for done in range(len(shares)):
+            try:
+                (images,) = pipeline.run()
+            except RuntimeError as error:
+                self._raise_named(shares[done : done + ahead], error)
+            yield self._own(images)
+            in_flight.popleft()
 
-    def _pipeline_seed(self, number: int) -> int:
-        return int(np.random.SeedSequence([self.seed, number, self.rank, self.world]).generate_state(1)[0])
+    def _sources(self, share: order.Indices) -> list[NDArray[np.uint8]]:
+        if self.dataset.packed:
+            return [self.dataset.encoded(index) for index in share.tolist()]
+        files = [os.fsencode(self.dataset.root / self.dataset.paths[index]) for index in share.tolist()]
+        return [np.frombuffer(file, dtype=np.uint8) for file in files]
 
-    def _files(self, share: order.Indices) -> list[str]:
-        return [str(self.dataset.root / self.dataset.paths[index]) for index in share]
+    def _crops(self, number: int, share: order.Indices, sizes_N2: NDArray[np.int64]) -> tuple[NDArray[np.int32], ...]:
+        numbers = draws(self.seed, number, share)
+        return *crop_windows(self.transform, numbers, sizes_N2), mirrored(self.transform, numbers)
 
     def _own(self, images: Any) -> torch.Tensor:
-        """A copy of DALI's output, which DALI may reuse as soon as we let go of it."""
+        """DALI's output as a tensor that nothing else uses."""
         if self.device.type != "cuda":
-            return from_dlpack(images.as_tensor()).clone()
+            # DALI makes new memory for every batch and leaves this one to the tensor.
+            return from_dlpack(images.as_tensor())
+        # On the GPU DALI may take it back while kernels still read it, so it is copied.
         # On a stream of its own the copy does not queue behind the training step, so we may wait for it.
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
         with torch.cuda.stream(stream):
@@ -145,13 +183,15 @@ class Loader:
         return copy
 
     def _raise_named(self, in_flight: list[order.Indices], error: RuntimeError) -> NoReturn:
-        """Turns DALI's error into a sentence on the first broken file; any other failure passes as it is."""
-        paths = [self.dataset.paths[index] for share in in_flight for index in share]
-        broken = next(broken_images(self.dataset.root, paths), None)
+        """Turns DALI's error into a sentence on the first broken image; any other failure passes as it is."""
+        indices = (index for share in in_flight for index in share.tolist())
+        broken = next(broken_images(self.dataset, indices), None)
         if broken is None:
             raise error
+        remedy = "pack its folder again without it" if self.dataset.packed else "train on its list"
         raise DataError(
-            f"The image {self.dataset.root / broken} cannot be decoded: expected a JPEG or PNG file, so replace or remove it."
+            f"The image {self.dataset.name_of(broken)} cannot be decoded: expected a JPEG or PNG file; replace or remove it, "
+            f"or run `san data check {self.dataset.root}` and {remedy}."
         ) from error
 
 

@@ -38,8 +38,8 @@ def share(order: Indices, steps: int, rank: int, world: int) -> list[Indices]:
 
 def require_full_ranks(count: int, batch: int, world: int) -> None:
     """Raises `DataError` unless every rank gets an image in every step; else training would hang."""
-    smallest = count // steps(count, batch)
-    if smallest < world:
+    smallest = count // max(steps(count, batch), 1)
+    if 0 < smallest < world:
         raise DataError(
             f"Training on {count} images with a global batch of {batch} has steps of only {smallest} "
             f"image(s), too few for {world} ranks: use a larger global batch, more images, or fewer ranks."

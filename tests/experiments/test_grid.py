@@ -56,7 +56,8 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     keys = {row: trial.key for row, trial in expand(small_grid).items()}
     assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
     assert len(set(keys.values())) == 3
-    for same in ("data.root=elsewhere", "placement.cpus=2"):
+    places = ("data.source=shards", "data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
+    for same in (*places, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
         assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
     for other in ("recipe.lr=0.01", "data.flip=true", "model.width_factor=1", "placement.workers=2"):
         assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
@@ -235,7 +236,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             ["row b: model.footprnt:", "unknown key; did you mean 'footprint'?", "Allowed: depths, footprint"],
             ["row c: model:", "stage 2 of san10_pairwise at input size 24", "at least 7x7, not 6x6"],
             ["row d: model.footprint:", "integer", "'seven'"],
-            ["row e: data.source:", "'folder', 'digits' or 'shifted_digits'", "'cloud'"],
+            ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
             ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: batch, epochs"],
         ],

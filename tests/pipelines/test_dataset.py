@@ -1,11 +1,14 @@
 """What is read from an image folder, and what is refused."""
 
+import hashlib
+import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from pipelines import DataError, Dataset
+from pipelines.dataset import passed_over
 
 
 def put(root: Path, *names: str) -> None:
@@ -39,7 +42,57 @@ def test_digest_follows_names_and_sizes(tmp_path: Path) -> None:
     assert one.digest() == two.digest()
     assert len(one.digest()) == 16 and int(one.digest(), 16) >= 0
     (two.root / "val/a/1.jpg").write_bytes(b"longer than before")
-    assert one.digest() != two.digest()
+    assert Dataset.scan(tmp_path / "two", "val").digest() != one.digest()
+    assert one.digest() == two.digest()  # as it was listed
+    (two.root / "val/a/1.jpg").unlink()
+    assert one.digest() == two.digest()  # and the disk is not asked again
+    put(tmp_path / "three", "val/a/3.jpg", "val/b/2.jpg")
+    assert Dataset.scan(tmp_path / "three", "val").digest() != one.digest()
+
+
+def test_names_and_sizes_give_the_digest_that_they_always_gave(tmp_path: Path) -> None:
+    put(tmp_path, "val/a/1.jpg", "val/b/2.jpg")
+    expected = hashlib.sha256(b"val/a/1.jpg\x0011\nval/b/2.jpg\x0011\n").hexdigest()[:16]
+    assert Dataset.scan(tmp_path, "val").digest() == expected
+
+
+def test_scan_takes_files_alone(tmp_path: Path) -> None:
+    put(tmp_path, "val/a/1.jpg", "val/a/2.txt", "val/a/Thumbs.db", "val/a/.DS_Store", "elsewhere/3.jpg")
+    (tmp_path / "val/a/folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "val/a/pipe.jpg")  # to read it would take forever
+    (tmp_path / "val/a/link.jpg").symlink_to(tmp_path / "elsewhere/3.jpg")
+    (tmp_path / "val/a/nowhere.jpg").symlink_to(tmp_path / "nothing")
+    (tmp_path / "val/a/circle.jpg").symlink_to("circle.jpg")
+    (tmp_path / "val/circle").symlink_to("circle")
+    (tmp_path / "val/b").symlink_to(tmp_path / "elsewhere")
+    data = Dataset.scan(tmp_path, "val")
+    assert dict(zip(data.paths, data.sizes, strict=True)) == {
+        "val/a/1.jpg": len("val/a/1.jpg"),
+        "val/a/circle.jpg": 0,
+        "val/a/link.jpg": len("elsewhere/3.jpg"),
+        "val/a/nowhere.jpg": 0,
+        "val/b/3.jpg": len("elsewhere/3.jpg"),
+    }
+    assert set(passed_over(tmp_path, "val")) == {"val/a/2.txt", "val/a/Thumbs.db", "val/a/.DS_Store"}
+
+
+def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:
+    put(tmp_path, "val/a/1.jpg")
+    (tmp_path / "val/b").symlink_to(tmp_path / "val")
+    with pytest.raises(DataError, match=r"1 class folder\(s\) without an image .*: b\."):
+        Dataset.scan(tmp_path, "val")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("folder", ["", "val", "val/a"])
+def test_rejects_what_may_not_be_read(tmp_path: Path, folder: str) -> None:
+    put(tmp_path, "val/a/1.jpg")
+    (tmp_path / folder).chmod(0)
+    try:
+        with pytest.raises(DataError, match=f"cannot be read \\(Permission denied: {tmp_path / folder}"):
+            Dataset.scan(tmp_path, "val")
+    finally:
+        (tmp_path / folder).chmod(0o700)
 
 
 def test_rejects_missing_root(tmp_path: Path) -> None:
@@ -104,6 +157,41 @@ def test_hold_out_parts_the_images(many: Dataset) -> None:
     assert train.classes == val.classes == many.classes
     with pytest.raises(DataError, match="too few images for 5 of each class and 1 to be left: c has 5; ask for at most 4"):
         many.hold_out(5)  # nothing would be left to train on
+
+
+def test_seeds_hold_out_other_images(many: Dataset) -> None:
+    parts = [many.hold_out(2, seed) for seed in range(4)]
+    assert parts[0] == many.hold_out(2)
+    assert len({val.paths for _, val in parts}) == 4
+    for train, val in parts:
+        assert not set(train.paths) & set(val.paths)
+        assert sorted(train.paths + val.paths) == list(many.paths)
+        assert val.labels == (0, 0, 1, 1, 2, 2)
+
+
+def test_without_keeps_the_rest_in_order(many: Dataset) -> None:
+    left = many.without([0, 21, 36])
+    assert left.paths == tuple(path for index, path in enumerate(many.paths) if index not in (0, 21, 36))
+    assert [left.labels.count(label) for label in range(3)] == [19, 11, 4]
+    assert many.without([]) == many
+    with pytest.raises(DataError, match=r"train would have no image left of c: "):
+        many.without(range(32, 37))
+
+
+def test_images_tell_where_they_are(many: Dataset) -> None:
+    assert not many.packed and not many.is_synthetic
+    assert many.name_of(20) == many.source(20).file == str(many.root / "train/b/00.jpg")
+    assert many.source(20).read() == b"train/b/00.jpg"
+
+
+def test_synthetic_images_have_names_alone() -> None:
+    data = Dataset.synthetic("train", classes=3, per_class=4)
+    assert data.is_synthetic and not data.packed
+    assert len(data) == len(set(data.paths)) == 12
+    assert data.labels == (0,) * 4 + (1,) * 4 + (2,) * 4
+    assert len(data.classes) == 3 and list(data.classes) == sorted(data.classes)
+    data.require_same_classes(Dataset.synthetic("val", classes=3, per_class=2))
+    assert data.digest() != Dataset.synthetic("train", classes=4, per_class=3).digest()
 
 
 def test_first_rejects_small_classes_and_names_all(many: Dataset) -> None:

@@ -1,5 +1,7 @@
 """The arithmetic of who sees what: every image once, evenly, whatever the number of ranks."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,8 +17,18 @@ quick = settings(max_examples=60, deadline=None)
 
 def all_shares(count: int, batch: int, world: int) -> list[list[order.Indices]]:
     """Shares as [rank][step]."""
-    sequence, steps = order.epoch_order(count, seed=3, epoch=5), order.steps(count, batch)
-    return [order.share(sequence, steps, rank, world) for rank in range(world)]
+    return shares_after(0, count, batch, world)
+
+
+def shares_after(seen: int, count: int, batch: int, world: int) -> list[list[order.Indices]]:
+    """Shares of what is left of the same epoch."""
+    rest = order.epoch_order(count, seed=3, epoch=5)[seen:]
+    return [order.share(rest, order.steps(len(rest), batch), rank, world) for rank in range(world)]
+
+
+def together(shares: list[list[order.Indices]]) -> list[list[int]]:
+    """The global batches: what all ranks see in each step."""
+    return [np.concatenate(parts).tolist() for parts in zip(*shares, strict=True)]
 
 
 @quick
@@ -41,15 +53,36 @@ def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
 @quick
 @given(counts, batches, worlds)
 def test_global_batches_are_the_same_for_any_world(count: int, batch: int, world: int) -> None:
-    together = [np.concatenate(parts).tolist() for parts in zip(*all_shares(count, batch, world), strict=True)]
-    alone = [share.tolist() for share in all_shares(count, batch, 1)[0]]
-    assert together == alone
+    assert together(all_shares(count, batch, world)) == together(all_shares(count, batch, 1))
 
 
 @quick
-@given(st.integers(1, 300), batches, worlds)
+@given(counts, batches, worlds, worlds, st.data())
+def test_rest_after_a_stop_is_what_was_still_to_come(
+    count: int, batch: int, before: int, after: int, data: st.DataObject
+) -> None:
+    """After a stop at any step, with the same number of ranks and with another."""
+    whole = together(all_shares(count, batch, before))
+    done = data.draw(st.integers(0, len(whole)))
+    rest = shares_after(sum(map(len, whole[:done])), count, batch, after)
+    assert together(rest) == whole[done:]
+
+
+@quick
+@given(counts, batches, batches, worlds, worlds, st.data())
+def test_rest_with_another_batch_is_complete(
+    count: int, batch: int, other: int, before: int, after: int, data: st.DataObject
+) -> None:
+    whole = together(all_shares(count, batch, before))
+    seen = list(chain.from_iterable(whole[: data.draw(st.integers(0, len(whole)))]))
+    left = chain.from_iterable(together(shares_after(len(seen), count, other, after)))
+    assert sorted([*seen, *left]) == list(range(count))
+
+
+@quick
+@given(counts, batches, worlds)
 def test_full_ranks_are_promised_exactly_where_they_hold(count: int, batch: int, world: int) -> None:
-    smallest = min(len(share) for of_rank in all_shares(count, batch, world) for share in of_rank)
+    smallest = min((len(share) for of_rank in all_shares(count, batch, world) for share in of_rank), default=1)
     if smallest >= 1:
         order.require_full_ranks(count, batch, world)
     else:

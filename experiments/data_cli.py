@@ -1,0 +1,292 @@
+"""`san data`: what is done with images before anything is trained on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelines import Dataset
+
+SECONDS_BETWEEN_LINES = 10.0
+UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+ROOT = click.argument("root", type=click.Path(path_type=Path))
+SPLITS = click.option("--split", "splits", multiple=True, help="may be repeated  [default: train and val, where they are]")
+LISTS = click.option("--lists", type=click.Path(path_type=Path), help="where lists of images are kept  [default: ROOT]")
+WORKERS = click.option(
+    "--workers", type=click.IntRange(1, 1024), default=lambda: len(os.sched_getaffinity(0)), help="[default: one per CPU]"
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes such as 256MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+) ?([a-zA-Z]*)", value)
+        if found is None or found[2] not in UNITS or int(found[1]) == 0:
+            self.fail(f"{value!r} is no size; expected a number and one of {', '.join(UNITS)[2:]}, such as 256MiB", param, ctx)
+        return int(found[1]) * UNITS[found[2]]
+
+
+@click.group()
+def data() -> None:
+    """Data sets."""
+
+
+@data.command()
+@click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+def prepare(name: str, folder: Path | None) -> None:
+    """Write an embedded data set as JPEGs in ImageNet's folder layout, by default where the profile looks for it."""
+    from experiments.config import PROJECT_DIR
+    from pipelines import prepare_digits
+
+    folder = folder or PROJECT_DIR / "data" / name
+    try:
+        click.echo(prepare_digits(folder, name))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+
+
+@data.command()
+@ROOT
+@SPLITS
+@LISTS
+@WORKERS
+@AS_JSON
+def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int, as_json: bool) -> None:
+    """Decode every image, tell which are broken, and write a list of the others, which training uses from then on.
+
+    Of shards the checksums are verified too, and no list is written. Exits with 1 when something is broken.
+    """
+    from pipelines.lists import list_path, require_writable
+
+    found = _found(root, splits)
+    for dataset in found:
+        if not dataset.packed:
+            require_writable(list_path(lists or root, dataset.split))
+    try:
+        results = [_checked(dataset, lists or root, workers) for dataset in found]
+    except KeyboardInterrupt:
+        click.echo("interrupted: a split that was not finished has no new list", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        for result in results:
+            for item in result["broken"]:
+                click.echo(f"{_printable(item['path'])}: {item['reason']}")
+        for result in results:
+            click.echo(_sentence(result))
+    sys.exit(1 if any(result["broken"] for result in results) else 0)
+
+
+def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
+    """The splits as folders, as shards, or both, as they are there."""
+    from pipelines import Dataset
+    from pipelines.shards import index_path
+
+    found: list[Dataset] = []
+    for split in splits or ("train", "val"):
+        packed = index_path(root, split).exists()
+        if (root / split).is_dir() or (splits and not packed):
+            found.append(Dataset.scan(root, split))
+        if packed:
+            found.append(Dataset.open_shards(root, split))
+    return found or [Dataset.scan(root, "train")]
+
+
+def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
+    from pipelines import DataError
+    from pipelines.check import check as check_images
+    from pipelines.dataset import passed_over
+    from pipelines.lists import list_path, write_list
+
+    broken = []
+    if dataset.shards is not None:
+        with _counting(f"{dataset.split}: checksums of shards", None, "shard") as count:
+            for name, complaint in dataset.shards.damaged(workers):
+                broken += [{"path": name, "reason": complaint}] if complaint else []
+                count(1, len(broken))
+    with _counting(dataset.split, len(dataset), "image") as count:
+        images = []
+        for number, found in check_images(dataset, workers):
+            images += found
+            count(number, len(images))
+    images.sort(key=lambda one: one.index)
+    broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
+    result = {"split": dataset.split, "packed": dataset.packed, "images": len(dataset), "broken": broken}
+    if dataset.packed:
+        return result | {"passed_over": [], "list": None, "digest": dataset.digest()}
+    result["passed_over"] = list(passed_over(dataset.root, dataset.split))
+    try:
+        sound = dataset.without(one.index for one in images)
+    except DataError as error:
+        return result | {"list": None, "digest": None, "problem": str(error)}
+    path = list_path(lists, dataset.split)
+    write_list(path, sound.paths, sound.sizes)
+    return result | {"list": str(path), "digest": sound.digest()}
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    broken = len(result["broken"])
+    text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
+    if others := result["passed_over"]:
+        text += f"; {len(others)} other files passed over, such as {_printable(others[0])}"
+    if problem := result.get("problem"):
+        return f"{text}; no list was written: {problem}"
+    listed = f"; {result['list']} lists the sound ones" if result["list"] else ""
+    return f"{text}{listed}; digest {result['digest']}"
+
+
+@data.command()
+@ROOT
+@click.option("--per-class", type=click.IntRange(1), default=50, show_default=True, help="images of each class to hold out")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@LISTS
+@AS_JSON
+def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bool) -> None:
+    """Hold out random training images of each class: write the lists train-split and val-split.
+
+    The same numbers as data.val_split_per_class and data.val_split_seed give the same images.
+    """
+    from pipelines import Dataset
+    from pipelines.lists import list_path, require_writable, write_list
+
+    paths = {name: list_path(lists or root, name) for name in ("train-split", "val-split")}
+    for path in paths.values():
+        require_writable(path)
+    parts = Dataset.open(root, "train", lists).hold_out(per_class, seed)
+    results = []
+    for (name, path), part in zip(paths.items(), parts, strict=True):
+        write_list(path, part.paths, part.sizes)
+        results.append({"split": name, "images": len(part), "list": str(path), "digest": part.digest()})
+    if as_json:
+        click.echo(json.dumps(results))
+        return
+    for result in results:
+        click.echo(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}")
+
+
+@data.command()
+@ROOT
+@click.argument("out", type=click.Path(path_type=Path))
+@SPLITS
+@click.option("--shard-size", type=Size(), default="256MiB", show_default=True, help="bytes of a tar file, at most")
+@LISTS
+@WORKERS
+@AS_JSON
+def pack(
+    root: Path, out: Path, splits: tuple[str, ...], shard_size: int, lists: Path | None, workers: int, as_json: bool
+) -> None:
+    """Pack images into tar files in WebDataset's layout, for data.source=shards; interrupted, the same command continues.
+
+    Packs what the list of a split names, where there is one, else all images of its folder.
+    """
+    from pipelines import Dataset
+    from pipelines.pack import pack as pack_shards
+    from pipelines.shards import index_path
+
+    splits = splits or tuple(name for name in ("train", "val") if (root / name).is_dir()) or ("train",)
+    results: list[dict[str, Any]] = []
+    for dataset in [Dataset.open(root, name, lists) for name in splits]:
+        with _counting(dataset.split, len(dataset), "image") as count:
+            shards = []
+            for packed in pack_shards(dataset, out, shard_size, workers):
+                shards.append(packed)
+                count(packed.images, 0)
+        shards.sort(key=lambda packed: packed.shard.name)
+        results.append(
+            {
+                "split": dataset.split,
+                "images": len(dataset),
+                "bytes": sum(packed.shard.bytes for packed in shards),
+                "digest": dataset.digest(),
+                "index": str(index_path(out, dataset.split)),
+                "kept": sum(packed.kept for packed in shards),
+                "shards": [{"name": one.shard.name, "bytes": one.shard.bytes, "sha256": one.shard.sha256} for one in shards],
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(results))
+        return
+    for result in results:
+        click.echo(
+            f"{result['split']}: {result['images']} images in {len(result['shards'])} shards ({result['kept']} were there), "
+            f"{result['bytes']} bytes, {result['index']}, digest {result['digest']}"
+        )
+
+
+@data.command()
+@ROOT
+@click.argument("split")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of the trial")
+@click.option("--epoch", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="images per step over all workers")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="placement.workers")
+@LISTS
+@AS_JSON
+def order(root: Path, split: str, seed: int, epoch: int, batch: int, workers: int, lists: Path | None, as_json: bool) -> None:
+    """Print which worker trains on which image in which step of an epoch: step, worker, path."""
+    from pipelines import Dataset
+    from pipelines import order as orders
+    from pipelines.shards import index_path
+
+    packed = index_path(root, split).exists()
+    dataset = Dataset.open_shards(root, split) if packed else Dataset.open(root, split, lists)
+    orders.require_full_ranks(len(dataset), batch, workers)
+    sequence, steps = orders.epoch_order(len(dataset), seed, epoch), orders.steps(len(dataset), batch)
+    shares = [orders.share(sequence, steps, worker, workers) for worker in range(workers)]
+    places = ((step, worker) for step in range(steps) for worker in range(workers))
+    rows = ((step, worker, dataset.paths[index]) for step, worker in places for index in shares[worker][step])
+    if as_json:
+        click.echo(json.dumps([{"step": step, "worker": worker, "path": path} for step, worker, path in rows]))
+        return
+    for step, worker, path in rows:
+        click.echo(f"{step}\t{worker}\t{_printable(path)}")
+
+
+@contextmanager
+def _counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how far something is: a bar on a terminal, lines in a log. It is told of so many more, and of all broken ones."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=total, desc=what, unit=f" {unit}s", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty())
+    start = told = time.monotonic()
+    done = 0
+
+    def count(more: int, broken: int) -> None:
+        nonlocal told, done
+        done += more
+        bar.update(more)
+        if broken:
+            bar.set_postfix_str(f"{broken} broken")
+        if bar.disable and time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            of = "" if total is None else f" of {total}"
+            click.echo(f"[{told - start:4.0f} s] {what}: {done}{of} {unit}s, {broken} broken", err=True)
+
+    with bar:
+        yield count
+
+
+def _printable(path: str) -> str:
+    """A name that can be shown whatever bytes it is made of."""
+    return path.encode(errors="backslashreplace").decode()

@@ -1,0 +1,297 @@
+"""`san data`: what it writes is what training then reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from experiments.cli import main
+from experiments.config import DataConfig
+from experiments.data_cli import Size
+from experiments.trial import data_digest, open_data
+from pipelines import DataError, Dataset, prepare_digits
+from pipelines.lists import list_path, read_list
+
+SanData = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def san_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> SanData:
+    """Runs `san data` in this process; returns exit code, stdout, stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["san", "data", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """7 images of cat, 5 of dog in train, one of each in val."""
+    root = tmp_path / "images"
+    for split, name, count in (("train", "cat", 7), ("train", "dog", 5), ("val", "cat", 1), ("val", "dog", 1)):
+        (root / split / name).mkdir(parents=True)
+        for index in range(count):
+            Image.new("RGB", (20, 15), (30 * index, 90, 20)).save(root / split / name / f"{index}.jpg")
+    return root
+
+
+def config(folder: Path, **fields: Any) -> DataConfig:
+    usual = {"source": "folder", "root": str(folder), "size": 8, "resize": 8, "crop_area": (0.5, 1), "crop_ratio": (1, 1)}
+    return DataConfig.model_validate(usual | {"flip": True, "mean": (0, 0, 0), "std": (1, 1, 1)} | fields)
+
+
+@pytest.mark.parametrize("command", ["check", "split", "pack", "order"])
+def test_help(command: str, san_data: SanData) -> None:
+    code, out, _ = san_data(command, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: san data {command}")
+    assert "--json" in out
+
+
+def test_check_of_clean_images(images: Path, san_data: SanData) -> None:
+    digests = [Dataset.scan(images, split).digest() for split in ("train", "val")]
+    assert san_data("check", images) == (
+        0,
+        f"train: 12 images, none broken; {images}/train.txt lists the sound ones; digest {digests[0]}\n"
+        f"val: 2 images, none broken; {images}/val.txt lists the sound ones; digest {digests[1]}\n",
+        "",
+    )
+    assert read_list(images / "train.txt").paths == Dataset.scan(images, "train").paths
+
+
+def test_check_writes_lines_to_a_log(images: Path, san_data: SanData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.data_cli.SECONDS_BETWEEN_LINES", 0)
+    (images / "val/dog/1.jpg").write_bytes(b"")
+    _, _, err = san_data("check", images)
+    assert [line.split("] ")[1] for line in err.splitlines()] == [
+        "train: 12 of 12 images, 0 broken",
+        "val: 3 of 3 images, 1 broken",
+    ]
+
+
+def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_path: Path) -> None:
+    (images / "train/dog/3.jpg").write_bytes(b"")
+    (images / "train/cat/notes.txt").write_text("hello")
+    arguments = ("check", images, "--split", "train", "--lists", tmp_path / "lists")
+    code, out, _ = san_data(*arguments)
+    assert code == 1
+    first, last = out.splitlines()
+    assert first == f"{images}/train/dog/3.jpg: it is empty"
+    assert last.startswith("train: 12 images, 1 broken; 1 other files passed over, such as train/cat/notes.txt; ")
+
+    code, out, _ = san_data(*arguments, "--json", "--workers", "1")
+    assert code == 1
+    train, val = open_data(config(images, lists=str(tmp_path / "lists")))
+    assert json.loads(out) == [
+        {
+            "split": "train",
+            "packed": False,
+            "images": 12,
+            "broken": [{"path": f"{images}/train/dog/3.jpg", "reason": "it is empty"}],
+            "passed_over": ["train/cat/notes.txt"],
+            "list": str(tmp_path / "lists/train.txt"),
+            "digest": train.digest(),
+        }
+    ]
+    assert train == Dataset.scan(images, "train").without([10])
+    assert val == Dataset.scan(images, "val")
+    assert not list(images.glob("*.txt"))
+
+
+def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: SanData) -> None:
+    (images / "val/dog/0.jpg").write_bytes(b"no image")
+    code, out, _ = san_data("check", images)
+    assert code == 1
+    assert "no list was written: " in out and "val would have no image left of dog" in out
+    assert sorted(path.name for path in images.glob("*.txt")) == ["train.txt"]
+
+
+def test_split_writes_what_training_holds_out(images: Path, san_data: SanData, tmp_path: Path) -> None:
+    lists = tmp_path / "lists"
+    code, out, _ = san_data("split", images, "--per-class", "2", "--seed", "3", "--lists", lists, "--json")
+    assert code == 0
+    train, val = json.loads(out)
+    assert (train["split"], train["images"], val["split"], val["images"]) == ("train-split", 8, "val-split", 4)
+    held_out = config(images, split="val-split", val_split_per_class=2, val_split_seed=3)
+    from_lists = config(images, split="val-split", lists=str(lists))
+    for one in (held_out, from_lists):
+        opened = open_data(one)
+        assert [part.paths for part in opened] == [read_list(Path(item["list"])).paths for item in (train, val)]
+        assert data_digest(one) == f"{train['digest']}-{val['digest']}"
+        assert not set(opened[0].paths) & set(opened[1].paths)
+    assert data_digest(config(images, split="val-split", val_split_per_class=2)) != data_digest(held_out)
+    assert open_data(config(images, split="val-split"))[1] == Dataset.scan(images, "val")  # no lists there
+    code, out, _ = san_data("split", images, "--per-class", "2", "--seed", "3", "--lists", lists)
+    assert out.splitlines()[1] == f"val-split: 4 images, {lists}/val-split.txt, digest {val['digest']}"
+
+
+def test_split_holds_out_of_what_is_sound(images: Path, san_data: SanData) -> None:
+    (images / "train/cat/0.jpg").write_bytes(b"")
+    san_data("check", images)
+    assert san_data("split", images, "--per-class", "4")[0] == 0
+    both = [read_list(list_path(images, name)).paths for name in ("train-split", "val-split")]
+    assert sorted(both[0] + both[1]) == list(Dataset.scan(images, "train").paths[1:])
+
+
+def test_shards_are_trained_on_as_the_folder_was(images: Path, san_data: SanData, tmp_path: Path) -> None:
+    out_folder = tmp_path / "shards"
+    code, out, _ = san_data("pack", images, out_folder, "--shard-size", "4KiB", "--json")
+    assert code == 0
+    train, val = json.loads(out)
+    assert (train["images"], val["images"], train["kept"]) == (12, 2, 0)
+    assert train["bytes"] == sum(path.stat().st_size for path in out_folder.glob("train-*.tar")) and len(train["shards"]) > 1
+    assert train["digest"] == Dataset.scan(images, "train").digest()
+    for fields in ({}, {"split": "val-split", "val_split_per_class": 2, "val_split_seed": 1}, {"train_per_class": 3}):
+        packed, folder = config(out_folder, source="shards", **fields), config(images, **fields)
+        assert data_digest(packed) == data_digest(folder)
+        assert all(part.packed for part in open_data(packed))
+    code, out, _ = san_data("pack", images, out_folder, "--shard-size", "4KiB", "--workers", "3")
+    assert f"train: 12 images in {len(train['shards'])} shards ({len(train['shards'])} were there), " in out
+
+    code, out, _ = san_data("check", out_folder)
+    assert (code, out.splitlines()[0]) == (0, f"train: 12 images in shards, none broken; digest {train['digest']}")
+    damaged = out_folder / train["shards"][1]["name"]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    code, out, _ = san_data("check", out_folder, "--split", "train")
+    assert code == 1
+    assert out.startswith(f"{damaged.name}: has the checksum ")
+
+
+def test_split_lists_are_packed_under_their_names(images: Path, san_data: SanData, tmp_path: Path) -> None:
+    lists, shards = tmp_path / "lists", tmp_path / "shards"
+    san_data("split", images, "--per-class", "1", "--lists", lists)
+    both = ("--split", "train-split", "--split", "val-split")
+    assert san_data("pack", images, shards, *both, "--lists", lists)[0] == 0
+    packed = config(shards, source="shards", split="val-split")
+    assert data_digest(packed) == data_digest(config(images, split="val-split", lists=str(lists)))
+    assert [part.packed for part in open_data(packed)] == [True, True]
+
+
+def test_order_is_that_of_training(images: Path, san_data: SanData, tmp_path: Path) -> None:
+    arguments = ("--seed", "5", "--epoch", "2", "--batch", "5", "--workers", "2")
+    code, out, _ = san_data("order", images, "train", *arguments)
+    assert code == 0
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert sorted(path for *_, path in rows) == list(Dataset.scan(images, "train").paths)
+    assert [(int(step), int(worker)) for step, worker, _ in rows] == sorted(
+        (step, worker) for step in range(3) for worker in range(2) for _ in range(2)
+    )
+    san_data("pack", images, tmp_path / "shards")
+    code, out, _ = san_data("order", tmp_path / "shards", "train", *arguments, "--json")
+    assert [[str(row["step"]), str(row["worker"]), row["path"]] for row in json.loads(out)] == rows
+    assert san_data("order", images, "train", "--seed", "6", *arguments[2:])[1] != "\n".join(map("\t".join, rows)) + "\n"
+
+
+def test_synthetic_images_need_no_folder() -> None:
+    fields = {"source": "synthetic", "root": None, "synthetic_classes": 4, "synthetic_per_class": 3}
+    train, val = open_data(config(Path(), **fields, split="val-split", val_split_per_class=50))
+    assert train.is_synthetic and val.is_synthetic
+    assert (len(train), len(val), train.classes) == (12, 12, val.classes)
+    assert data_digest(config(Path(), **fields)) != data_digest(config(Path(), **fields | {"synthetic_classes": 3}))
+
+
+def test_embedded_sets_are_opened_as_ever(tmp_path: Path) -> None:
+    root = prepare_digits(tmp_path / "digits")
+    manifest = json.loads((root / "digits.json").read_text())
+    assert data_digest(config(root, source="digits")) == f"{manifest['train']['digest']}-{manifest['val']['digest']}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"root": None}, "data.root: missing; give the folder with the images, which data.source=folder needs"),
+        ({"source": "digits", "lists": "lists"}, "data.lists: only data.source=folder has lists, not digits; leave it out"),
+        ({"source": "shards"}, "There are no shards of train in "),
+        ({"lists": "/no/such/lists"}, "There is no folder of lists /no/such/lists: make one with `san data check"),
+        ({"split": "val-split", "val_split_per_class": 6}, "data.val_split_per_class: "),
+    ],
+)
+def test_rejects_data_that_cannot_be_had(images: Path, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError) as wrong:
+        open_data(config(images, **fields))
+    assert str(wrong.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentences"),
+    [
+        (["check", "{root}/nowhere"], ["There is no data folder {root}/nowhere: expected "]),
+        (["check", "{root}", "--split", "test"], ["The data folder {root} has no folder test/: expected "]),
+        (["check", "{root}", "--lists", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be "]),
+        (["split", "{root}", "--per-class", "5"], ["has too few images for 5 of each class and 1 to be left: dog has 5"]),
+        (["split", "{root}/nowhere", "--lists", "{root}"], ["There is no data folder {root}/nowhere"]),
+        (["split", "{root}", "--per-class", "0"], ["Invalid value for '--per-class'"]),
+        (["pack", "{root}", "{root}/out", "--shard-size", "3 pages"], ["'3 pages' is no size; expected a number and one of"]),
+        (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be written (File exists)"]),
+        (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/: expected "]),
+        (["order", "{root}", "train", "--batch", "1", "--workers", "2"], ["too few for 2 ranks"]),
+        (["order", "{root}", "train", "--lists", "{root}/nowhere"], ["There is no folder of lists {root}/nowhere"]),
+    ],
+)  # fmt: skip
+def test_rejects(arguments: list[str], sentences: list[str], images: Path, san_data: SanData) -> None:
+    before = sorted(images.rglob("*"))
+    code, out, err = san_data(*(argument.format(root=images) for argument in arguments))
+    assert (code, out) == (2, "")
+    for sentence in sentences:
+        assert sentence.format(root=images) in err
+    assert sorted(images.rglob("*")) == before
+
+
+def test_check_refuses_to_replace_a_strangers_file(images: Path, san_data: SanData) -> None:
+    (images / "val.txt").write_text("ILSVRC2012_val_00000001.JPEG 65\n")
+    code, out, err = san_data("check", images)
+    assert (code, out) == (2, "")
+    assert "val.txt is there already and no list of images: keep lists in another folder (--lists, data.lists)" in err
+    assert [path.name for path in images.glob("*.txt")] == ["val.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("3kB", 3000), ("256MiB", 2**28), ("2 GiB", 2**31), ("1GB", 10**9), ("5MB", 5_000_000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
+
+
+def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
+    for index in range(20_000):
+        os.link(images / "train/cat/0.jpg", images / f"train/dog/more{index}.jpg")
+    terminal, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    command = [sys.executable, "-m", "experiments", "data", "check", str(images)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        shown = b""
+        while b"image" not in shown:
+            shown += os.read(terminal, 1000)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    while b"interrupted" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert (process.returncode, out) == (1, "")
+    assert b"train:   0%" in shown and b"/20012" in shown
+    assert b"interrupted: a split that was not finished has no new list" in shown and b"Traceback" not in shown
+    assert not psutil.wait_procs(workers, timeout=5)[1]
+    assert not list(images.glob("*.txt")) and not list(images.glob(".*"))

@@ -1,0 +1,247 @@
+"""Every kind of dirt that folders of images hold: what is decoded all the same, and what is told as broken, with its reason."""
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from multiprocessing import active_children
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from pipelines import DataError, Dataset, Loader, Transform
+from pipelines.check import Broken, broken_images, check
+from pipelines.lists import list_path, write_list
+from pipelines.pack import pack
+
+Make = Callable[[Path], object]
+
+
+def picture(height: int = 24, width: int = 32) -> Image.Image:
+    row, column = np.mgrid[0:height, 0:width]
+    red, green = 40 + 180 * column / width, 30 + 200 * row / height
+    return Image.fromarray(np.stack([red, green, 255 - (red + green) / 2], axis=-1).astype(np.uint8))
+
+
+def encoded(form: str) -> bytes:
+    file = BytesIO()
+    picture().save(file, form)
+    return file.getvalue()
+
+
+def rotated(path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright
+    picture().save(path, exif=exif, quality=95)
+
+
+def deep_png(path: Path) -> None:
+    """16 bits per colour, which Pillow cannot write."""
+    pixels_HW3 = np.asarray(picture(), np.uint16) * 257
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels_HW3)
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", pixels_HW3.shape[1], pixels_HW3.shape[0], 16, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    )
+    parts = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+def without_end(form: str, part: float) -> Make:
+    whole = encoded(form)
+    return lambda path: path.write_bytes(whole[: int(len(whole) * part)])
+
+
+def with_other_bytes(form: str) -> Make:
+    content = bytearray(encoded(form))
+    middle = len(content) // 2
+    content[middle : middle + 8] = b"\xff" * 8
+    return lambda path: path.write_bytes(content)
+
+
+SOUND: dict[str, Make] = {
+    "plain.jpg": lambda path: picture().save(path, quality=95),
+    "capitals.JPEG": lambda path: picture().save(path, quality=95),
+    "progressive.jpg": lambda path: picture().save(path, progressive=True, quality=95),
+    "cmyk.jpg": lambda path: picture().convert("CMYK").save(path, quality=95),
+    "grey.jpg": lambda path: picture().convert("L").save(path, quality=95),
+    "really_png.JPEG": lambda path: path.write_bytes(encoded("PNG")),
+    "upright.jpg": rotated,
+    "palette.png": lambda path: picture().convert("P").save(path),
+    "alpha.png": lambda path: picture().convert("RGBA").save(path),
+    "grey_alpha.png": lambda path: picture().convert("LA").save(path),
+    "black_white.png": lambda path: picture().convert("1", dither=Image.Dither.NONE).save(path),
+    "deep.png": deep_png,
+    "dot.jpg": lambda path: picture(1, 1).save(path),
+    "dot.png": lambda path: picture(1, 1).save(path),
+    "column.jpg": lambda path: picture(57, 1).save(path),
+    "row.png": lambda path: picture(1, 93).save(path),
+    "odd.jpg": lambda path: picture(13, 7).save(path),
+    "junk_after.jpg": lambda path: path.write_bytes(encoded("JPEG") + b"junk" * 9),
+    "link.jpg": lambda path: path.symlink_to("plain.jpg"),
+    "with spaces,\tand.dots.jpg": lambda path: picture().save(path),
+    "caf\udce9.jpg": lambda path: picture().save(path),  # Latin-1, as from an old archive
+}
+BROKEN: dict[str, tuple[Make, str]] = {
+    "empty.jpg": (lambda path: path.touch(), "it is empty"),
+    "text.jpg": (lambda path: path.write_text("hello"), "it is no JPEG or PNG image"),
+    "thumbs.jpg": (lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0" * 99), "it is no JPEG or PNG image"),
+    "header_only.jpg": (without_end("JPEG", 0.2), "it is damaged: "),
+    "half.jpg": (without_end("JPEG", 0.95), "it is damaged: image file is truncated"),
+    "half.png": (without_end("PNG", 0.8), "it is damaged: "),
+    "other_bytes.png": (with_other_bytes("PNG"), "it is damaged: "),
+    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "it is a GIF image: save it as JPEG or PNG"),
+    "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "it is a symbolic link to nothing"),
+    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "it cannot be read (Too many levels of symbolic links)"),
+    "two\nlines.jpg": (lambda path: picture().save(path), "its name holds a line break, which a list cannot: rename it"),
+}
+NO_IMAGES: dict[str, Make] = {
+    "notes.txt": lambda path: path.write_text("hello"),
+    "Thumbs.db": lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0"),
+    ".DS_Store": lambda path: path.write_bytes(b"\0"),
+    "._plain.jpg": lambda path: path.write_bytes(b"\0"),
+    "folder.jpg": lambda path: path.mkdir(),
+    "pipe.jpg": lambda path: os.mkfifo(path),
+}
+
+
+def make_dirty(root: Path) -> Path:
+    """A data folder with every kind of dirt in `train/dirty`, and a clean class beside it."""
+    for name in ("clean", "dirty"):
+        (root / "train" / name).mkdir(parents=True)
+    picture().save(root / "train/clean/1.png")
+    for name, make in (*SOUND.items(), *((name, make) for name, (make, _) in BROKEN.items()), *NO_IMAGES.items()):
+        make(root / "train/dirty" / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def dirty(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return Dataset.scan(make_dirty(tmp_path_factory.mktemp("dirty")), "train")
+
+
+def found_in(data: Dataset, workers: int) -> dict[str, str]:
+    """The broken images by name; checks the count on the way."""
+    pieces = list(check(data, workers))
+    assert sum(count for count, _ in pieces) == len(data)
+    assert not active_children()
+    return {Path(data.paths[one.index]).name: one.reason for _, broken in pieces for one in broken}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_check_tells_what_is_broken(dirty: Dataset, workers: int) -> None:
+    found = found_in(dirty, workers)
+    assert found.keys() == BROKEN.keys()
+    for name, (_, reason) in BROKEN.items():
+        assert found[name].startswith(reason), name
+        assert reason.endswith(": ") or found[name] == reason or reason.startswith("it is damaged"), name
+
+
+def test_broken_images_are_the_same_in_this_process(dirty: Dataset) -> None:
+    indices = range(len(dirty))[::-1]
+    found = list(broken_images(dirty, indices))
+    assert found == sorted(found, reverse=True)
+    assert {Path(dirty.paths[index]).name for index in found} == BROKEN.keys()
+    assert list(broken_images(dirty, [])) == []
+
+
+WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
+
+
+def square(path: Path) -> NDArray[np.float64]:
+    """What validation makes of an image, by Pillow: CHW."""
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    scale = WHOLE.resize / min(upright.size)
+    width, height = (int(side * scale + 0.5) for side in upright.size)
+    left, top = (width - 20 + 1) // 2, (height - 20 + 1) // 2
+    resized = upright.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(resized.crop((left, top, left + 20, top + 20)), np.float64).transpose(2, 0, 1)
+
+
+def test_what_is_sound_looks_as_in_pillow(dirty: Dataset) -> None:
+    """So CMYK colours are right, pictures stand upright, and a lone pixel becomes a square."""
+    sound = dirty.without(broken_images(dirty, range(len(dirty))))
+    assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png"}
+    images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch=7).epoch(0)]).numpy()
+    for path, image in zip(sound.paths, images, strict=True):
+        assert np.abs(image - square(sound.root / path)).mean() < 2, path
+
+
+def test_training_stops_at_the_first_broken_image_with_its_name(dirty: Dataset) -> None:
+    with pytest.raises(
+        DataError, match=rf"{dirty.root}/train/dirty/.* cannot be decoded.*`san data check {dirty.root}`"
+    ) as stop:
+        list(Loader(dirty, WHOLE, train=True, batch=4).epoch(0))
+    assert any(name in str(stop.value) for name in BROKEN)
+
+
+def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
+    data = Dataset.scan(make_dirty(tmp_path), "train")
+    sound = data.without(one.index for _, broken in check(data, 2) for one in broken)
+    write_list(list_path(tmp_path, "train"), sound.paths, sound.sizes)
+    listed = Dataset.open(tmp_path, "train")
+    assert listed == sound
+    labels = [batch.labels_N for batch in Loader(listed, WHOLE, train=True, batch=4).epoch(0)]
+    assert sorted(torch.cat(labels).tolist()) == [0] + [1] * len(SOUND)
+
+
+def test_training_on_a_list_names_a_file_that_is_gone(tmp_path: Path) -> None:
+    for index in range(3):
+        (tmp_path / "train/a").mkdir(parents=True, exist_ok=True)
+        picture().save(tmp_path / f"train/a/{index}.jpg")
+    data = Dataset.scan(tmp_path, "train")
+    write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
+    (tmp_path / "train/a/1.jpg").unlink()
+    with pytest.raises(DataError, match=r"train/a/1\.jpg cannot be decoded"):
+        list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch=2).epoch(0))
+
+
+def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
+    names = {"half.jpg": BROKEN["half.jpg"], "text.jpg": BROKEN["text.jpg"]}
+    kept = [index for index, path in enumerate(dirty.paths) if Path(path).name in (*SOUND, *names, "1.png")]
+    packable = dirty.without(set(range(len(dirty))) - set(kept))
+    list(pack(packable, tmp_path, 10**5, 1))
+    packed = Dataset.open_shards(tmp_path, "train")
+    assert found_in(packed, 2).keys() == names.keys()
+    broken = list(broken_images(packed, range(len(packed))))
+    assert {Path(packed.paths[index]).name for index in broken} == names.keys()
+    assert re.fullmatch(rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0]))
+    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0]))} cannot be decoded"):
+        list(Loader(packed, WHOLE, train=False, batch=40).epoch(0))
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Dataset:
+    """400 images, the last of which is broken."""
+    (tmp_path / "train/a").mkdir(parents=True)
+    content = encoded("JPEG")
+    for index in range(400):
+        (tmp_path / f"train/a/{index:03d}.jpg").write_bytes(content if index < 399 else content[:99])
+    return Dataset.scan(tmp_path, "train")
+
+
+def test_processes_that_die_cost_nothing(many: Dataset) -> None:
+    pieces: list[tuple[int, list[Broken]]] = []
+    for number, piece in enumerate(check(many, 2)):
+        pieces.append(piece)
+        for process in active_children() if number == 0 else ():
+            process.kill()
+    assert sum(count for count, _ in pieces) == 400
+    assert [one.index for _, broken in pieces for one in broken] == [399]
+    assert not active_children()
+
+
+def test_leaving_early_ends_the_processes(many: Dataset) -> None:
+    pieces = check(many, 2)
+    next(pieces)
+    assert len(active_children()) == 2
+    pieces.close()
+    assert not active_children()
