@@ -120,6 +120,14 @@ def crop_windows(
     return start_N2.astype(np.int32), extent_N2.astype(np.int32)
 
 
+def centre_windows(transform: Transform, sizes_N2: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What validation makes of images of these heights and widths: (height, width) after the resize, and (top, left) of the
+    centre crop in that, pixels. Rounded as torchvision does, of which all published numbers are."""
+    resized_N2 = transform.resize * sizes_N2 // sizes_N2.min(axis=1, keepdims=True)
+    offset_N2 = np.rint((resized_N2 - transform.size) / 2)
+    return resized_N2.astype(np.int32), offset_N2.astype(np.int32)
+
+
 def mirrored(transform: Transform, draws: NDArray[np.float64]) -> NDArray[np.int32]:
     """1 for each training image that is mirrored, else 0."""
     return (draws[:, MIRROR] < 0.5 * transform.flip).astype(np.int32)

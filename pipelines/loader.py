@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from pipelines import order
-from pipelines.augment import MANIPULATIONS, Transform, crop_windows, draws, mirrored
+from pipelines.augment import MANIPULATIONS, Transform, centre_windows, crop_windows, draws, mirrored
 from pipelines.check import broken_images
 from pipelines.dataset import Dataset
 from pipelines.errors import DataError
@@ -138,7 +138,7 @@ class Loader:
         def batches() -> Iterator[tuple[Any, ...]]:
             for share in shares:
                 encoded, sizes_N2 = graph.read(reading)
-                in_flight.append((encoded, *self._crops(number, share, sizes_N2)) if self.train else (encoded,))
+                in_flight.append((encoded, *self._crops(number, share, sizes_N2)))
                 yield in_flight[-1]
 
         pipeline = graph.image_pipeline(
@@ -165,6 +165,8 @@ class Loader:
         return [np.frombuffer(file, dtype=np.uint8) for file in files]
 
     def _crops(self, number: int, share: order.Indices, sizes_N2: NDArray[np.int64]) -> tuple[NDArray[np.int32], ...]:
+        if not self.train:
+            return centre_windows(self.transform, sizes_N2)
         numbers = draws(self.seed, number, share)
         return *crop_windows(self.transform, numbers, sizes_N2), mirrored(self.transform, numbers)
 

@@ -159,9 +159,8 @@ def square(path: Path) -> NDArray[np.float64]:
     """What validation makes of an image, by Pillow: CHW."""
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
-    scale = WHOLE.resize / min(upright.size)
-    width, height = (int(side * scale + 0.5) for side in upright.size)
-    left, top = (width - 20 + 1) // 2, (height - 20 + 1) // 2
+    width, height = (int(WHOLE.resize * side / min(upright.size)) for side in upright.size)
+    left, top = round((width - WHOLE.size) / 2), round((height - WHOLE.size) / 2)
     resized = upright.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(resized.crop((left, top, left + 20, top + 20)), np.float64).transpose(2, 0, 1)
 

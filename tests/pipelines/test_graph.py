@@ -13,7 +13,7 @@ def on_gpu(train: bool) -> Any:
     nothing: Iterator[tuple[Any, ...]] = iter(())
     pipeline = graph.Pipeline(batch_size=4, num_threads=1, device_id=None)
     with pipeline:
-        pipeline.set_outputs(graph.images(Transform(), nothing, train=train, gpu=True))
+        pipeline.set_outputs(graph.images(Transform(), nothing, train=train, gpu=True, threads=1))
     return pipeline
 
 

@@ -246,12 +246,11 @@ def opened(path: Path) -> Image.Image:
 
 
 def pillow_validation(path: Path, size: int, resize: int) -> NDArray[np.float64]:
-    """The same with Pillow, CHW in 0..255. DALI rounds lengths (torchvision truncates: a pixel apart)."""
+    """The same with Pillow, CHW in 0..255; lengths and places are rounded as in torchvision."""
     image = opened(path)
-    scale = resize / min(image.size)
-    width, height = (int(side * scale + 0.5) for side in image.size)
+    width, height = (int(resize * side / min(image.size)) for side in image.size)
     resized = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size + 1) // 2, (height - size + 1) // 2
+    left, top = round((width - size) / 2), round((height - size) / 2)
     return np.asarray(resized.crop((left, top, left + size, top + size)), np.float64).transpose(2, 0, 1)
 
 
