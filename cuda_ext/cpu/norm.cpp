@@ -43,6 +43,16 @@ SAN_VECTOR void rectify_in_place(scalar_t* SAN_RESTRICT x, int64_t pixels, int64
     }
 }
 
+// The mean of some pixels from all over the map: one alone could be far from the others.
+template <class acc_t, class scalar_t>
+std::vector<acc_t> about_the_mean(const scalar_t* x, int64_t pixels, int64_t C) {
+  const int64_t some = std::min<int64_t>(pixels, 64);
+  std::vector<acc_t> mean(C);
+  for (int64_t k = 0; k < some; ++k)
+    for (int64_t c = 0; c < C; ++c) mean[c] += static_cast<acc_t>(x[k * pixels / some * C + c]) / some;
+  return mean;
+}
+
 // Sums of g, the gradient where the output is positive, and of g * (x - mean).
 template <class scalar_t, class acc_t>
 SAN_VECTOR void sum_gradients(const scalar_t* SAN_RESTRICT grad, const scalar_t* SAN_RESTRICT x, int64_t pixels,
@@ -131,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& gain
     scalar_t* out = y.mutable_data_ptr<scalar_t>();
     acc_t *m = new_mean.mutable_data_ptr<acc_t>(), *v = new_var.mutable_data_ptr<acc_t>();
     if (training && pixels > 0) {
-      const std::vector<acc_t> origin(in, in + C);  // so that squares of large means do not cancel
+      const std::vector<acc_t> origin = about_the_mean<acc_t>(in, pixels, C);  // so that squares do not cancel
       const std::vector<double> sums = sum_chunks<acc_t>(pixels, C, [&](int64_t first, int64_t count, acc_t* row) {
         sum_distances(in + first * C, count, C, origin.data(), row, row + C);
       });

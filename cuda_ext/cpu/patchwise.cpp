@@ -289,19 +289,25 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   const Tensor hidden = wide.take();
   const T* u = values<T>(hidden);
   if (counts) {
-    // Of distances from the first pixel's values, so that squares do not cancel.
-    std::vector<double> sums(N * 2 * E);
+    std::vector<double> sums(N * E), squares(N * 2 * E);
+    for_each_task<T>(N, E, [&](int64_t n, T* row) {
+      sum_pixels<T>(u + n * P * E, problem.f, E, nullptr, nullptr, row, sums.data() + n * E);
+    });
+    // Of distances from the mean, so that squares do not cancel, whatever single pixels hold.
+    std::vector<T> middle(E);
+    const std::vector<double> total = sum_over_tasks(sums, E);
+    for (int64_t e = 0; e < E; ++e) middle[e] = static_cast<T>(total[e] / problem.pixels);
     const std::vector<T> one(E, 1), none(E);
     for_each_task<T>(N, (P + 2) * E, [&](int64_t n, T* scratch) {
       T* row = scratch + P * E;
-      double* sum = sums.data() + n * 2 * E;
-      affine(u + n * P * E, P, E, u, one.data(), none.data(), scratch, E);
+      double* sum = squares.data() + n * 2 * E;
+      affine(u + n * P * E, P, E, middle.data(), one.data(), none.data(), scratch, E);
       sum_products(scratch, E, scratch, problem.f, E, row, sum, sum + E);
     });
-    const std::vector<double> sum = sum_over_tasks(sums, 2 * E);
+    const std::vector<double> sum = sum_over_tasks(squares, 2 * E);
     for (int64_t e = 0; e < E; ++e) {
       const double mean = sum[e] / problem.pixels;
-      mean2[e] = static_cast<T>(u[e] + mean);
+      mean2[e] = static_cast<T>(middle[e] + mean);
       var2[e] = static_cast<T>(std::max(sum[E + e] / problem.pixels - mean * mean, 0.0));
     }
   }

@@ -422,6 +422,17 @@ def test_statistics_of_large_means(kind: str, which: str) -> None:
         assert ((mean - mean_wanted).abs() <= tolerance).all()
 
 
+def test_statistics_do_not_hang_on_the_first_pixel() -> None:
+    """It is unlike all others: squares of distances from it would cancel."""
+    tensors = {name: x.float() for name, x in sample("patchwise", Sizes(batch=4, height=112, width=112)).items()}
+    for name in ("center", "around"):
+        tensors[name] = torch.zeros_like(tensors[name])
+        tensors[name][0, 0, 0] = 1
+    _, _, *found = run("patchwise", 3, True)(tensors)
+    _, *wanted = defined("patchwise", {name: x.double() for name, x in tensors.items()}, 3, True)
+    assert ((found[3] - wanted[3]) / wanted[3]).abs().max() < 1e-5
+
+
 @every_kind
 @every_mode
 @pytest.mark.parametrize("times", [1e4, 1e6, 1e20, 1e30], ids=str)

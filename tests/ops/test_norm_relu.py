@@ -139,3 +139,15 @@ def test_opcheck_and_gradcheck(training: bool) -> None:
 def test_rejects_one_value_per_channel_in_training() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         norm_relu(norm(3).train(), a_map(1, 3, 1, 1))
+
+
+def test_statistics_do_not_hang_on_the_first_pixel() -> None:
+    """It is unlike all others: squares of distances from it would cancel."""
+    x = a_map(2, 4, 112, 112, dtype=torch.float32).detach()
+    x[0, :, 0, 0] = 1000
+    layer = norm(4, torch.float32)
+    layer.momentum = 1.0
+    norm_relu(layer, x)
+    assert layer.running_var is not None
+    wanted = x.double().var(dim=(0, 2, 3))
+    assert ((layer.running_var - wanted) / wanted).abs().max() < 1e-6
