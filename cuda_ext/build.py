@@ -7,6 +7,7 @@ source can never meet an old binary, and several processes or nodes that need it
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import itertools
 import os
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +181,17 @@ def library() -> Path:
         if not built.exists():
             _build_aloud(built, toolchain)
     return built
+
+
+@functools.cache
+def load() -> bool:
+    """Loads the kernels, once per process; False, after one warning, where they cannot be built."""
+    try:
+        torch.ops.load_library(library())
+    except (BuildError, OSError) as error:
+        warnings.warn(f"san runs on its slower reference operators: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _build_aloud(built: Path, toolchain: Toolchain) -> None:

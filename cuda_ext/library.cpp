@@ -67,4 +67,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SAN_LIBRARY, m) {
   m.def(
       "norm_relu_backward(Tensor grad, Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, "
       "float eps) -> (Tensor, Tensor, Tensor)");
+
+  // Photographs for the network: image n [height, width, 3], uint8, is the part at `origin` of a picture of `extent`
+  // pixels, which is resized to `length` and cut to the square at `offset`; `windows` [N, 9] holds these pairs (along
+  // the height first) and whether the square is mirrored. out [N, 3, size, size] = pixel * scale + shift, of each
+  // channel
+  m.def("resample(Tensor[] images, Tensor windows, Tensor scale, Tensor shift, Tensor(a!) out) -> ()");
 }

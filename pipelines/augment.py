@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,6 +79,39 @@ class Transform:
             raise DataError(f"The image transform cannot be used: {'; '.join(broken)}.")
 
 
+class Windows(NamedTuple):
+    """What becomes of each image of a batch, int32, pixels: a crop of it is resized, cropped again to the square, mirrored."""
+
+    start_N2: NDArray[np.int32]
+    """(top, left) of the crop."""
+    extent_N2: NDArray[np.int32]
+    """(height, width) of the crop."""
+    length_N2: NDArray[np.int32]
+    """(height, width) that it is resized to."""
+    offset_N2: NDArray[np.int32]
+    """(top, left) of the square in that."""
+    mirror_N: NDArray[np.int32]
+    """1 for an image that is mirrored left to right, else 0."""
+
+
+def training_windows(transform: Transform, draws: NDArray[np.float64], sizes_N2: NDArray[np.int64]) -> Windows:
+    """For images of these heights and widths: a random resized crop, mirrored at random."""
+    start_N2, extent_N2 = crop_windows(transform, draws, sizes_N2)
+    whole_N2 = np.full_like(extent_N2, transform.size)
+    return Windows(start_N2, extent_N2, whole_N2, np.zeros_like(whole_N2), mirrored(transform, draws))
+
+
+def validation_windows(transform: Transform, sizes_N2: NDArray[np.int64]) -> Windows:
+    """For images of these heights and widths: the centre, after the shorter side has become `resize` long.
+
+    Rounded as torchvision does, of which all published numbers are.
+    """
+    length_N2 = transform.resize * sizes_N2 // sizes_N2.min(axis=1, keepdims=True)
+    offset_N2 = np.rint((length_N2 - transform.size) / 2)
+    columns = (np.zeros_like(sizes_N2), sizes_N2, length_N2, offset_N2, np.zeros(len(sizes_N2)))
+    return Windows(*(column.astype(np.int32) for column in columns))
+
+
 def draws(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
     """The random numbers of images, uniform in [0, 1): a row for each index (>= 0) in the data set.
 
@@ -118,14 +152,6 @@ def crop_windows(
     any_N1 = fits_NA.any(axis=1)[:, None]
     start_N2, extent_N2 = np.where(any_N1, placed_N2, central_N2), np.where(any_N1, found_N2, largest_N2)
     return start_N2.astype(np.int32), extent_N2.astype(np.int32)
-
-
-def centre_windows(transform: Transform, sizes_N2: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """What validation makes of images of these heights and widths: (height, width) after the resize, and (top, left) of the
-    centre crop in that, pixels. Rounded as torchvision does, of which all published numbers are."""
-    resized_N2 = transform.resize * sizes_N2 // sizes_N2.min(axis=1, keepdims=True)
-    offset_N2 = np.rint((resized_N2 - transform.size) / 2)
-    return resized_N2.astype(np.int32), offset_N2.astype(np.int32)
 
 
 def mirrored(transform: Transform, draws: NDArray[np.float64]) -> NDArray[np.int32]:

@@ -1,7 +1,8 @@
-"""The DALI graphs, for training and validation, CPU and GPU. Only this imports DALI; import it late.
+"""The DALI graphs, CPU and GPU. Only this imports DALI; import it late.
 
-    reading:  file name -> bytes -> size
-    images:   bytes -> decode (-> crop) -> resize (-> centre crop) (-> mirror) -> normalise
+    reading:     file name -> bytes -> size
+    on a GPU:    bytes -> decode -> crop -> resize -> crop -> mirror -> normalise
+    on the CPU:  bytes -> decode a part, of which `pipelines.resample` makes the same squares
 
 Two pipelines, because the random crop is computed from the size between them (`pipelines.augment`), in numpy: as operators
 of the graph the same arithmetic is thirty tiny tasks per image. Reading ahead is the second gain: a slow disk does not keep
@@ -10,17 +11,19 @@ the decoding threads waiting.
 Nothing in the graphs is random.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import nvidia.dali
-import torch
 from numpy.typing import NDArray
-from torch.nn.functional import interpolate
 
 from pipelines.augment import Transform
+
+# Memory of decoded images is kept for later ones. DALI looks at this when it is loaded.
+os.environ.setdefault("DALI_MALLOC_POOL_THRESHOLD", "1024M")
+
+import nvidia.dali
 
 # DALI's stubs know only half of its names.
 fn: Any = nvidia.dali.fn
@@ -38,7 +41,6 @@ PREFETCH = 4
 PREFETCH_BYTES = 256 * 2**20
 """Memory for that, on the CPU or the GPU; larger batches than half of it take more."""
 
-CPU_DECODER = {"device": "cpu", "output_type": types.RGB}
 GPU_DECODER = {
     "device": "mixed",
     "output_type": types.RGB,
@@ -56,8 +58,6 @@ GPU_DECODER = {
     "device_memory_padding": 64 * 2**20,
     "host_memory_padding": 32 * 2**20,
 }
-# Without antialias, accuracy falls by about a percent behind what Pillow's bilinear filter gives.
-RESIZE = {"interp_type": types.INTERP_LINEAR, "antialias": True}
 
 
 def reading_pipeline(batches: Iterator[list[Bytes]], *, packed: bool, max_batch: int) -> Any:
@@ -90,18 +90,13 @@ def read(pipeline: Any) -> tuple[Any, NDArray[np.int64]]:
 
 
 def image_pipeline(
-    transform: Transform,
-    batches: Iterator[tuple[Any, ...]],
-    *,
-    train: bool,
-    max_batch: int,
-    threads: int,
-    device_id: int | None,
+    transform: Transform, batches: Iterator[tuple[Any, ...]], *, max_batch: int, threads: int, device_id: int | None
 ) -> Any:
-    """A built pipeline whose `run()` gives the images of the next batch, float32 NCHW.
+    """A built pipeline whose `run()` gives the images of the next batch.
 
-    It takes the batches of `images`, asks for them `prefetch` ahead and does not copy them: they must live until their images
-    are there. `device_id=None` keeps everything on the CPU and needs no driver; a number decodes and goes on with that GPU.
+    With a number `device_id` that GPU decodes and goes on to normalised squares, float32 NCHW; a batch is then (encoded images,
+    *Windows). With None the CPU decodes parts, uint8 (height, width, 3); a batch is (encoded images, (top, left), (height,
+    width)). Batches are asked for `prefetch` ahead and not copied: they must live until their images are there.
     """
     pipeline = Pipeline(
         batch_size=max_batch,
@@ -111,7 +106,7 @@ def image_pipeline(
         exec_dynamic=True,
     )
     with pipeline:
-        pipeline.set_outputs(images(transform, batches, train=train, gpu=device_id is not None, threads=threads))
+        pipeline.set_outputs(decoded(batches) if device_id is None else squares(transform, batches))
     pipeline.build()
     return pipeline
 
@@ -121,76 +116,33 @@ def prefetch(transform: Transform, batch: int) -> int:
     return max(2, min(PREFETCH, PREFETCH_BYTES // (batch * 3 * transform.size**2 * 4)))
 
 
-def images(transform: Transform, batches: Iterator[tuple[Any, ...]], *, train: bool, gpu: bool, threads: int) -> Any:
-    """The graph from batches of encoded images to normalised ones, float32 CHW.
-
-    A batch for validation is (encoded images, (height, width) to resize to, (top, left) of the crop in that); for training
-    (encoded images, (top, left), (height, width), mirror), where the crop comes first. All int32: pixels, (N, 2) each, and 1
-    for an image that is mirrored, (N,).
-    """
-    dtypes = [types.UINT8, types.INT32, types.INT32] + [types.INT32] * train
-    dimensions = [1, 1, 1] + [0] * train
-    encoded, *numbers = fn.external_source(
-        source=batches, num_outputs=len(dtypes), batch=True, dtype=dtypes, ndim=dimensions, device="cpu", no_copy=True
-    )
-    decoder = GPU_DECODER if gpu else CPU_DECODER
-    if not train:
-        lengths, offset = numbers
-        squares = _squares(fn.decoders.image(encoded, **decoder), lengths, offset, transform.size, gpu, threads)
-        return _normalised(squares, transform, mirror=0)
-    start, extent, mirror = numbers
-    if gpu:
-        # nvImageCodec 0.9.0 fails or crashes when it decodes a part of an image on the GPU (its issue 55).
-        crops = fn.slice(fn.decoders.image(encoded, **decoder), start=start, shape=extent, axes=[0, 1])
-    else:
-        crops = fn.decoders.image_slice(encoded, start=start, shape=extent, axes=[0, 1], **decoder)
-    whole, corner = (np.array(pair, np.int32) for pair in ((transform.size, transform.size), (0, 0)))
-    return _normalised(_squares(crops, whole, corner, transform.size, gpu, threads), transform, mirror)
+def decoded(batches: Iterator[tuple[Any, ...]]) -> Any:
+    """The graph from encoded images to parts of them, uint8 HWC, on the CPU."""
+    encoded, start, extent = _source(batches, [1, 1, 1])
+    return fn.decoders.image_slice(encoded, start=start, shape=extent, axes=[0, 1], device="cpu", output_type=types.RGB)
 
 
-def _squares(images: Any, lengths: Any, offset: Any, size: int, gpu: bool, threads: int) -> Any:
-    """Resizes each image to its lengths (height, width) and cuts the square of `size` at its offset (top, left)."""
-    if gpu:
-        resized = fn.resize(images, size=fn.cast(lengths, dtype=types.FLOAT), **RESIZE)
-        return fn.slice(resized, start=offset, shape=(size, size), axes=[0, 1])
-    # DALI's own resize takes as long as the decoding on a CPU, and five times as long as torch's, which is Pillow's to the bit.
-    return fn.python_function(
-        images, lengths, offset, function=_resampled(size, threads), batch_processing=True, output_layouts="HWC"
-    )
-
-
-def _resampled(size: int, threads: int) -> Callable[[list[Bytes], list[Bytes], list[Bytes]], list[Bytes]]:
-    """Makes squares of a batch of images, HWC."""
-    pool = ThreadPoolExecutor(threads)
-
-    def square(image: Bytes, lengths: Bytes, offset: Bytes) -> Bytes:
-        # The first dimension must be there before the others change places: torch then sees channels last, and is faster.
-        x_1CHW = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-        resized = interpolate(x_1CHW, lengths.tolist(), mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
-        top, left = offset.tolist()
-        return np.ascontiguousarray(resized[top : top + size, left : left + size])
-
-    def some(batch: list[tuple[Bytes, ...]]) -> list[Bytes]:
-        return [square(*one) for one in batch]
-
-    def all_of(*lists: list[Bytes]) -> list[Bytes]:
-        # One piece of work per thread: futures for single images would cost a tenth of the time.
-        batch = list(zip(*lists, strict=True))
-        squares: list[Any] = [None] * len(batch)
-        for k, share in enumerate(pool.map(some, [batch[k::threads] for k in range(threads)])):
-            squares[k::threads] = share
-        return squares
-
-    return all_of
-
-
-def _normalised(images: Any, transform: Transform, mirror: Any) -> Any:
+def squares(transform: Transform, batches: Iterator[tuple[Any, ...]]) -> Any:
+    """The graph from encoded images to normalised squares, float32 CHW, on the GPU."""
+    encoded, start, extent, length, offset, mirror = _source(batches, [1, 1, 1, 1, 1, 0])
+    # Decoded whole: nvImageCodec 0.9.0 fails or crashes when it decodes a part of an image on the GPU (its issue 55).
+    crops = fn.slice(fn.decoders.image(encoded, **GPU_DECODER), start=start, shape=extent, axes=[0, 1])
+    # Without antialias, accuracy falls by about a percent behind what Pillow's bilinear filter gives.
+    resized = fn.resize(crops, size=fn.cast(length, dtype=types.FLOAT), interp_type=types.INTERP_LINEAR, antialias=True)
+    whole = (transform.size, transform.size)
     return fn.crop_mirror_normalize(
-        images,
-        crop=(transform.size, transform.size),
+        fn.slice(resized, start=offset, shape=whole, axes=[0, 1]),
         mirror=mirror,
         dtype=types.FLOAT,
         output_layout="CHW",
         mean=[255 * value for value in transform.mean],
         std=[255 * value for value in transform.std],
+    )
+
+
+def _source(batches: Iterator[tuple[Any, ...]], dimensions: list[int]) -> Any:
+    """Encoded images and int32 numbers from outside."""
+    dtypes = [types.UINT8] + [types.INT32] * (len(dimensions) - 1)
+    return fn.external_source(
+        source=batches, num_outputs=len(dtypes), batch=True, dtype=dtypes, ndim=dimensions, device="cpu", no_copy=True
     )

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from pipelines import order
-from pipelines.augment import MANIPULATIONS, Transform, centre_windows, crop_windows, draws, mirrored
+from pipelines.augment import MANIPULATIONS, Transform, Windows, draws, training_windows, validation_windows
 from pipelines.check import broken_images
 from pipelines.dataset import Dataset
 from pipelines.errors import DataError
+from pipelines.resample import parts, resampler
 
 
 def threads_of(cpus: int) -> int:
@@ -133,30 +134,43 @@ class Loader:
 
         largest = max(map(len, shares))
         reading = graph.reading_pipeline(map(self._sources, shares), packed=self.dataset.packed, max_batch=largest)
-        in_flight: deque[tuple[Any, ...]] = deque()
+        on_gpu = self.device.type == "cuda"
+        in_flight: deque[tuple[Windows, tuple[Any, ...]]] = deque()
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for share in shares:
                 encoded, sizes_N2 = graph.read(reading)
-                in_flight.append((encoded, *self._crops(number, share, sizes_N2)))
-                yield in_flight[-1]
+                windows = self._windows(number, share, sizes_N2)
+                in_flight.append((windows, (encoded, *(windows if on_gpu else parts(windows, self.transform.size)))))
+                yield in_flight[-1][1]
 
         pipeline = graph.image_pipeline(
-            self.transform,
-            batches(),
-            train=self.train,
-            max_batch=largest,
-            threads=self.threads,
-            device_id=_cuda_index(self.device),
+            self.transform, batches(), max_batch=largest, threads=self.threads, device_id=_cuda_index(self.device)
         )
         ahead = graph.prefetch(self.transform, largest) + graph.READ_AHEAD + 1
-        for done in range(len(shares)):
-            try:
-                (images,) = pipeline.run()
-            except RuntimeError as error:
-                self._raise_named(shares[done : done + ahead], error)
-            yield self._own(images)
-            in_flight.popleft()
+
+        def decoded() -> Iterator[tuple[Any, Windows]]:
+            for done in range(len(shares)):
+                try:
+                    (images,) = pipeline.run()
+                except RuntimeError as error:
+                    self._raise_named(shares[done : done + ahead], error)
+                yield images, in_flight[0][0]
+                in_flight.popleft()
+
+        if on_gpu:
+            yield from (self._own(images) for images, _ in decoded())
+        else:
+            yield from self._resampled(decoded(), largest)
+
+    def _resampled(self, decoded: Iterator[tuple[Any, Windows]], largest: int) -> Iterator[torch.Tensor]:
+        with resampler(self.transform, self.threads, largest) as squares:
+            begun: deque[Callable[[], torch.Tensor]] = deque()
+            for images, windows in decoded:
+                begun.append(squares.begin(images, windows))
+                if len(begun) > 1:  # One is made while the network has the one before.
+                    yield begun.popleft()()
+            yield from (finished() for finished in begun)
 
     def _sources(self, share: order.Indices) -> list[NDArray[np.uint8]]:
         if self.dataset.packed:
@@ -164,18 +178,14 @@ class Loader:
         files = [os.fsencode(self.dataset.root / self.dataset.paths[index]) for index in share.tolist()]
         return [np.frombuffer(file, dtype=np.uint8) for file in files]
 
-    def _crops(self, number: int, share: order.Indices, sizes_N2: NDArray[np.int64]) -> tuple[NDArray[np.int32], ...]:
+    def _windows(self, number: int, share: order.Indices, sizes_N2: NDArray[np.int64]) -> Windows:
         if not self.train:
-            return centre_windows(self.transform, sizes_N2)
-        numbers = draws(self.seed, number, share)
-        return *crop_windows(self.transform, numbers, sizes_N2), mirrored(self.transform, numbers)
+            return validation_windows(self.transform, sizes_N2)
+        return training_windows(self.transform, draws(self.seed, number, share), sizes_N2)
 
     def _own(self, images: Any) -> torch.Tensor:
-        """DALI's output as a tensor that nothing else uses."""
-        if self.device.type != "cuda":
-            # DALI makes new memory for every batch and leaves this one to the tensor.
-            return from_dlpack(images.as_tensor())
-        # On the GPU DALI may take it back while kernels still read it, so it is copied.
+        """DALI's batch on the GPU as a tensor that nothing else uses."""
+        # DALI may take it back while kernels still read it, so it is copied.
         # On a stream of its own the copy does not queue behind the training step, so we may wait for it.
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
         with torch.cuda.stream(stream):

@@ -14,7 +14,7 @@ FOLDERS = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
 ALLOWED = {
     "cuda_ext": set(),
     "san": {"cuda_ext"},
-    "pipelines": set(),
+    "pipelines": {"cuda_ext"},
     "cluster": set(),
     "experiments": {"san", "pipelines", "cluster"},
 }

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext.build import SOURCE_DIR, BuildError, library
+from cuda_ext.build import SOURCE_DIR
+from cuda_ext.build import load as load_kernels
 from san.ops.footprint import check_footprint
 
 
@@ -24,12 +25,8 @@ def load() -> bool:
 
     The operators are then still known on the meta device, so that models can be counted.
     """
-    is_built = True
-    try:
-        torch.ops.load_library(library())
-    except (BuildError, OSError) as error:
-        warnings.warn(f"san runs on its slower reference operators: {error}", stacklevel=2)
-        is_built = False
+    is_built = load_kernels()
+    if not is_built:
         schemas = re.sub(r'"\s+"', "", (SOURCE_DIR / "library.cpp").read_text())  # joins the parts of long ones
         for name, signature in re.findall(r'm\.def\(\s*"(\w+)(.+)"\);', schemas):
             torch.library.define(f"san::{name}", signature)
