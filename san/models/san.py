@@ -19,7 +19,7 @@ from san.nn import (
     SelfAttentionBlock,
 )
 from san.nn.fusion import is_watched, norm_relu
-from san.nn.inputs import check_map
+from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
 
 
@@ -145,6 +145,7 @@ class SANTrunk(Trunk):
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_N3HW, self.stem, "the images")
+        specialize(x_N3HW)
         if ops.fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
         x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=not is_watched(self.stem))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from san import ops
 from san.choice import ChoiceError, choose
 from san.nn.fusion import fusable, fused, is_watched
-from san.nn.inputs import check_map
+from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation
@@ -67,6 +67,7 @@ class SelfAttention(nn.Module):
         beta = self.get_submodule("beta")
         assert isinstance(beta, nn.Conv2d)
         check_map(x_NCHW, beta, "x")
+        specialize(x_NCHW)
         maps = {role: self.get_submodule(role)(x_NCHW) for role in dict.fromkeys(self.roles)}
         return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]
 

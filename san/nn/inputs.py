@@ -21,6 +21,22 @@ def check_map(x: Tensor, layer: nn.Conv2d, name: str) -> None:
         raise ValueError(f"{name} is {x.dtype}, but the model is {weight.dtype}; convert one of them")
 
 
+def specialize(x_NCHW: Tensor) -> None:
+    """Makes a compiled training graph be one of this height and width: another size is compiled anew. Batches may vary.
+
+    On the CPU, torch 2.13's inductor puts the strides of views that it keeps for backward in order, and cannot compare symbolic
+    ones: "cannot determine truth value of Relational" (https://github.com/pytorch/pytorch/issues/185510). It keeps views here:
+    channels-last maps of the fused operators, indices of the reflection. GPUs, inference and export keep symbolic sizes.
+    """
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        if x_NCHW.device.type == "cpu":
+            from torch._dynamo.comptime import comptime  # nothing else needs the compiler, which is slow to import
+
+            height, width = x_NCHW.shape[2:]
+            comptime.force_static(height)
+            comptime.force_static(width)
+
+
 def _is_cast(x: Tensor) -> bool:
     """Whether autocast makes the dtypes of floating tensors agree."""
     device = x.device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import san
+from san.ops.functional import Backend
 
 SMALL: dict[str, Any] = {"stages": 2, "width_factor": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,11 +34,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 every_model = pytest.mark.parametrize("which", MODELS)
 
 
-def made(which: str) -> nn.Module:
+def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
     """The model with running statistics and biases that are not those of a fresh one."""
     torch.manual_seed(0)
     name, fields = MODELS[which]
-    model = san.create_model(name, 10, **SMALL, **fields)
+    model = san.create_model(name, 10, **size, **fields)
     model(torch.randn(4, 3, 24, 28))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,6 +69,39 @@ def test_a_compiled_model_trains_like_the_plain_one(which: str) -> None:
     compiled = gradients(lambda model: torch.compile(model, fullgraph=True, backend="inductor"))
     for got, want in zip(compiled, gradients(lambda model: model), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
+def results(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Logits, gradients and running statistics."""
+    logits = model(images)
+    gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    return [logits, *gradients, *model.buffers()]
+
+
+SIZES = [(2, 8, 10), (3, 8, 10), (2, 12, 14)]
+
+
+@pytest.mark.parametrize(
+    ("which", "backend", "training", "sizes"),
+    [
+        pytest.param("pairwise", "auto", True, SIZES, id="pairwise training"),
+        pytest.param("patchwise", "auto", False, SIZES[:2], id="patchwise evaluation"),
+        pytest.param("patchwise", "reference", True, SIZES[:2], id="patchwise training on the reference"),
+    ],
+)
+def test_a_compiled_model_takes_images_of_any_size(
+    which: str, backend: Backend, training: bool, sizes: list[tuple[int, int, int]]
+) -> None:
+    """With gradients; `dynamic` makes each size a symbol from the first call on, as another size does later."""
+    torch.compiler.reset()
+    model = made(which, {"depths": (1,), "widths": (32,)}).train(training)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    with san.ops.backend(backend):
+        for batch, height, width in sizes:
+            images = torch.randn(batch, 3, height, width)
+            for got, want in zip(results(compiled, images), results(plain, images), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @every_model
