@@ -13,13 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import DataError
+from pipelines.errors import DataError, spelled
 from pipelines.lists import digest, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-NAMED_AT_MOST = 10
-"""Classes spelled out in a sentence; the rest are counted."""
 LISTING_THREADS = 16
 """Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
 
@@ -129,7 +127,7 @@ class Dataset:
             folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
             found = _class_names(folder)
         gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
-        lacks = [f"{where} lacks {_spell(lost)}" for where, lost in gaps if lost]
+        lacks = [f"{where} lacks {spelled(lost)}" for where, lost in gaps if lost]
         if lacks:
             raise DataError(
                 f"The list {path} does not fit its folder: {' and '.join(lacks)}; "
@@ -146,13 +144,19 @@ class Dataset:
         return self.shards is not None
 
     def encoded(self, index: int) -> NDArray[np.uint8]:
-        """The bytes of a packed image as they lie in its shard: a view into a memory map, read-only.
+        """The bytes of a packed image.
 
         Raises:
-            DataError: the shard cannot be read.
+            DataError: the shard cannot be read, or has become too short.
         """
-        assert self.shards is not None, "only packed images have bytes in memory"
-        return self.shards.view(self.offsets[index], self.sizes[index])
+        assert self.shards is not None, "only packed images are read by the data set"
+        return self.shards.read(self.offsets[index], self.sizes[index])
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """These packed images will be read soon: the disk is told to bring them, all at the same time."""
+        assert self.shards is not None, "only packed images are read by the data set"
+        for index in indices:
+            self.shards.announce(self.offsets[index], self.sizes[index])
 
     def source(self, index: int) -> Source:
         """Where the bytes of an image are, packed or not."""
@@ -206,7 +210,7 @@ class Dataset:
         empty = {name for label, name in enumerate(self.classes) if label not in kept}
         if empty:
             raise DataError(
-                f"{self.root / self.split} would have no image left of {_spell(empty)}: add images that can be decoded, "
+                f"{self.root / self.split} would have no image left of {spelled(empty)}: add images that can be decoded, "
                 "or remove the class from all splits."
             )
         return left
@@ -216,7 +220,7 @@ class Dataset:
         counts = Counter(self.labels)
         small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
         if small:
-            listed = _spell({f"{name} has {count}" for name, count in small.items()})
+            listed = spelled({f"{name} has {count}" for name, count in small.items()})
             left = f" and {kept} to be left" if kept else ""
             raise DataError(
                 f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; "
@@ -246,7 +250,7 @@ class Dataset:
             return
         mine, theirs = set(self.classes), set(other.classes)
         gaps = ((other, mine - theirs), (self, theirs - mine))
-        lacks = [f"{data.root / data.split} lacks {_spell(lost)}" for data, lost in gaps if lost]
+        lacks = [f"{data.root / data.split} lacks {spelled(lost)}" for data, lost in gaps if lost]
         raise DataError(
             f"The splits must have the same class folders, but {' and '.join(lacks)}: "
             "add the missing folders or remove their counterparts."
@@ -339,11 +343,5 @@ def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> No
     if empty:
         raise DataError(
             f"{folder} has {len(empty)} class folder(s) without an image ({', '.join(SUFFIXES)}), "
-            f"so add their images or remove the folders: {', '.join(empty)}."
+            f"so add their images or remove the folders: {spelled(empty)}."
         )
-
-
-def _spell(names: set[str]) -> str:
-    listed = sorted(names)
-    more = len(listed) - NAMED_AT_MOST
-    return ", ".join(listed[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

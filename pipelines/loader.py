@@ -160,6 +160,8 @@ class Loader:
 
     def _sources(self, share: order.Indices) -> list[NDArray[np.uint8]]:
         if self.dataset.packed:
+            # All images of a batch are under way from the disk before the first is waited for.
+            self.dataset.announce(share.tolist())
             return [self.dataset.encoded(index) for index in share.tolist()]
         files = [os.fsencode(self.dataset.root / self.dataset.paths[index]) for index in share.tolist()]
         return [np.frombuffer(file, dtype=np.uint8) for file in files]

@@ -119,6 +119,13 @@ def test_rejects_empty_classes_and_names_all(tmp_path: Path) -> None:
         Dataset.scan(tmp_path, "train")
 
 
+def test_many_empty_classes_are_counted(tmp_path: Path) -> None:
+    for name in range(14):
+        (tmp_path / f"train/{name:02d}").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"14 class folder\(s\) without an image .*: 00, .*, 09 and 4 more\."):
+        Dataset.scan(tmp_path, "train")
+
+
 def test_rejects_splits_with_other_classes(tmp_path: Path) -> None:
     put(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/b/1.jpg", "val/c/1.jpg")
     train, val = Dataset.scan(tmp_path, "train"), Dataset.scan(tmp_path, "val")

@@ -2,11 +2,13 @@
 
 import fcntl
 import hashlib
+import os
 import pickle
 import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +99,7 @@ def test_images_are_named_by_shard_and_member(data: Dataset, out: Path) -> None:
     assert held.paths == data.hold_out(1)[1].paths and held.digest() == data.hold_out(1)[1].digest()
 
 
-def test_another_process_maps_the_shards_itself(data: Dataset, out: Path) -> None:
+def test_another_process_opens_the_shards_itself(data: Dataset, out: Path) -> None:
     packed(data, out)
     opened = Dataset.open_shards(out, "train")
     opened.encoded(5)
@@ -106,11 +108,17 @@ def test_another_process_maps_the_shards_itself(data: Dataset, out: Path) -> Non
     assert copied.encoded(5).tobytes() == opened.encoded(5).tobytes()
 
 
-def test_views_stay_when_the_data_set_is_gone(data: Dataset, out: Path) -> None:
+def test_threads_read_the_same_and_files_are_closed(data: Dataset, out: Path) -> None:
     packed(data, out)
-    view = Dataset.open_shards(out, "train").encoded(3)
-    assert view.tobytes() == data.source(3).read()
-    assert not view.flags.writeable and not view.flags.owndata
+    before = len(os.listdir("/proc/self/fd"))
+    opened = Dataset.open_shards(out, "train")
+    opened.announce(range(len(data)))
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(opened.encoded, [*range(len(data))] * 20))
+    assert [image.tobytes() for image in read] == [data.source(index).read() for index in range(len(data))] * 20
+    assert len(os.listdir("/proc/self/fd")) == before + len(list(out.glob("*.tar")))
+    del opened
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def times(out: Path) -> dict[str, int]:
@@ -232,9 +240,9 @@ def lost_byte(path: Path) -> None:
         (
             "train-00001.tar",
             Path.unlink,
-            r"train-00001\.tar cannot be read \(No such file or directory\): copy",
+            r"Shards in .* are not as they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
         ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar has \d+ bytes, not \d+: copy or pack it again"),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes, not \d+\); copy or pack them again"),
         ("train.index", lost_byte, r"train\.index is damaged, or was changed by hand: copy it again"),
         ("train.index", lambda path: path.write_text(""), r"train\.index is damaged"),
     ],
@@ -244,6 +252,27 @@ def test_refuses_damaged_shards(data: Dataset, out: Path, name: str, damage: Cal
     damage(out / name)
     with pytest.raises(DataError, match=sentence):
         Dataset.open_shards(out, "train")
+
+
+def test_all_damaged_shards_are_named(data: Dataset, out: Path) -> None:
+    shards = packed(data, out, 1)
+    assert len(shards) == 23
+    for one in shards[2:14]:
+        (out / one.shard.name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"packed: train-00002\.tar \(0 bytes, not \d+\), .*train-00011.* and 2 more; copy"):
+        Dataset.open_shards(out, "train")
+
+
+@pytest.mark.parametrize("length", [0, 700])
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_shard_that_is_cut_off_later_is_named(data: Dataset, out: Path, length: int, read_before: bool) -> None:
+    packed(data, out, 10**6)
+    opened = Dataset.open_shards(out, "train")
+    if read_before:
+        opened.encoded(0)
+    os.truncate(out / "train-00000.tar", length)
+    with pytest.raises(DataError, match=rf"Shards in {out} are not as .*: train-00000\.tar \({length} bytes, not \d+\); copy"):
+        opened.encoded(20)
 
 
 def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> None:
@@ -297,6 +326,17 @@ def test_training_from_shards_is_training_from_the_folder(
             assert torch.equal(folder.labels_N, shards.labels_N)
             seen += len(folder.labels_N)
     assert seen == len(both[0])
+
+
+def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    """A memory map would end the process."""
+    root = Path(shutil.copytree(both[1].root, tmp_path / "cut"))
+    batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch=1).epoch(0)
+    next(batches)
+    for shard in root.glob("*.tar"):
+        os.truncate(shard, 100)
+    with pytest.raises(DataError, match=r"Shards in .* are not as they were packed: train-0000\d\.tar \(100 bytes, not \d+\)"):
+        list(batches)
 
 
 def test_shards_may_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
