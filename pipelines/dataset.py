@@ -33,7 +33,8 @@ class Source(NamedTuple):
     def read(self) -> bytes:
         """The encoded image. Raises OSError."""
         with open(self.file, "rb") as file:
-            file.seek(self.offset)
+            if self.offset:
+                file.seek(self.offset)
             return file.read(self.size)
 
 

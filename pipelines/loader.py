@@ -194,7 +194,7 @@ class Loader:
             raise error
         remedy = "pack its folder again without it" if self.dataset.packed else "train on its list"
         raise DataError(
-            f"The image {self.dataset.name_of(broken)} cannot be decoded: expected a JPEG or PNG file; replace or remove it, "
+            f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace or remove it, "
             f"or run `san data check {self.dataset.root}` and {remedy}."
         ) from error
 
