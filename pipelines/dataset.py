@@ -1,5 +1,6 @@
 """What a data set is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
+import hashlib
 import os
 import stat
 from collections import Counter
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import DataError, spelled
-from pipelines.lists import digest, list_path, read_list
+from pipelines.lists import digest, encode, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -166,6 +167,16 @@ class Dataset:
         file, offset = self.shards.find(self.offsets[index])
         return Source(str(file), offset, self.sizes[index])
 
+    def require_sizes(self, indices: Iterable[int], sizes: Iterable[int]) -> None:
+        """Raises `DataError` where files that were read have other sizes (bytes) than they were listed with: the digest, by
+        which results are known, would be of other images."""
+        for index, size in zip(indices, sizes, strict=True):
+            if size != self.sizes[index]:
+                raise DataError(
+                    f"The image {self.name_of(index)} has {size} bytes, but {self.sizes[index]} when it was listed: "
+                    f"put the old one back, or list what is there now with `san data check {self.root}`."
+                )
+
     def name_of(self, index: int) -> str:
         """How an error names an image: its path, or its shard and its names in there and before."""
         if self.shards is None:
@@ -174,19 +185,19 @@ class Dataset:
         return f"{self.shards.find(offset)[0]}: {self.shards.member(offset)} ({self.paths[index]})"
 
     def first(self, per_class: int, seed: int = 0) -> "Dataset":
-        """The same data with `per_class` (>= 1) images of each class: the first of a pseudo-random order, which depends on
-        the seed alone. A smaller choice is part of a larger one.
+        """The same data with `per_class` (>= 1) images of each class: those whose hash of seed and name is smallest.
+
+        The name is `class/image`, without the folder of the split. So the choice is the same from a folder, a list or shards; a
+        smaller choice is part of a larger one; and an image that goes or comes changes one pick at most.
 
         Raises:
             DataError: a class has fewer images; the sentence names it.
         """
         self._require_per_class(per_class, kept=0)
-        of_class: list[list[int]] = [[] for _ in self.classes]
-        for index, label in enumerate(self.labels):
-            of_class[label].append(index)
-        return self._only(
-            [index for label, indices in enumerate(of_class) for index in _shuffled(indices, label, seed)[:per_class]]
-        )
+        labels = np.asarray(self.labels)
+        order = np.lexsort((_hashes(self.paths, seed), labels))
+        place_in_class = np.arange(len(self)) - np.searchsorted(labels[order], labels[order])
+        return self._only(order[place_in_class < per_class].tolist())
 
     def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
@@ -266,10 +277,10 @@ def passed_over(root: Path, split: str) -> Iterator[str]:
         yield from (f"{split}/{name}/{file}" for file in found)
 
 
-def _shuffled(indices: list[int], label: int, seed: int) -> list[int]:
-    """A permutation that depends on class and seed alone; a trial's seed is another, so that all see the same images."""
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, label])))
-    return [indices[place] for place in generator.permutation(len(indices))]
+def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:
+    """A number for each path `split/class/image`, which depends on the seed, the class and the image's name alone."""
+    names = (encode(f"{seed}/{path.partition('/')[2]}") for path in paths)
+    return np.frombuffer(b"".join(hashlib.sha256(name).digest()[:8] for name in names), "<u8")
 
 
 def _classes_of(listing: Path, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:

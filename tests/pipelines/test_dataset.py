@@ -2,10 +2,14 @@
 
 import hashlib
 import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
 from pipelines.dataset import passed_over
@@ -154,7 +158,35 @@ def test_first_is_always_the_same_and_grows(many: Dataset) -> None:
     choices = [set(many.first(count).paths) for count in range(1, 6)]
     assert all(small < large for small, large in pairwise(choices))
     # Pinned, so that results stay comparable over the years.
-    assert [path[6:10] for path in many.first(2).paths] == ["a/04", "a/19", "b/00", "b/07", "c/02", "c/04"]
+    assert [path[6:10] for path in many.first(2).paths] == ["a/03", "a/07", "b/07", "b/10", "c/00", "c/01"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(st.integers(0, 36), max_size=8), st.integers(1, 5), st.integers(0, 2**70))
+def test_an_image_that_goes_changes_its_own_pick_alone(many: Dataset, gone: set[int], per_class: int, seed: int) -> None:
+    """Whatever its class, its place in the list, or what else is there."""
+    gone = {index for index in gone if index < 32 and many.labels[:32].count(many.labels[index]) - len(gone) >= per_class}
+    lost = {many.paths[index] for index in gone}
+    before, after = (set(data.first(per_class, seed).paths) for data in (many, many.without(gone)))
+    assert before - lost <= after and not after & lost
+    assert len(after - before) == len(before & lost)
+
+
+def test_the_choice_hangs_on_classes_and_names_alone(many: Dataset, tmp_path: Path) -> None:
+    """Not on the name of the split's folder, nor on which classes there are besides."""
+    names = [path.removeprefix("train/") for path in many.first(3, 7).paths]
+    shutil.copytree(tmp_path / "train", tmp_path / "other")
+    assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names
+    shutil.rmtree(tmp_path / "other/a")
+    assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names[3:]
+
+
+def test_requires_the_sizes_that_were_listed(many: Dataset) -> None:
+    many.require_sizes([], [])
+    many.require_sizes(np.array([3, 20]), (14, 14))
+    sentence = rf"{many.root}/train/b/00\.jpg has 12 bytes, but 14 when it was listed: .*`san data check {many.root}`"
+    with pytest.raises(DataError, match=sentence):
+        many.require_sizes([3, 20], [14, 12])
 
 
 def test_hold_out_parts_the_images(many: Dataset) -> None:
