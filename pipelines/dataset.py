@@ -19,6 +19,8 @@ from pipelines.lists import digest, encode, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+PARTS_OF = {"train-split": "train", "val-split": "train"}
+"""Splits whose images lie in the folder of another."""
 LISTING_THREADS = 16
 """Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
 
@@ -66,11 +68,12 @@ class Dataset:
         Raises:
             DataError: as `scan`; or there is no folder `lists`, or the list is damaged or does not fit the class folders.
         """
+        _require_name(split)
         if lists is not None and not Path(lists).is_dir():
             raise DataError(f"There is no folder of lists {lists}: make one with `san data check {root} --lists {lists}`.")
         for folder in (root if lists is None else lists, root):
             path = list_path(Path(folder), split)
-            if os.path.exists(path):
+            if os.path.lexists(path):  # A link to nothing is a list that cannot be read.
                 return cls._listed(Path(root), split, path)
         return cls.scan(root, split)
 
@@ -83,6 +86,7 @@ class Dataset:
         Raises:
             DataError: root or split is missing or cannot be read, there is no class folder, or some hold no image.
         """
+        _require_name(split)
         root = Path(root)
         with _readable(root):
             folder = _split_folder(root, split)
@@ -102,14 +106,15 @@ class Dataset:
         Raises:
             DataError: there is no such index, it is damaged, or a shard is missing or has another size.
         """
+        _require_name(split)
         root = Path(root)
         path = index_path(root, split)
-        if not os.path.exists(path):
+        if not os.path.lexists(path):
             raise DataError(
                 f"There are no shards of {split} in {root}: expected {path}, so give the folder that `san data pack` wrote."
             )
         index = read_index(path)
-        classes, labels = _classes_of(path, index.paths)
+        classes, labels = _classes_of(path, split, index.paths)
         shards = Shards(root, index.shards)
         return cls(root, split, classes, index.paths, labels, index.sizes, index.offsets, shards)
 
@@ -124,7 +129,7 @@ class Dataset:
     @classmethod
     def _listed(cls, root: Path, split: str, path: Path) -> "Dataset":
         rows = read_list(path)
-        classes, labels = _classes_of(path, rows.paths)
+        classes, labels = _classes_of(path, split, rows.paths)
         with _readable(root):
             folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
             found = _class_names(folder)
@@ -234,9 +239,10 @@ class Dataset:
         if small:
             listed = spelled({f"{name} has {count}" for name, count in small.items()})
             left = f" and {kept} to be left" if kept else ""
+            most = min(small.values()) - kept
+            remedy = f"ask for at most {most} or add images" if most > 0 else "add images, or remove the class from all splits"
             raise DataError(
-                f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; "
-                f"ask for at most {min(small.values()) - kept} or add images."
+                f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; {remedy}."
             )
 
     def _only(self, indices: list[int]) -> "Dataset":
@@ -270,7 +276,11 @@ class Dataset:
 
 
 def passed_over(root: Path, split: str) -> Iterator[str]:
-    """Files of `root/split` that `Dataset.scan` takes for no images, as paths relative to `root`. Raises OSError."""
+    """Files that `Dataset.scan` takes for no images of a class, as paths relative to `root`: those that lie beside the class
+    folders, and those in them that are not named as images. Raises OSError."""
+    with os.scandir(root / split) as entries:
+        beside = sorted(entry.name for entry in entries if not os.path.isdir(entry.path))
+    yield from (f"{split}/{file}" for file in beside)
     for name in _class_names(root / split):
         with os.scandir(root / split / name) as entries:
             found = sorted(entry.name for entry in entries if not _named_as_image(entry.name))
@@ -283,13 +293,24 @@ def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:
     return np.frombuffer(b"".join(hashlib.sha256(name).digest()[:8] for name in names), "<u8")
 
 
-def _classes_of(listing: Path, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The sorted classes of paths `split/class/image`, and the label of each path."""
     folders = sorted({path.rpartition("/")[0] for path in paths})
     if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
         raise DataError(f"{listing} names no images of one folder: expected rows <folder>/<class>/<image>; write it again.")
+    of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
+    if of not in (split, expected):
+        raise DataError(
+            f"{listing} names images of {of}/, but for {split} those of {expected}/ were expected: "
+            "it is of another split, so write it again."
+        )
     labels = {folder: label for label, folder in enumerate(folders)}
     return tuple(folder.split("/")[1] for folder in folders), tuple(labels[path.rpartition("/")[0]] for path in paths)
+
+
+def _require_name(split: str) -> None:
+    if split in ("", ".", "..") or set(split) & set("/\n"):
+        raise DataError(f"{split!r} is no name of a split: expected that of a folder of classes, such as train or val.")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import DataError, spelled
-from pipelines.lists import encode, read_lines, write_whole
+from pipelines.lists import encode, is_number, read_lines, write_whole
 
 HEADER = "# shards "
 SHARD = "# shard "
@@ -192,10 +192,15 @@ def read_index(path: Path) -> Index:
     starts = [0, *accumulate(shard.bytes for shard in shards)]
     paths, sizes, offsets = [], [], []
     for line in lines[len(shards) :]:
-        image, size, number, offset = line.rsplit("\t", 3)
+        image, *place = line.rsplit("\t", 3)
+        if len(place) < 3 or not all(map(is_number, place)) or not _is_in(shards, *map(int, place)):
+            raise DataError(
+                f"The index {path} has the row {line!r}, which is no place in its shards: copy it again, or pack again."
+            )
+        size, number, offset = map(int, place)
         paths.append(image)
-        sizes.append(int(size))
-        offsets.append(starts[int(number)] + int(offset))
+        sizes.append(size)
+        offsets.append(starts[number] + offset)
     return Index(shards, tuple(paths), tuple(sizes), tuple(offsets))
 
 
@@ -208,7 +213,7 @@ def shards_in(lines: Sequence[str]) -> Iterator[Shard]:
     """The shards that lines of an index name; other lines, and one that was cut off, are passed over."""
     for line in lines:
         parts = line.removeprefix(SHARD).rsplit(" ", 3)
-        if line.startswith(SHARD) and len(parts) == 4 and len(parts[3]) == 16:
+        if line.startswith(SHARD) and len(parts) == 4 and len(parts[3]) == 16 and is_number(parts[1]):
             yield Shard(parts[0], int(parts[1]), parts[2], parts[3])
 
 
@@ -216,6 +221,10 @@ def sha256_of(path: Path) -> str:
     """64 hexadecimal digits over a file's bytes. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_in(shards: Sequence[Shard], size: int, number: int, offset: int) -> bool:
+    return number < len(shards) and BLOCK <= offset and offset + size <= shards[number].bytes
 
 
 def _checksum(lines: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -77,7 +78,11 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
         "val/a/nowhere.jpg": 0,
         "val/b/3.jpg": len("elsewhere/3.jpg"),
     }
-    assert set(passed_over(tmp_path, "val")) == {"val/a/2.txt", "val/a/Thumbs.db", "val/a/.DS_Store"}
+    put(tmp_path, "val/4.jpg")
+    assert list(passed_over(tmp_path, "val")) == [
+        *("val/4.jpg", "val/circle"),  # beside the classes
+        *("val/a/.DS_Store", "val/a/2.txt", "val/a/Thumbs.db"),
+    ]
 
 
 def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:
@@ -102,6 +107,13 @@ def test_rejects_what_may_not_be_read(tmp_path: Path, folder: str) -> None:
 def test_rejects_missing_root(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data folder .*absent: expected .*absent/train/<class>"):
         Dataset.scan(tmp_path / "absent", "train")
+
+
+@pytest.mark.parametrize("split", ["", ".", "..", "../x", "train/a", "two\nlines"])
+def test_rejects_what_is_no_name_of_a_split(tmp_path: Path, split: str) -> None:
+    for opened in (Dataset.scan, Dataset.open, Dataset.open_shards):
+        with pytest.raises(DataError, match=rf"^{re.escape(repr(split))} is no name of a split: expected"):
+            opened(tmp_path, split)
 
 
 def test_rejects_missing_split(tmp_path: Path) -> None:
@@ -196,6 +208,11 @@ def test_hold_out_parts_the_images(many: Dataset) -> None:
     assert train.classes == val.classes == many.classes
     with pytest.raises(DataError, match="too few images for 5 of each class and 1 to be left: c has 5; ask for at most 4"):
         many.hold_out(5)  # nothing would be left to train on
+    (many.root / "train/c/00.jpg").rename(many.root / "train/a/20.jpg")
+    for index in range(1, 4):
+        (many.root / f"train/c/{index:02d}.jpg").unlink()
+    with pytest.raises(DataError, match="1 to be left: c has 1; add images, or remove the class from all splits"):
+        Dataset.scan(many.root, "train").hold_out(1)
 
 
 def test_seeds_hold_out_other_images(many: Dataset) -> None:
