@@ -7,6 +7,7 @@ import pickle
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,6 +175,50 @@ def test_a_killed_packing_goes_on(data: Dataset, out: Path) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
 
 
+def replaced_in_place(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def replaced_by_an_older_file(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[::-1])
+    os.utime(other, ns=(0, 0))
+    other.rename(path)
+
+
+def replaced_by_a_link(path: Path) -> None:
+    """The file that it leads to was there before."""
+    path.with_name("link").symlink_to(path.parents[2] / "twin")
+    path.with_name("link").rename(path)
+
+
+@pytest.mark.parametrize("replace", [replaced_in_place, replaced_by_an_older_file, replaced_by_a_link])
+def test_a_replaced_image_of_the_same_size_is_packed_anew(data: Dataset, out: Path, replace: Callable[[Path], None]) -> None:
+    (data.root / "twin").write_bytes(data.source(12).read()[::-1])
+    shards = packed(data, out)
+    time.sleep(0.02)  # the clock of a file system has coarse steps
+    replace(data.root / data.paths[12])
+    again = packed(data, out)
+    (anew,) = [number for number, one in enumerate(again) if not one.kept]
+    assert [one.shard.name for one in again] == [one.shard.name for one in shards]
+    opened = Dataset.open_shards(out, "train")
+    assert opened.encoded(12).tobytes() == data.source(12).read()
+    assert opened.shards is not None and not any(complaint for _, complaint in opened.shards.damaged(1))
+    assert opened.shards.find(opened.offsets[12])[0].name == again[anew].shard.name
+    assert all(one.kept for one in packed(data, out))
+
+
+def test_an_image_that_is_replaced_while_packing_goes_on_is_packed_anew(data: Dataset, out: Path) -> None:
+    begun = pack(data, out, 6000, 1)
+    next(begun)
+    time.sleep(0.02)
+    replaced_in_place(data.root / data.paths[0])
+    list(begun)
+    first, *others = [one.kept for one in packed(data, out)]
+    assert not first and all(others)
+    assert Dataset.open_shards(out, "train").encoded(0).tobytes() == data.source(0).read()
+
+
 def test_splits_share_a_folder(data: Dataset, out: Path) -> None:
     put(data.root, "train-split/a/1.jpg", "val/a/1.jpg")
     others = [Dataset.scan(data.root, split) for split in ("train-split", "val")]
@@ -214,9 +259,35 @@ def test_an_image_that_is_not_as_listed_stops_it(
 ) -> None:
     change(data.root / "train/b/04.JPEG")
     with pytest.raises(DataError, match=sentence):
-        packed(data, out)
-    assert not index_path(out, "train").exists()
-    assert not list(out.glob("*.tar.part"))
+        packed(data, out, 10**6)
+    assert not list(out.iterdir())
+
+
+def test_a_name_that_an_index_cannot_hold_is_told_before_packing(data: Dataset, out: Path) -> None:
+    (data.root / "train/c/9\n9.JPEG").write_bytes(b"image")
+    with pytest.raises(DataError, match=r"The image 'train/c/9\\n9\.JPEG' has a line break in its name"):
+        packed(Dataset.scan(data.root, "train"), out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("row", ["\t".join(map(str, one)) for one in (
+    ("x", 0, 512), ("x", 9, 0), ("x", 9, 0, "abc"), ("x", -9, 0, 512), ("x", 9, 99, 512), ("x", 9, 0, 10**9), ("x", 9, 0, 0),
+)])  # fmt: skip
+def test_refuses_an_index_with_other_rows(data: Dataset, out: Path, row: str) -> None:
+    packed(data, out)
+    _, *lines = (out / "train.index").read_text().splitlines()
+    lines[-1] = f"train/c/1.jpg{row}".replace("x", "", 1)
+    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    (out / "train.index").write_text("\n".join([f"# shards {checksum}", *lines, ""]))
+    with pytest.raises(DataError, match=r"train\.index has the row 'train/c/1\.jpg.*', which is no place in its shards"):
+        Dataset.open_shards(out, "train")
+
+
+def test_refuses_the_index_of_another_split(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    shutil.copy(out / "train.index", out / "val.index")
+    with pytest.raises(DataError, match=r"val\.index names images of train/, but for val those of val/ were expected"):
+        Dataset.open_shards(out, "val")
 
 
 def test_refuses_a_folder_that_cannot_be_made(data: Dataset) -> None:
