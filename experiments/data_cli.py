@@ -168,12 +168,14 @@ def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bo
     The same numbers as data.val_split_per_class and data.val_split_seed give the same images.
     """
     from pipelines import Dataset
-    from pipelines.lists import list_path, require_writable, write_list
+    from pipelines.lists import list_path, require_listable, require_writable, write_list
 
+    known = lists if lists is not None and lists.is_dir() else None
+    parts = Dataset.open(root, "train", known).hold_out(per_class, seed)
     paths = {name: list_path(lists or root, name) for name in ("train-split", "val-split")}
-    for path in paths.values():
+    for part, path in zip(parts, paths.values(), strict=True):
+        require_listable(part.paths)
         require_writable(path)
-    parts = Dataset.open(root, "train", lists).hold_out(per_class, seed)
     results = []
     for (name, path), part in zip(paths.items(), parts, strict=True):
         write_list(path, part.paths, part.sizes)

@@ -7,19 +7,23 @@ ended whole processes; so a scan decodes one image at a time, in processes of it
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 
 from pipelines.dataset import Dataset, Source
+from pipelines.errors import DataError
 
 AT_ONCE = 64
 """Images that a process is given at a time."""
+FAILED_STARTS = 3
+"""Processes in a row that may be lost before they begin; a system without memory may end one."""
+UNLISTABLE = "its name holds a line break, which a list cannot: rename it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,12 @@ class Broken:
     reason: str
 
 
-def broken_images(dataset: Dataset, indices: Iterable[int]) -> Iterator[int]:
+def broken_images(dataset: Dataset, indices: Iterable[int]) -> Iterator[Broken]:
     """Those of `indices` that are missing or no images, in order; decodes in this process."""
     decoder = _Decoder()
     for index in indices:
-        if decoder.complaint(dataset.source(int(index))) is not None:
-            yield index
+        if (reason := decoder.complaint(dataset.source(int(index)))) is not None:
+            yield Broken(int(index), reason)
 
 
 def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
@@ -43,16 +47,23 @@ def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
 
     Yields how many more images are done and which of those are broken, in no order. However the iterator ends, the processes
     end with it.
+
+    Raises:
+        DataError: the processes cannot be started, or are lost before they begin.
     """
     _Decoder()  # Where DALI cannot be loaded at all, it is not the images' fault.
-    everything = range(len(dataset))
-    waiting = deque(everything[begin : begin + AT_ONCE] for begin in everything[::AT_ONCE])
-    idle = [_Worker() for _ in range(min(workers, len(waiting)))]
-    busy: dict[Connection, tuple[_Worker, range]] = {}
+    unlistable = [index for index, path in enumerate(dataset.paths) if "\n" in path]
+    if unlistable:
+        yield len(unlistable), [Broken(index, UNLISTABLE) for index in unlistable]
+    pieces = _Pieces(sorted(set(range(len(dataset))).difference(unlistable)))
+    idle: list[_Worker] = []
+    busy: dict[Connection, tuple[_Worker, Sequence[int]]] = {}
     try:
-        while waiting or busy:
-            while waiting and idle:
-                worker, piece = idle.pop(), waiting.popleft()
+        for _ in range(min(workers, len(pieces.waiting))):
+            idle.append(_Worker())
+        while pieces.waiting or busy:
+            while pieces.waiting and idle:
+                worker, piece = idle.pop(), pieces.waiting.popleft()
                 worker.give([(index, dataset.source(index)) for index in piece])
                 busy[worker.connection] = worker, piece
             for worker, piece in [busy[ready] for ready in wait(list(busy))]:  # type: ignore[index]
@@ -60,31 +71,73 @@ def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
                 del busy[worker.connection]
                 if broken is not None:
                     idle.append(worker)
+                    pieces.failed_starts = 0
                     yield len(piece), broken
                     continue
                 exit_code = worker.end()
+                yield from pieces.lost(piece, exit_code, worker.has_begun)
                 idle.append(_Worker())
-                if len(piece) == 1:
-                    yield 1, [Broken(piece[0], f"it ends the process that decodes it (exit code {exit_code})")]
-                else:  # One of them does that.
-                    half = len(piece) // 2
-                    waiting.extend((piece[:half], piece[half:]))
     finally:
         for worker in [*idle, *(worker for worker, _ in busy.values())]:
             worker.end()
 
 
+class _Pieces:
+    """What is still to be given to a process, and what it means that one is lost."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.waiting = deque(indices[begin : begin + AT_ONCE] for begin in range(0, len(indices), AT_ONCE))
+        self.failed_starts = 0
+        """Processes in a row that were lost before they began."""
+        self._suspect: set[int] = set()
+        """Images whose process was lost once: for any reason, so they get another try."""
+
+    def lost(self, piece: Sequence[int], exit_code: int | None, has_begun: bool) -> Iterator[tuple[int, list[Broken]]]:
+        """The process that had these images is gone. Yields as `check` where an image has ended two."""
+        if not has_begun:
+            self.failed_starts += 1
+            if self.failed_starts > FAILED_STARTS:
+                raise DataError(
+                    f"The processes that decode images end before they begin (exit code {exit_code}): free some memory, "
+                    'or give fewer --workers; a script must call this below `if __name__ == "__main__":`.'
+                )
+            self.waiting.append(piece)
+        elif len(piece) > 1:
+            half = len(piece) // 2
+            self.waiting.extend((piece[:half], piece[half:]))
+        elif piece[0] not in self._suspect:
+            self._suspect.add(piece[0])
+            self.waiting.append(piece)
+        else:
+            yield 1, [Broken(piece[0], f"it ends the process that decodes it (exit code {exit_code})")]
+
+
 class _Worker:
-    """A process that decodes what it is given."""
+    """A process that decodes what it is given.
+
+    Raises:
+        DataError: it cannot be started.
+    """
 
     def __init__(self) -> None:
+        self.has_begun = False
+        """Whether it has said that it can decode."""
         context = get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-        # It inherits this: Ctrl-C is for the process that gives the work, and ends the others.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            # The first process starts this other one, which would let interrupts through again below.
+            resource_tracker.ensure_running()
+            self.connection, theirs = context.Pipe()
+            self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+            # It inherits this: Ctrl-C is for the process that gives the work, and ends the others.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except OSError as error:
+            raise DataError(
+                f"A process that decodes images cannot be started ({error.strerror}): give fewer --workers."
+            ) from None
         theirs.close()
 
     def give(self, piece: list[tuple[int, Source]]) -> None:
@@ -96,9 +149,15 @@ class _Worker:
     def take(self) -> list[Broken] | None:
         """The broken images of what it was given; None where the process is gone."""
         try:
-            found: list[Broken] | Exception = self.connection.recv()
+            if not self.has_begun:
+                self._answer()
+                self.has_begun = True
+            return self._answer()
         except (EOFError, ConnectionError):
             return None
+
+    def _answer(self) -> list[Broken]:
+        found: list[Broken] | Exception = self.connection.recv()
         if isinstance(found, Exception):
             raise found
         return found
@@ -113,8 +172,9 @@ class _Worker:
 
 def _work(connection: Connection) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Decoders say there what we say better.
+    decoder = _Decoder()
     try:
-        decoder = _Decoder()
+        connection.send([])
         while True:
             piece = connection.recv()
             found = [(index, decoder.complaint(source)) for index, source in piece]
@@ -136,12 +196,11 @@ class _Decoder:
         try:
             encoded = source.read()
         except OSError as error:
-            dangling = isinstance(error, FileNotFoundError) and os.path.islink(source.file)
-            return "it is a symbolic link to nothing" if dangling else f"it cannot be read ({error.strerror})"
+            if not isinstance(error, FileNotFoundError):
+                return f"it cannot be read ({error.strerror})"
+            return "it is a symbolic link to nothing" if os.path.islink(source.file) else "it is missing"
         if not encoded:
             return "it is empty"
-        if "\n" in source.file:
-            return "its name holds a line break, which a list cannot: rename it"
         try:
             self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
             self._pipeline.run()

@@ -1,5 +1,6 @@
 """What a data set is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
+import hashlib
 import os
 import stat
 from collections import Counter
@@ -13,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import DataError
-from pipelines.lists import digest, list_path, read_list
+from pipelines.errors import DataError, spelled
+from pipelines.lists import digest, encode, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-NAMED_AT_MOST = 10
-"""Classes spelled out in a sentence; the rest are counted."""
+PARTS_OF = {"train-split": "train", "val-split": "train"}
+"""Splits whose images lie in the folder of another."""
 LISTING_THREADS = 16
 """Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
 
@@ -35,7 +36,8 @@ class Source(NamedTuple):
     def read(self) -> bytes:
         """The encoded image. Raises OSError."""
         with open(self.file, "rb") as file:
-            file.seek(self.offset)
+            if self.offset:
+                file.seek(self.offset)
             return file.read(self.size)
 
 
@@ -66,11 +68,12 @@ class Dataset:
         Raises:
             DataError: as `scan`; or there is no folder `lists`, or the list is damaged or does not fit the class folders.
         """
+        _require_name(split)
         if lists is not None and not Path(lists).is_dir():
             raise DataError(f"There is no folder of lists {lists}: make one with `san data check {root} --lists {lists}`.")
         for folder in (root if lists is None else lists, root):
             path = list_path(Path(folder), split)
-            if os.path.exists(path):
+            if os.path.lexists(path):  # A link to nothing is a list that cannot be read.
                 return cls._listed(Path(root), split, path)
         return cls.scan(root, split)
 
@@ -83,6 +86,7 @@ class Dataset:
         Raises:
             DataError: root or split is missing or cannot be read, there is no class folder, or some hold no image.
         """
+        _require_name(split)
         root = Path(root)
         with _readable(root):
             folder = _split_folder(root, split)
@@ -102,14 +106,15 @@ class Dataset:
         Raises:
             DataError: there is no such index, it is damaged, or a shard is missing or has another size.
         """
+        _require_name(split)
         root = Path(root)
         path = index_path(root, split)
-        if not os.path.exists(path):
+        if not os.path.lexists(path):
             raise DataError(
                 f"There are no shards of {split} in {root}: expected {path}, so give the folder that `san data pack` wrote."
             )
         index = read_index(path)
-        classes, labels = _classes_of(path, index.paths)
+        classes, labels = _classes_of(path, split, index.paths)
         shards = Shards(root, index.shards)
         return cls(root, split, classes, index.paths, labels, index.sizes, index.offsets, shards)
 
@@ -124,12 +129,12 @@ class Dataset:
     @classmethod
     def _listed(cls, root: Path, split: str, path: Path) -> "Dataset":
         rows = read_list(path)
-        classes, labels = _classes_of(path, rows.paths)
+        classes, labels = _classes_of(path, split, rows.paths)
         with _readable(root):
             folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
             found = _class_names(folder)
         gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
-        lacks = [f"{where} lacks {_spell(lost)}" for where, lost in gaps if lost]
+        lacks = [f"{where} lacks {spelled(lost)}" for where, lost in gaps if lost]
         if lacks:
             raise DataError(
                 f"The list {path} does not fit its folder: {' and '.join(lacks)}; "
@@ -146,13 +151,19 @@ class Dataset:
         return self.shards is not None
 
     def encoded(self, index: int) -> NDArray[np.uint8]:
-        """The bytes of a packed image as they lie in its shard: a view into a memory map, read-only.
+        """The bytes of a packed image.
 
         Raises:
-            DataError: the shard cannot be read.
+            DataError: the shard cannot be read, or has become too short.
         """
-        assert self.shards is not None, "only packed images have bytes in memory"
-        return self.shards.view(self.offsets[index], self.sizes[index])
+        assert self.shards is not None, "only packed images are read by the data set"
+        return self.shards.read(self.offsets[index], self.sizes[index])
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """These packed images will be read soon: the disk is told to bring them, all at the same time."""
+        assert self.shards is not None, "only packed images are read by the data set"
+        for index in indices:
+            self.shards.announce(self.offsets[index], self.sizes[index])
 
     def source(self, index: int) -> Source:
         """Where the bytes of an image are, packed or not."""
@@ -160,6 +171,16 @@ class Dataset:
             return Source(str(self.root / self.paths[index]))
         file, offset = self.shards.find(self.offsets[index])
         return Source(str(file), offset, self.sizes[index])
+
+    def require_sizes(self, indices: Iterable[int], sizes: Iterable[int]) -> None:
+        """Raises `DataError` where files that were read have other sizes (bytes) than they were listed with: the digest, by
+        which results are known, would be of other images."""
+        for index, size in zip(indices, sizes, strict=True):
+            if size != self.sizes[index]:
+                raise DataError(
+                    f"The image {self.name_of(index)} has {size} bytes, but {self.sizes[index]} when it was listed: "
+                    f"put the old one back, or list what is there now with `san data check {self.root}`."
+                )
 
     def name_of(self, index: int) -> str:
         """How an error names an image: its path, or its shard and its names in there and before."""
@@ -169,19 +190,19 @@ class Dataset:
         return f"{self.shards.find(offset)[0]}: {self.shards.member(offset)} ({self.paths[index]})"
 
     def first(self, per_class: int, seed: int = 0) -> "Dataset":
-        """The same data with `per_class` (>= 1) images of each class: the first of a pseudo-random order, which depends on
-        the seed alone. A smaller choice is part of a larger one.
+        """The same data with `per_class` (>= 1) images of each class: those whose hash of seed and name is smallest.
+
+        The name is `class/image`, without the folder of the split. So the choice is the same from a folder, a list or shards; a
+        smaller choice is part of a larger one; and an image that goes or comes changes one pick at most.
 
         Raises:
             DataError: a class has fewer images; the sentence names it.
         """
         self._require_per_class(per_class, kept=0)
-        of_class: list[list[int]] = [[] for _ in self.classes]
-        for index, label in enumerate(self.labels):
-            of_class[label].append(index)
-        return self._only(
-            [index for label, indices in enumerate(of_class) for index in _shuffled(indices, label, seed)[:per_class]]
-        )
+        labels = np.asarray(self.labels)
+        order = np.lexsort((_hashes(self.paths, seed), labels))
+        place_in_class = np.arange(len(self)) - np.searchsorted(labels[order], labels[order])
+        return self._only(order[place_in_class < per_class].tolist())
 
     def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
@@ -206,7 +227,7 @@ class Dataset:
         empty = {name for label, name in enumerate(self.classes) if label not in kept}
         if empty:
             raise DataError(
-                f"{self.root / self.split} would have no image left of {_spell(empty)}: add images that can be decoded, "
+                f"{self.root / self.split} would have no image left of {spelled(empty)}: add images that can be decoded, "
                 "or remove the class from all splits."
             )
         return left
@@ -216,11 +237,12 @@ class Dataset:
         counts = Counter(self.labels)
         small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
         if small:
-            listed = _spell({f"{name} has {count}" for name, count in small.items()})
+            listed = spelled({f"{name} has {count}" for name, count in small.items()})
             left = f" and {kept} to be left" if kept else ""
+            most = min(small.values()) - kept
+            remedy = f"ask for at most {most} or add images" if most > 0 else "add images, or remove the class from all splits"
             raise DataError(
-                f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; "
-                f"ask for at most {min(small.values()) - kept} or add images."
+                f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; {remedy}."
             )
 
     def _only(self, indices: list[int]) -> "Dataset":
@@ -246,7 +268,7 @@ class Dataset:
             return
         mine, theirs = set(self.classes), set(other.classes)
         gaps = ((other, mine - theirs), (self, theirs - mine))
-        lacks = [f"{data.root / data.split} lacks {_spell(lost)}" for data, lost in gaps if lost]
+        lacks = [f"{data.root / data.split} lacks {spelled(lost)}" for data, lost in gaps if lost]
         raise DataError(
             f"The splits must have the same class folders, but {' and '.join(lacks)}: "
             "add the missing folders or remove their counterparts."
@@ -254,26 +276,41 @@ class Dataset:
 
 
 def passed_over(root: Path, split: str) -> Iterator[str]:
-    """Files of `root/split` that `Dataset.scan` takes for no images, as paths relative to `root`. Raises OSError."""
+    """Files that `Dataset.scan` takes for no images of a class, as paths relative to `root`: those that lie beside the class
+    folders, and those in them that are not named as images. Raises OSError."""
+    with os.scandir(root / split) as entries:
+        beside = sorted(entry.name for entry in entries if not os.path.isdir(entry.path))
+    yield from (f"{split}/{file}" for file in beside)
     for name in _class_names(root / split):
         with os.scandir(root / split / name) as entries:
             found = sorted(entry.name for entry in entries if not _named_as_image(entry.name))
         yield from (f"{split}/{name}/{file}" for file in found)
 
 
-def _shuffled(indices: list[int], label: int, seed: int) -> list[int]:
-    """A permutation that depends on class and seed alone; a trial's seed is another, so that all see the same images."""
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, label])))
-    return [indices[place] for place in generator.permutation(len(indices))]
+def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:
+    """A number for each path `split/class/image`, which depends on the seed, the class and the image's name alone."""
+    names = (encode(f"{seed}/{path.partition('/')[2]}") for path in paths)
+    return np.frombuffer(b"".join(hashlib.sha256(name).digest()[:8] for name in names), "<u8")
 
 
-def _classes_of(listing: Path, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The sorted classes of paths `split/class/image`, and the label of each path."""
     folders = sorted({path.rpartition("/")[0] for path in paths})
     if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
         raise DataError(f"{listing} names no images of one folder: expected rows <folder>/<class>/<image>; write it again.")
+    of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
+    if of not in (split, expected):
+        raise DataError(
+            f"{listing} names images of {of}/, but for {split} those of {expected}/ were expected: "
+            "it is of another split, so write it again."
+        )
     labels = {folder: label for label, folder in enumerate(folders)}
     return tuple(folder.split("/")[1] for folder in folders), tuple(labels[path.rpartition("/")[0]] for path in paths)
+
+
+def _require_name(split: str) -> None:
+    if split in ("", ".", "..") or set(split) & set("/\n"):
+        raise DataError(f"{split!r} is no name of a split: expected that of a folder of classes, such as train or val.")
 
 
 @contextmanager
@@ -339,11 +376,5 @@ def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> No
     if empty:
         raise DataError(
             f"{folder} has {len(empty)} class folder(s) without an image ({', '.join(SUFFIXES)}), "
-            f"so add their images or remove the folders: {', '.join(empty)}."
+            f"so add their images or remove the folders: {spelled(empty)}."
         )
-
-
-def _spell(names: set[str]) -> str:
-    listed = sorted(names)
-    more = len(listed) - NAMED_AT_MOST
-    return ", ".join(listed[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

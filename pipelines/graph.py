@@ -63,13 +63,13 @@ GPU_DECODER = {
 def reading_pipeline(batches: Iterator[list[Bytes]], *, packed: bool, max_batch: int) -> Any:
     """A built pipeline that reads batch after batch, for `read`. It needs no GPU.
 
-    What comes in is the bytes of file names, or of the encoded images themselves where they are packed; those are not copied.
+    What comes in is the bytes of file names, or of the encoded images themselves where they are packed.
     """
     pipeline = Pipeline(
         batch_size=max_batch, num_threads=READERS, device_id=None, prefetch_queue_depth=READ_AHEAD, exec_dynamic=True
     )
     with pipeline:
-        encoded = fn.external_source(source=batches, batch=True, dtype=types.UINT8, ndim=1, no_copy=packed)
+        encoded = fn.external_source(source=batches, batch=True, dtype=types.UINT8, ndim=1)
         if not packed:
             encoded = fn.io.file.read(encoded, dont_use_mmap=True)
         # A header that cannot be parsed makes nvImageCodec 0.9.0 crash the process while it decodes the rest of the batch.

@@ -37,6 +37,16 @@ def digest(paths: Iterable[str], sizes: Iterable[int | str]) -> str:
     return hashlib.sha256(encode(text)).hexdigest()[:16]
 
 
+def require_listable(paths: Iterable[str]) -> None:
+    """Raises `DataError` where a row cannot hold a name; the sentence tells the name."""
+    for path in paths:
+        if "\n" in path:
+            raise DataError(
+                f"The image {path!r} has a line break in its name, which a list cannot hold: "
+                "rename it, or leave it out with `san data check`."
+            )
+
+
 def require_writable(path: Path) -> None:
     """Raises `DataError` where a list cannot be written, as long before that as one likes; makes its folder."""
     try:
@@ -55,6 +65,7 @@ def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
     Raises:
         DataError: a name holds a line break, the file cannot be written, or it is there and no list.
     """
+    require_listable(paths)
     require_writable(path)
     write_whole(path, [f"{HEADER}{digest(paths, sizes)}", *(f"{row}\t{size}" for row, size in zip(paths, sizes, strict=True))])
 
@@ -66,27 +77,41 @@ def read_list(path: Path) -> Rows:
         DataError: the file cannot be read, or is no list that `write_list` wrote.
     """
     header, *lines = read_lines(path)
+    if not header.startswith(HEADER):
+        raise DataError(
+            f"{path} is no list of images: expected a digest of the rows in its first line, as `san data check` and "
+            "`san data split` write it; move it away, or keep lists in another folder (--lists, data.lists)."
+        )
     # Twice over the lines: with parts of a million lines at hand at the same time it takes longer, and much memory.
     paths = tuple([line.rpartition("\t")[0] for line in lines])
     sizes = [line.rpartition("\t")[2] for line in lines]
     # Over the text as it is: a number with a blank behind it is a number too, but not what was written.
     if not paths or header != f"{HEADER}{digest(paths, sizes)}":
         raise DataError(
-            f"{path} is no list of images, is damaged, or was changed by hand: its first line must be the digest of its rows; "
-            "write it again with `san data check` or `san data split`, or keep lists in another folder (--lists, data.lists)."
+            f"{path} is damaged, or was changed by hand: its digest is not that of its rows; "
+            "write it again with `san data check` or `san data split`."
+        )
+    if wrong := [line for line, size in zip(lines, sizes, strict=True) if not is_number(size)]:
+        raise DataError(
+            f"{path} has the row {wrong[0]!r}, but its last part must be a size in bytes: "
+            "write it again with `san data check` or `san data split`."
         )
     return Rows(paths, tuple([int(size) for size in sizes]))
+
+
+def is_number(text: str) -> bool:
+    """Whether a row can hold this as a size or an offset: digits alone."""
+    return text.isascii() and text.isdecimal()
 
 
 def write_whole(path: Path, lines: Sequence[str]) -> None:
     """Writes lines under a name of their own and renames that when they are safe on the disk.
 
     Raises:
-        DataError: a line holds a line break, or the file cannot be written.
+        DataError: the file cannot be written.
     """
     text = "\n".join([*lines, ""])
-    if text.count("\n") != len(lines):
-        raise DataError(f"{path} cannot be written: the name of an image holds a line break; rename the image or remove it.")
+    assert text.count("\n") == len(lines), "names are looked at before"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

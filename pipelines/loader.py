@@ -174,6 +174,8 @@ class Loader:
 
     def _sources(self, share: order.Indices) -> list[NDArray[np.uint8]]:
         if self.dataset.packed:
+            # All images of a batch are under way from the disk before the first is waited for.
+            self.dataset.announce(share.tolist())
             return [self.dataset.encoded(index) for index in share.tolist()]
         files = [os.fsencode(self.dataset.root / self.dataset.paths[index]) for index in share.tolist()]
         return [np.frombuffer(file, dtype=np.uint8) for file in files]
@@ -202,7 +204,7 @@ class Loader:
             raise error
         remedy = "pack its folder again without it" if self.dataset.packed else "train on its list"
         raise DataError(
-            f"The image {self.dataset.name_of(broken)} cannot be decoded: expected a JPEG or PNG file; replace or remove it, "
+            f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace or remove it, "
             f"or run `san data check {self.dataset.root}` and {remedy}."
         ) from error
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from pipelines.dataset import Dataset
 from pipelines.errors import DataError
-from pipelines.lists import decode, digest
+from pipelines.lists import decode, digest, require_listable
 from pipelines.shards import BLOCK, Shard, index_path, sha256_of, shard_line, shards_in, write_index
 
 END = bytes(2 * BLOCK)
@@ -37,12 +37,14 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
     """Writes shards of at most so many bytes (more only where one image is larger) and, when all are there, their index.
 
     Yields the shards in the order in which they become ready; `workers` threads make them. The same images give the same bytes.
-    What is ready stays: the same call continues after an interruption, and keeps the shards that have the right checksum.
+    What is ready stays: the same call continues after an interruption, and keeps the shards that have the right checksum and
+    are younger than the latest change of any file in them.
 
     Raises:
-        DataError: an image cannot be read or has changed since it was listed; `out` cannot be written, has not enough room, or
-            holds other shards of this split; another process is packing there.
+        DataError: the name of an image holds a line break; an image cannot be read or has changed since it was listed; `out`
+            cannot be written, has not enough room, or holds other shards of this split; another process is packing there.
     """
+    require_listable(dataset.paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _journal(out, dataset.split) as journal:
@@ -55,7 +57,7 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
                 job.stopped.set()
                 pool.shutdown(cancel_futures=True)
             job.write_index()
-            os.unlink(journal.name)
+            journal.truncate(0)
     except OSError as error:
         raise DataError(f"{out} cannot be written ({error.strerror}): give another folder, or make room there.") from None
 
@@ -75,13 +77,19 @@ def _plan(dataset: Dataset, shard_bytes: int) -> list[range]:
 @contextmanager
 def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
     """Names the shards that are ready before the index can. It belongs to this process as long as it is open."""
-    index = index_path(out, split)
-    with open(index.with_name(f"{index.name}.part"), "a+b") as journal:
+    path = out / f"{index_path(out, split).name}.part"
+    with open(path, "a+b") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(journal.fileno()).st_nlink == 0:  # Another process has just removed it.
+                raise BlockingIOError
         except BlockingIOError:
             raise DataError(f"Another process is packing {split} into {out}: wait for it or stop it.") from None
-        yield journal
+        try:
+            yield journal
+        finally:
+            if os.fstat(journal.fileno()).st_size == 0:
+                path.unlink()
 
 
 class _Job:
@@ -103,7 +111,7 @@ class _Job:
         """Writes a shard, unless it is there."""
         piece, name = self.plan[number], self._name(number)
         known, path = self._known.get(name), self.out / name
-        if known is not None and path.exists() and sha256_of(path) == known.sha256:
+        if known is not None and self._is_young(path, piece) and sha256_of(path) == known.sha256:
             self._ready[number] = known
             return Packed(known, len(piece), kept=True)
         unfinished = path.with_name(f"{name}.part")
@@ -131,6 +139,13 @@ class _Job:
         ]
         write_index(index_path(self.out, self.dataset.split), [self._ready[number] for number in range(len(self.plan))], rows)
 
+    def _is_young(self, path: Path, piece: range) -> bool:
+        """Whether a shard is there, and none of its images was replaced after it was begun."""
+        try:
+            return path.stat().st_mtime_ns >= max(_changed(self.dataset.source(index).file) for index in piece)
+        except OSError:
+            return False
+
     def _name(self, number: int) -> str:
         return f"{self.dataset.split}-{number:05d}.tar"
 
@@ -142,7 +157,8 @@ class _Job:
         """The shards of this plan that were written by earlier calls, by name."""
         index = index_path(self.out, self.dataset.split)
         self.journal.seek(0)
-        lines = decode(self.journal.read() + b"\n" + (index.read_bytes() if index.exists() else b"")).split("\n")
+        # The journal is younger than the index that an earlier call finished.
+        lines = decode((index.read_bytes() if index.exists() else b"") + b"\n" + self.journal.read()).split("\n")
         wanted = {(self._name(number), self._contents(piece)) for number, piece in enumerate(self.plan)}
         return {shard.name: shard for shard in shards_in(lines) if (shard.name, shard.contents) in wanted}
 
@@ -168,6 +184,7 @@ class _Job:
         """Writes a tar file and returns its checksum."""
         total = hashlib.sha256()
         with open(path, "wb", buffering=2**20) as file:
+            begun = os.fstat(file.fileno()).st_mtime_ns
             for index in piece:
                 if self.stopped.is_set():
                     raise InterruptedError("stopped")
@@ -180,6 +197,7 @@ class _Job:
             total.update(END)
             file.flush()
             os.fsync(file.fileno())
+        os.utime(path, ns=(begun, begun))  # What is replaced while it is written is then younger.
         return total.hexdigest()
 
     def _image(self, index: int) -> bytes:
@@ -204,6 +222,14 @@ def _offsets(dataset: Dataset, piece: range) -> Iterator[tuple[int, int]]:
     for index in piece:
         yield index, offset + BLOCK
         offset += _blocks(dataset.sizes[index]) + _blocks(len(_label(dataset, index)))
+
+
+def _changed(path: str) -> int:
+    """When a file got the content that it has, or a link the target, at the latest; nanoseconds by its file system's clock.
+
+    The time of the last change of the entry, not of the content: the latter comes along with a copy.
+    """
+    return max(os.stat(path).st_ctime_ns, os.lstat(path).st_ctime_ns)
 
 
 def _blocks(size: int) -> int:

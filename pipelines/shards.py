@@ -1,7 +1,7 @@
 """Tar shards: the images of a split in a few large files, in WebDataset's layout, and the index that finds each image in them.
 
 A shard holds `00000042.jpg`, the image file as it was, and `00000042.cls`, its class as a number, one pair after another. The
-index `<split>.index` lies beside the shards; images are read through memory maps, so any order costs the same.
+index `<split>.index` lies beside the shards; images are read where it says, so any order costs the same.
 
     # shards 0f3a...                                           names all lines below
     # shard train-00000.tar <bytes> <sha256> <contents>
@@ -10,11 +10,12 @@ index `<split>.index` lies beside the shards; images are read through memory map
 
 import errno
 import hashlib
-import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import DataError
-from pipelines.lists import encode, read_lines, write_whole
+from pipelines.errors import DataError, spelled
+from pipelines.lists import encode, is_number, read_lines, write_whole
 
 HEADER = "# shards "
 SHARD = "# shard "
@@ -54,40 +55,60 @@ class Index(NamedTuple):
 
 
 class Shards:
-    """The shards of a split, which are mapped into memory when they are first read and stay so as long as this lives.
+    """The shards of a split; a file is opened when it is first read, and stays so as long as this lives.
+
+    Any number of threads may read. A memory map would spare a copy, but where a file under it is cut off, the system kills the
+    process.
 
     Raises:
-        DataError: a shard is missing or has another size.
+        DataError: shards are missing or have another size; the sentence names them.
     """
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...]) -> None:
         self._folder, self._shards = folder, shards
         self._ends = list(accumulate(shard.bytes for shard in shards))
-        self._maps: dict[int, mmap.mmap] = {}
-        for shard in shards:
-            self._require_size(shard)
+        self._files: dict[int, FileIO] = {}
+        self._require_sizes()
 
     def __reduce__(self) -> tuple[type["Shards"], tuple[Path, tuple[Shard, ...]]]:
-        """Another process maps the files itself."""
+        """Another process opens the files itself."""
         return Shards, (self._folder, self._shards)
+
+    def __del__(self) -> None:
+        for file in self._files.values():
+            file.close()
 
     def find(self, offset: int) -> tuple[Path, int]:
         """The file that holds this place of the whole, and the offset in that file."""
         number, within = self._place(offset)
         return self._folder / self._shards[number].name, within
 
-    def view(self, offset: int, size: int) -> NDArray[np.uint8]:
-        """These bytes, without a copy; read-only. The disk is told to bring them."""
+    def announce(self, offset: int, size: int) -> None:
+        """These bytes will be read soon: the disk is told to bring them."""
         number, within = self._place(offset)
-        shard = self._map(number)
-        page = within - within % mmap.PAGESIZE
-        # All images of a batch are under way before the first is decoded.
-        shard.madvise(mmap.MADV_WILLNEED, page, within + size - page)
-        return np.frombuffer(shard, np.uint8, size, within)
+        os.posix_fadvise(self._file(number).fileno(), within, size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, offset: int, size: int) -> NDArray[np.uint8]:
+        """These bytes.
+
+        Raises:
+            DataError: the shard cannot be read, or has become too short.
+        """
+        number, within = self._place(offset)
+        file, content, done = self._file(number).fileno(), np.empty(size, np.uint8), 0
+        while done < size:
+            try:
+                count = os.preadv(file, [content.data[done:]], within + done)
+            except OSError as error:
+                raise self._unreadable(number, error) from None
+            if count == 0:
+                raise self._wrong([f"{self._shards[number].name} ({_lengths(os.fstat(file), self._shards[number])})"])
+            done += count
+        return content
 
     def member(self, offset: int) -> str:
         """The name in its tar file of the image that begins there."""
-        header = self.view(offset - BLOCK, BLOCK)[:100].tobytes()
+        header = self.read(offset - BLOCK, BLOCK)[:100].tobytes()
         return header.rstrip(b"\0").decode(errors="replace")
 
     def damaged(self, workers: int) -> Iterator[tuple[str, str | None]]:
@@ -110,29 +131,45 @@ class Shards:
         number = bisect_right(self._ends, offset)
         return number, offset - (self._ends[number] - self._shards[number].bytes)
 
-    def _map(self, number: int) -> mmap.mmap:
-        found = self._maps.get(number)
+    def _file(self, number: int) -> FileIO:
+        found = self._files.get(number)
         if found is None:
-            path = self._folder / self._shards[number].name
             try:
-                with open(path, "rb") as file:
-                    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                opened = FileIO(self._folder / self._shards[number].name)
             except OSError as error:
-                advice = "copy or pack it again"
-                if error.errno == errno.EMFILE:
-                    advice = "raise the number of open files (ulimit -n), or pack with a larger --shard-size"
-                raise DataError(f"The shard {path} cannot be read ({error.strerror}): {advice}.") from None
-            self._maps[number] = found
+                raise self._unreadable(number, error) from None
+            found = self._files.setdefault(number, opened)
+            if found is not opened:  # Another thread was faster.
+                opened.close()
         return found
 
-    def _require_size(self, shard: Shard) -> None:
-        path = self._folder / shard.name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise DataError(f"The shard {path} cannot be read ({error.strerror}): copy or pack it again.") from None
-        if size != shard.bytes:
-            raise DataError(f"The shard {path} has {size} bytes, not {shard.bytes}: copy or pack it again.")
+    def _unreadable(self, number: int, error: OSError) -> DataError:
+        path = self._folder / self._shards[number].name
+        if error.errno == errno.EMFILE:
+            return DataError(
+                f"The shard {path} cannot be read ({error.strerror}): "
+                "raise the number of open files (ulimit -n), or pack with a larger --shard-size."
+            )
+        return self._wrong([f"{path.name} ({error.strerror})"])
+
+    def _require_sizes(self) -> None:
+        wrong = []
+        for shard in self._shards:
+            try:
+                found = (self._folder / shard.name).stat()
+            except OSError as error:
+                wrong.append(f"{shard.name} ({error.strerror})")
+            else:
+                wrong += [f"{shard.name} ({_lengths(found, shard)})"] if found.st_size != shard.bytes else []
+        if wrong:
+            raise self._wrong(wrong)
+
+    def _wrong(self, shards: list[str]) -> DataError:
+        return DataError(f"Shards in {self._folder} are not as they were packed: {spelled(shards)}; copy or pack them again.")
+
+
+def _lengths(found: os.stat_result, shard: Shard) -> str:
+    return f"{found.st_size} bytes, not {shard.bytes}"
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -155,10 +192,15 @@ def read_index(path: Path) -> Index:
     starts = [0, *accumulate(shard.bytes for shard in shards)]
     paths, sizes, offsets = [], [], []
     for line in lines[len(shards) :]:
-        image, size, number, offset = line.rsplit("\t", 3)
+        image, *place = line.rsplit("\t", 3)
+        if len(place) < 3 or not all(map(is_number, place)) or not _is_in(shards, *map(int, place)):
+            raise DataError(
+                f"The index {path} has the row {line!r}, which is no place in its shards: copy it again, or pack again."
+            )
+        size, number, offset = map(int, place)
         paths.append(image)
-        sizes.append(int(size))
-        offsets.append(starts[int(number)] + int(offset))
+        sizes.append(size)
+        offsets.append(starts[number] + offset)
     return Index(shards, tuple(paths), tuple(sizes), tuple(offsets))
 
 
@@ -171,7 +213,7 @@ def shards_in(lines: Sequence[str]) -> Iterator[Shard]:
     """The shards that lines of an index name; other lines, and one that was cut off, are passed over."""
     for line in lines:
         parts = line.removeprefix(SHARD).rsplit(" ", 3)
-        if line.startswith(SHARD) and len(parts) == 4 and len(parts[3]) == 16:
+        if line.startswith(SHARD) and len(parts) == 4 and len(parts[3]) == 16 and is_number(parts[1]):
             yield Shard(parts[0], int(parts[1]), parts[2], parts[3])
 
 
@@ -179,6 +221,10 @@ def sha256_of(path: Path) -> str:
     """64 hexadecimal digits over a file's bytes. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_in(shards: Sequence[Shard], size: int, number: int, offset: int) -> bool:
+    return number < len(shards) and BLOCK <= offset and offset + size <= shards[number].bytes
 
 
 def _checksum(lines: Sequence[str]) -> str:

@@ -146,6 +146,17 @@ def test_split_writes_what_training_holds_out(images: Path, san_data: SanData, t
     assert out.splitlines()[1] == f"val-split: 4 images, {lists}/val-split.txt, digest {val['digest']}"
 
 
+def test_split_makes_nothing_where_there_is_no_data_or_a_name_cannot_be_listed(images: Path, san_data: SanData) -> None:
+    code, _, err = san_data("split", images / "nowhere")
+    assert code == 2 and f"There is no data folder {images}/nowhere: expected " in err
+    assert san_data("split", images / "nowhere", "--lists", images / "lists")[0] == 2
+    assert not (images / "nowhere").exists() and not (images / "lists").exists()
+    (images / "train/dog/4.jpg").rename(images / "train/dog/4\n.jpg")
+    code, _, err = san_data("split", images, "--per-class", "2", "--lists", images / "lists")
+    assert code == 2 and r"The image 'train/dog/4\n.jpg' has a line break in its name" in err
+    assert not (images / "lists").exists() and not list(images.glob("*.txt"))
+
+
 def test_split_holds_out_of_what_is_sound(images: Path, san_data: SanData) -> None:
     (images / "train/cat/0.jpg").write_bytes(b"")
     san_data("check", images)

@@ -2,11 +2,16 @@
 
 import os
 import re
+import resource
+import signal
 import struct
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import BytesIO
-from multiprocessing import active_children
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from pipelines import DataError, Dataset, Loader, Transform
-from pipelines.check import Broken, broken_images, check
+from pipelines.check import Broken, _Worker, broken_images, check
 from pipelines.lists import list_path, write_list
 from pipelines.pack import pack
 
@@ -89,6 +94,8 @@ SOUND: dict[str, Make] = {
     "with spaces,\tand.dots.jpg": lambda path: picture().save(path),
     "caf\udce9.jpg": lambda path: picture().save(path),  # Latin-1, as from an old archive
 }
+LINES = "two\nlines.jpg"
+"""Can be decoded, but a list cannot hold its name."""
 BROKEN: dict[str, tuple[Make, str]] = {
     "empty.jpg": (lambda path: path.touch(), "it is empty"),
     "text.jpg": (lambda path: path.write_text("hello"), "it is no JPEG or PNG image"),
@@ -100,7 +107,7 @@ BROKEN: dict[str, tuple[Make, str]] = {
     "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "it is a GIF image: save it as JPEG or PNG"),
     "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "it is a symbolic link to nothing"),
     "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "it cannot be read (Too many levels of symbolic links)"),
-    "two\nlines.jpg": (lambda path: picture().save(path), "its name holds a line break, which a list cannot: rename it"),
+    LINES: (lambda path: picture().save(path), "its name holds a line break, which a list cannot: rename it"),
 }
 NO_IMAGES: dict[str, Make] = {
     "notes.txt": lambda path: path.write_text("hello"),
@@ -147,8 +154,10 @@ def test_check_tells_what_is_broken(dirty: Dataset, workers: int) -> None:
 def test_broken_images_are_the_same_in_this_process(dirty: Dataset) -> None:
     indices = range(len(dirty))[::-1]
     found = list(broken_images(dirty, indices))
-    assert found == sorted(found, reverse=True)
-    assert {Path(dirty.paths[index]).name for index in found} == BROKEN.keys()
+    assert [one.index for one in found] == sorted((one.index for one in found), reverse=True)
+    reasons = {Path(dirty.paths[one.index]).name: one.reason for one in found}
+    assert reasons.keys() | {LINES} == BROKEN.keys()
+    assert all(reason.startswith(BROKEN[name][1]) for name, reason in reasons.items())
     assert list(broken_images(dirty, [])) == []
 
 
@@ -167,8 +176,8 @@ def square(path: Path) -> NDArray[np.float64]:
 
 def test_what_is_sound_looks_as_in_pillow(dirty: Dataset) -> None:
     """So CMYK colours are right, pictures stand upright, and a lone pixel becomes a square."""
-    sound = dirty.without(broken_images(dirty, range(len(dirty))))
-    assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png"}
+    sound = dirty.without(one.index for one in broken_images(dirty, range(len(dirty))))
+    assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png", LINES}
     images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch=7).epoch(0)]).numpy()
     for path, image in zip(sound.paths, images, strict=True):
         assert np.abs(image - square(sound.root / path)).mean() < 2, path
@@ -176,7 +185,7 @@ def test_what_is_sound_looks_as_in_pillow(dirty: Dataset) -> None:
 
 def test_training_stops_at_the_first_broken_image_with_its_name(dirty: Dataset) -> None:
     with pytest.raises(
-        DataError, match=rf"{dirty.root}/train/dirty/.* cannot be decoded.*`san data check {dirty.root}`"
+        DataError, match=rf"{dirty.root}/train/dirty/.* cannot be used: it .*`san data check {dirty.root}`"
     ) as stop:
         list(Loader(dirty, WHOLE, train=True, batch=4).epoch(0))
     assert any(name in str(stop.value) for name in BROKEN)
@@ -192,14 +201,26 @@ def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
     assert sorted(torch.cat(labels).tolist()) == [0] + [1] * len(SOUND)
 
 
-def test_training_on_a_list_names_a_file_that_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path: path.unlink(), "it is missing; replace"),
+        (lambda path: path.write_bytes(b""), "it is empty; replace"),
+        (lambda path: path.write_text("hello"), "it is no JPEG or PNG image; replace"),
+        (
+            lambda path: (path.unlink(), path.symlink_to(path)),
+            r"it cannot be read \(Too many levels of symbolic links\); replace",
+        ),
+    ],
+)
+def test_training_on_a_list_names_a_file_and_what_is_wrong_with_it(tmp_path: Path, change: Make, reason: str) -> None:
     for index in range(3):
         (tmp_path / "train/a").mkdir(parents=True, exist_ok=True)
         picture().save(tmp_path / f"train/a/{index}.jpg")
     data = Dataset.scan(tmp_path, "train")
     write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
-    (tmp_path / "train/a/1.jpg").unlink()
-    with pytest.raises(DataError, match=r"train/a/1\.jpg cannot be decoded"):
+    change(tmp_path / "train/a/1.jpg")
+    with pytest.raises(DataError, match=rf"train/a/1\.jpg cannot be used: {reason}.*`san data check .* and train on its list"):
         list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch=2).epoch(0))
 
 
@@ -211,9 +232,11 @@ def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
     packed = Dataset.open_shards(tmp_path, "train")
     assert found_in(packed, 2).keys() == names.keys()
     broken = list(broken_images(packed, range(len(packed))))
-    assert {Path(packed.paths[index]).name for index in broken} == names.keys()
-    assert re.fullmatch(rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0]))
-    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0]))} cannot be decoded"):
+    assert {Path(packed.paths[one.index]).name for one in broken} == names.keys()
+    assert re.fullmatch(
+        rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0].index)
+    )
+    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0].index))} cannot be used: it is damaged"):
         list(Loader(packed, WHOLE, train=False, batch=40).epoch(0))
 
 
@@ -244,3 +267,81 @@ def test_leaving_early_ends_the_processes(many: Dataset) -> None:
     assert len(active_children()) == 2
     pieces.close()
     assert not active_children()
+
+
+def test_a_line_break_in_the_path_of_the_folder_is_no_fault_of_the_images(tmp_path: Path) -> None:
+    (tmp_path / "two\nlines/train/a").mkdir(parents=True)
+    picture().save(tmp_path / "two\nlines/train/a/1.jpg")
+    assert found_in(Dataset.scan(tmp_path / "two\nlines", "train"), 1) == {}
+
+
+def fed(pipe: Path) -> int:
+    """Waits until somebody reads from a named pipe; returns its other end."""
+    for _ in range(300):
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # Nobody yet.
+            time.sleep(0.1)
+    raise TimeoutError(f"nobody reads {pipe}")
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_an_image_whose_process_is_killed_gets_a_second_try(tmp_path: Path, kills: int) -> None:
+    """It waits for its bytes from a named pipe, so that the process can be killed while it has the image."""
+    (tmp_path / "train/a").mkdir(parents=True)
+    pipe = tmp_path / "train/a/1.jpg"
+    pipe.touch()
+    data = Dataset.scan(tmp_path, "train")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: list(check(data, 1)))
+        for _ in range(kills):
+            end = fed(pipe)
+            (process,) = active_children()
+            process.kill()
+            with suppress(ChildProcessError):  # It is gone altogether.
+                os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
+            os.close(end)
+        if kills == 1:
+            end = fed(pipe)
+            os.write(end, encoded("JPEG"))
+            os.close(end)
+        ((count, broken),) = found.result()
+    assert count == 1
+    assert [one.reason for one in broken] == ["it ends the process that decodes it (exit code -9)"] * (kills - 1)
+
+
+def test_processes_that_cannot_begin_are_no_fault_of_the_images(many: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(DataError, match=r"The processes that decode images end before they begin \(exit code 1\): free some"):
+        list(check(many, 2))
+    assert not active_children()
+
+
+def test_processes_that_cannot_be_started_are_no_fault_of_the_images(many: Dataset) -> None:
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                files.append(os.dup(files[0]))
+        for _ in range(8):  # enough for two processes, not for seven
+            os.close(files.pop())
+        with pytest.raises(DataError, match=r"cannot be started \(Too many open files\): give fewer --workers"):
+            list(check(many, 7))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for file in files:
+            os.close(file)
+    assert not active_children()
+
+
+def test_interrupts_are_blocked_in_the_first_process_too() -> None:
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    worker = _Worker()
+    status = Path(f"/proc/{active_children()[0].pid}/status").read_text()
+    worker.end()
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
+    assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1

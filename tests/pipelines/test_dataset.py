@@ -2,10 +2,15 @@
 
 import hashlib
 import os
+import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
 from pipelines.dataset import passed_over
@@ -73,7 +78,11 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
         "val/a/nowhere.jpg": 0,
         "val/b/3.jpg": len("elsewhere/3.jpg"),
     }
-    assert set(passed_over(tmp_path, "val")) == {"val/a/2.txt", "val/a/Thumbs.db", "val/a/.DS_Store"}
+    put(tmp_path, "val/4.jpg")
+    assert list(passed_over(tmp_path, "val")) == [
+        *("val/4.jpg", "val/circle"),  # beside the classes
+        *("val/a/.DS_Store", "val/a/2.txt", "val/a/Thumbs.db"),
+    ]
 
 
 def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:
@@ -100,6 +109,13 @@ def test_rejects_missing_root(tmp_path: Path) -> None:
         Dataset.scan(tmp_path / "absent", "train")
 
 
+@pytest.mark.parametrize("split", ["", ".", "..", "../x", "train/a", "two\nlines"])
+def test_rejects_what_is_no_name_of_a_split(tmp_path: Path, split: str) -> None:
+    for opened in (Dataset.scan, Dataset.open, Dataset.open_shards):
+        with pytest.raises(DataError, match=rf"^{re.escape(repr(split))} is no name of a split: expected"):
+            opened(tmp_path, split)
+
+
 def test_rejects_missing_split(tmp_path: Path) -> None:
     put(tmp_path, "train/a/1.jpg")
     with pytest.raises(DataError, match="has no folder val/"):
@@ -116,6 +132,13 @@ def test_rejects_empty_classes_and_names_all(tmp_path: Path) -> None:
     put(tmp_path, "train/cat/1.jpg", "train/dog/notes.txt")
     (tmp_path / "train/eel").mkdir()
     with pytest.raises(DataError, match=r"2 class folder\(s\) without an image .*: dog, eel\."):
+        Dataset.scan(tmp_path, "train")
+
+
+def test_many_empty_classes_are_counted(tmp_path: Path) -> None:
+    for name in range(14):
+        (tmp_path / f"train/{name:02d}").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"14 class folder\(s\) without an image .*: 00, .*, 09 and 4 more\."):
         Dataset.scan(tmp_path, "train")
 
 
@@ -147,7 +170,35 @@ def test_first_is_always_the_same_and_grows(many: Dataset) -> None:
     choices = [set(many.first(count).paths) for count in range(1, 6)]
     assert all(small < large for small, large in pairwise(choices))
     # Pinned, so that results stay comparable over the years.
-    assert [path[6:10] for path in many.first(2).paths] == ["a/04", "a/19", "b/00", "b/07", "c/02", "c/04"]
+    assert [path[6:10] for path in many.first(2).paths] == ["a/03", "a/07", "b/07", "b/10", "c/00", "c/01"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(st.integers(0, 36), max_size=8), st.integers(1, 5), st.integers(0, 2**70))
+def test_an_image_that_goes_changes_its_own_pick_alone(many: Dataset, gone: set[int], per_class: int, seed: int) -> None:
+    """Whatever its class, its place in the list, or what else is there."""
+    gone = {index for index in gone if index < 32 and many.labels[:32].count(many.labels[index]) - len(gone) >= per_class}
+    lost = {many.paths[index] for index in gone}
+    before, after = (set(data.first(per_class, seed).paths) for data in (many, many.without(gone)))
+    assert before - lost <= after and not after & lost
+    assert len(after - before) == len(before & lost)
+
+
+def test_the_choice_hangs_on_classes_and_names_alone(many: Dataset, tmp_path: Path) -> None:
+    """Not on the name of the split's folder, nor on which classes there are besides."""
+    names = [path.removeprefix("train/") for path in many.first(3, 7).paths]
+    shutil.copytree(tmp_path / "train", tmp_path / "other")
+    assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names
+    shutil.rmtree(tmp_path / "other/a")
+    assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names[3:]
+
+
+def test_requires_the_sizes_that_were_listed(many: Dataset) -> None:
+    many.require_sizes([], [])
+    many.require_sizes(np.array([3, 20]), (14, 14))
+    sentence = rf"{many.root}/train/b/00\.jpg has 12 bytes, but 14 when it was listed: .*`san data check {many.root}`"
+    with pytest.raises(DataError, match=sentence):
+        many.require_sizes([3, 20], [14, 12])
 
 
 def test_hold_out_parts_the_images(many: Dataset) -> None:
@@ -157,6 +208,11 @@ def test_hold_out_parts_the_images(many: Dataset) -> None:
     assert train.classes == val.classes == many.classes
     with pytest.raises(DataError, match="too few images for 5 of each class and 1 to be left: c has 5; ask for at most 4"):
         many.hold_out(5)  # nothing would be left to train on
+    (many.root / "train/c/00.jpg").rename(many.root / "train/a/20.jpg")
+    for index in range(1, 4):
+        (many.root / f"train/c/{index:02d}.jpg").unlink()
+    with pytest.raises(DataError, match="1 to be left: c has 1; add images, or remove the class from all splits"):
+        Dataset.scan(many.root, "train").hold_out(1)
 
 
 def test_seeds_hold_out_other_images(many: Dataset) -> None:

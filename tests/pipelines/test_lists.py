@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
-from pipelines.lists import list_path, read_list, write_list
+from pipelines.lists import digest, list_path, read_list, write_list
 from tests.pipelines.test_dataset import put
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n/"), min_size=1, max_size=8)
@@ -46,26 +46,66 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
     for place, right in enumerate(written):
         for wrong in {right ^ 1, right ^ 128, *b" \t\n\r\v_09#x"} - {right}:
             path.write_bytes(written[:place] + bytes([wrong]) + written[place + 1 :])
-            with pytest.raises(DataError, match=r"train\.txt is no list of images, is damaged, or was changed by hand"):
+            with pytest.raises(DataError, match=r"train\.txt is (no list of images|damaged, or was changed by hand)"):
                 read_list(path)
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# digest e3b0c44298fc1c14\n", "n01440764/1.JPEG 0\nn01440764/2.JPEG 0\n"])
-def test_rejects_what_is_no_list_and_leaves_it_alone(tmp_path: Path, text: str) -> None:
+NO_LIST = "is no list of images: expected a digest .*; move it away, or keep lists in another folder"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", NO_LIST),
+        ("\n", NO_LIST),
+        ("n01440764/1.JPEG 0\nn01440764/2.JPEG 0\n", NO_LIST),
+        ("# digest e3b0c44298fc1c14\n", "is damaged, or was changed by hand: .*; write it again with `san data check`"),
+    ],
+)
+def test_rejects_what_is_no_list_and_replaces_only_what_was_one(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "train.txt"
     path.write_text(text)
-    with pytest.raises(DataError, match=r"no list of images"):
+    with pytest.raises(DataError, match=rf"train\.txt {sentence}"):
         read_list(path)
-    if not text.startswith("#"):
+    if sentence == NO_LIST:
         with pytest.raises(DataError, match=r"is there already and no list of images: keep lists in another folder"):
             write_list(path, ["train/a/1.jpg"], [1])
         assert path.read_text() == text
+    else:
+        write_list(path, ["train/a/1.jpg"], [1])
+        assert read_list(path).sizes == (1,)
+
+
+@pytest.mark.parametrize("size", ["abc", "", "-1", "1.5", "1_0", " 1", "\N{ARABIC-INDIC DIGIT ONE}"])
+def test_rejects_rows_without_a_size(tmp_path: Path, size: str) -> None:
+    rows = [("train/a/1.jpg", "10"), ("train/a/2.jpg", size)]
+    header = f"# digest {digest(*zip(*rows, strict=True))}"
+    (tmp_path / "train.txt").write_text("\n".join([header, *map("\t".join, rows), ""]))
+    with pytest.raises(DataError, match=r"train\.txt has the row 'train/a/2\.jpg\\t.*', but its last part must be a size"):
+        read_list(tmp_path / "train.txt")
 
 
 def test_rejects_names_that_a_row_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the name of an image holds a line break; rename"):
+    with pytest.raises(DataError, match=r"The image 'train/a/1\\n\.jpg' has a line break in its name, .*: rename it, or leave"):
         write_list(tmp_path / "train.txt", ["train/a/1\n.jpg"], [1])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing_is_no_missing_list(folder: Path) -> None:
+    (folder / "train.txt").symlink_to("lists/train.txt")
+    with pytest.raises(DataError, match=r"train\.txt cannot be read \(No such file or directory\): .* or remove it"):
+        Dataset.open(folder, "train")
+
+
+@pytest.mark.parametrize(("split", "whose"), [("train", "val"), ("val", "train"), ("val-split", "val"), ("train-split", "val")])
+def test_rejects_the_list_of_another_split(folder: Path, split: str, whose: str) -> None:
+    data = Dataset.scan(folder, whose)
+    write_list(list_path(folder, split), data.paths, data.sizes)
+    own = "val" if split == "val" else "train"
+    with pytest.raises(
+        DataError, match=rf"{split}\.txt names images of {whose}/, but for {split} those of {own}/ were expected"
+    ):
+        Dataset.open(folder, split)
 
 
 def test_names_need_not_be_utf8(tmp_path: Path) -> None:

@@ -311,18 +311,21 @@ def damaged(kind: str) -> bytes:
     return {"empty": b"", "text": b"no image", "header": whole[:300], "half": whole[: len(whole) // 2]}[kind]
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "header", "half"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("empty", "it is empty"), ("text", "it is no JPEG"), ("header", "it is damaged: "), ("half", "it is damaged: ")],
+)
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_broken_image_is_named(colours: Path, split: str, kind: str) -> None:
+def test_broken_image_is_named(colours: Path, split: str, kind: str, reason: str) -> None:
     (colours / split / "class1" / "13.png").write_bytes(damaged(kind))
-    with pytest.raises(DataError, match=rf"{split}/class1/13\.png cannot be decoded: expected .*san data check {colours}`"):
+    with pytest.raises(DataError, match=rf"{split}/class1/13\.png cannot be used: {reason}.*san data check {colours}`"):
         list(loader(colours, split).epoch(0))
 
 
 def test_vanished_image_is_named(colours: Path) -> None:
     one = loader(colours, "val")
     (colours / "val/class2/08.png").unlink()
-    with pytest.raises(DataError, match=r"val/class2/08\.png cannot be decoded"):
+    with pytest.raises(DataError, match=r"val/class2/08\.png cannot be used: it is missing"):
         list(one.epoch(0))
 
 

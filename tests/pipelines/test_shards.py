@@ -2,11 +2,14 @@
 
 import fcntl
 import hashlib
+import os
 import pickle
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +100,7 @@ def test_images_are_named_by_shard_and_member(data: Dataset, out: Path) -> None:
     assert held.paths == data.hold_out(1)[1].paths and held.digest() == data.hold_out(1)[1].digest()
 
 
-def test_another_process_maps_the_shards_itself(data: Dataset, out: Path) -> None:
+def test_another_process_opens_the_shards_itself(data: Dataset, out: Path) -> None:
     packed(data, out)
     opened = Dataset.open_shards(out, "train")
     opened.encoded(5)
@@ -106,11 +109,17 @@ def test_another_process_maps_the_shards_itself(data: Dataset, out: Path) -> Non
     assert copied.encoded(5).tobytes() == opened.encoded(5).tobytes()
 
 
-def test_views_stay_when_the_data_set_is_gone(data: Dataset, out: Path) -> None:
+def test_threads_read_the_same_and_files_are_closed(data: Dataset, out: Path) -> None:
     packed(data, out)
-    view = Dataset.open_shards(out, "train").encoded(3)
-    assert view.tobytes() == data.source(3).read()
-    assert not view.flags.writeable and not view.flags.owndata
+    before = len(os.listdir("/proc/self/fd"))
+    opened = Dataset.open_shards(out, "train")
+    opened.announce(range(len(data)))
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(opened.encoded, [*range(len(data))] * 20))
+    assert [image.tobytes() for image in read] == [data.source(index).read() for index in range(len(data))] * 20
+    assert len(os.listdir("/proc/self/fd")) == before + len(list(out.glob("*.tar")))
+    del opened
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def times(out: Path) -> dict[str, int]:
@@ -166,6 +175,50 @@ def test_a_killed_packing_goes_on(data: Dataset, out: Path) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
 
 
+def replaced_in_place(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def replaced_by_an_older_file(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[::-1])
+    os.utime(other, ns=(0, 0))
+    other.rename(path)
+
+
+def replaced_by_a_link(path: Path) -> None:
+    """The file that it leads to was there before."""
+    path.with_name("link").symlink_to(path.parents[2] / "twin")
+    path.with_name("link").rename(path)
+
+
+@pytest.mark.parametrize("replace", [replaced_in_place, replaced_by_an_older_file, replaced_by_a_link])
+def test_a_replaced_image_of_the_same_size_is_packed_anew(data: Dataset, out: Path, replace: Callable[[Path], None]) -> None:
+    (data.root / "twin").write_bytes(data.source(12).read()[::-1])
+    shards = packed(data, out)
+    time.sleep(0.02)  # the clock of a file system has coarse steps
+    replace(data.root / data.paths[12])
+    again = packed(data, out)
+    (anew,) = [number for number, one in enumerate(again) if not one.kept]
+    assert [one.shard.name for one in again] == [one.shard.name for one in shards]
+    opened = Dataset.open_shards(out, "train")
+    assert opened.encoded(12).tobytes() == data.source(12).read()
+    assert opened.shards is not None and not any(complaint for _, complaint in opened.shards.damaged(1))
+    assert opened.shards.find(opened.offsets[12])[0].name == again[anew].shard.name
+    assert all(one.kept for one in packed(data, out))
+
+
+def test_an_image_that_is_replaced_while_packing_goes_on_is_packed_anew(data: Dataset, out: Path) -> None:
+    begun = pack(data, out, 6000, 1)
+    next(begun)
+    time.sleep(0.02)
+    replaced_in_place(data.root / data.paths[0])
+    list(begun)
+    first, *others = [one.kept for one in packed(data, out)]
+    assert not first and all(others)
+    assert Dataset.open_shards(out, "train").encoded(0).tobytes() == data.source(0).read()
+
+
 def test_splits_share_a_folder(data: Dataset, out: Path) -> None:
     put(data.root, "train-split/a/1.jpg", "val/a/1.jpg")
     others = [Dataset.scan(data.root, split) for split in ("train-split", "val")]
@@ -206,9 +259,35 @@ def test_an_image_that_is_not_as_listed_stops_it(
 ) -> None:
     change(data.root / "train/b/04.JPEG")
     with pytest.raises(DataError, match=sentence):
-        packed(data, out)
-    assert not index_path(out, "train").exists()
-    assert not list(out.glob("*.tar.part"))
+        packed(data, out, 10**6)
+    assert not list(out.iterdir())
+
+
+def test_a_name_that_an_index_cannot_hold_is_told_before_packing(data: Dataset, out: Path) -> None:
+    (data.root / "train/c/9\n9.JPEG").write_bytes(b"image")
+    with pytest.raises(DataError, match=r"The image 'train/c/9\\n9\.JPEG' has a line break in its name"):
+        packed(Dataset.scan(data.root, "train"), out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("row", ["\t".join(map(str, one)) for one in (
+    ("x", 0, 512), ("x", 9, 0), ("x", 9, 0, "abc"), ("x", -9, 0, 512), ("x", 9, 99, 512), ("x", 9, 0, 10**9), ("x", 9, 0, 0),
+)])  # fmt: skip
+def test_refuses_an_index_with_other_rows(data: Dataset, out: Path, row: str) -> None:
+    packed(data, out)
+    _, *lines = (out / "train.index").read_text().splitlines()
+    lines[-1] = f"train/c/1.jpg{row}".replace("x", "", 1)
+    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    (out / "train.index").write_text("\n".join([f"# shards {checksum}", *lines, ""]))
+    with pytest.raises(DataError, match=r"train\.index has the row 'train/c/1\.jpg.*', which is no place in its shards"):
+        Dataset.open_shards(out, "train")
+
+
+def test_refuses_the_index_of_another_split(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    shutil.copy(out / "train.index", out / "val.index")
+    with pytest.raises(DataError, match=r"val\.index names images of train/, but for val those of val/ were expected"):
+        Dataset.open_shards(out, "val")
 
 
 def test_refuses_a_folder_that_cannot_be_made(data: Dataset) -> None:
@@ -232,9 +311,9 @@ def lost_byte(path: Path) -> None:
         (
             "train-00001.tar",
             Path.unlink,
-            r"train-00001\.tar cannot be read \(No such file or directory\): copy",
+            r"Shards in .* are not as they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
         ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar has \d+ bytes, not \d+: copy or pack it again"),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes, not \d+\); copy or pack them again"),
         ("train.index", lost_byte, r"train\.index is damaged, or was changed by hand: copy it again"),
         ("train.index", lambda path: path.write_text(""), r"train\.index is damaged"),
     ],
@@ -244,6 +323,27 @@ def test_refuses_damaged_shards(data: Dataset, out: Path, name: str, damage: Cal
     damage(out / name)
     with pytest.raises(DataError, match=sentence):
         Dataset.open_shards(out, "train")
+
+
+def test_all_damaged_shards_are_named(data: Dataset, out: Path) -> None:
+    shards = packed(data, out, 1)
+    assert len(shards) == 23
+    for one in shards[2:14]:
+        (out / one.shard.name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"packed: train-00002\.tar \(0 bytes, not \d+\), .*train-00011.* and 2 more; copy"):
+        Dataset.open_shards(out, "train")
+
+
+@pytest.mark.parametrize("length", [0, 700])
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_shard_that_is_cut_off_later_is_named(data: Dataset, out: Path, length: int, read_before: bool) -> None:
+    packed(data, out, 10**6)
+    opened = Dataset.open_shards(out, "train")
+    if read_before:
+        opened.encoded(0)
+    os.truncate(out / "train-00000.tar", length)
+    with pytest.raises(DataError, match=rf"Shards in {out} are not as .*: train-00000\.tar \({length} bytes, not \d+\); copy"):
+        opened.encoded(20)
 
 
 def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> None:
@@ -297,6 +397,17 @@ def test_training_from_shards_is_training_from_the_folder(
             assert torch.equal(folder.labels_N, shards.labels_N)
             seen += len(folder.labels_N)
     assert seen == len(both[0])
+
+
+def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    """A memory map would end the process."""
+    root = Path(shutil.copytree(both[1].root, tmp_path / "cut"))
+    batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch=1).epoch(0)
+    next(batches)
+    for shard in root.glob("*.tar"):
+        os.truncate(shard, 100)
+    with pytest.raises(DataError, match=r"Shards in .* are not as they were packed: train-0000\d\.tar \(100 bytes, not \d+\)"):
+        list(batches)
 
 
 def test_shards_may_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
