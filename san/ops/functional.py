@@ -150,7 +150,6 @@ def _kernels_run(x: Tensor) -> bool:
 
 
 @torch.compiler.assume_constant_result
-@torch.compiler.disable  # else dynamo, which runs this while it traces, also compiles the loading of the library
 def _kernels_chosen(device: str) -> bool:
     """A compiled graph keeps the back end that was chosen when it was traced; an exported one runs where `san` is not."""
     if torch.compiler.is_exporting() or _backend.get() == "reference":
