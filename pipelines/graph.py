@@ -100,7 +100,7 @@ def image_pipeline(
     """
     pipeline = Pipeline(
         batch_size=max_batch,
-        num_threads=threads,
+        num_threads=threads + 1,  # At the end of a batch all but one may be idle.
         device_id=device_id,
         prefetch_queue_depth=prefetch(transform, max_batch),
         exec_dynamic=True,
