@@ -19,6 +19,8 @@ from pipelines.lists import digest, encode, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+SYNTHETIC_AT_MOST = 20_000_000
+"""Images; their names take two gigabytes."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images lie in the folder of another."""
 LISTING_THREADS = 16
@@ -120,7 +122,16 @@ class Dataset:
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
-        """`per_class` images of each of so many classes, of which there are only the names."""
+        """`per_class` images of each of so many classes, of which there are only the names.
+
+        Raises:
+            DataError: not even the names fit into memory.
+        """
+        if classes * per_class > SYNTHETIC_AT_MOST:
+            raise DataError(
+                f"{classes} classes of {per_class} synthetic images are {classes * per_class} images: "
+                f"ask for {SYNTHETIC_AT_MOST} at most."
+            )
         names = tuple(f"{label:04d}" for label in range(classes))
         paths = tuple(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
         labels = tuple(label for label in range(classes) for _ in range(per_class))
@@ -261,6 +272,14 @@ class Dataset:
         The same images have the same digest whether they are packed, listed or scanned.
         """
         return digest(self.paths, self.sizes)
+
+    def require_disjoint(self, other: "Dataset") -> None:
+        """Raises `DataError` where `other` has an image of this one."""
+        if shared := set(self.paths) & set(other.paths):
+            raise DataError(
+                f"The splits {self.split} and {other.split} share {len(shared)} image(s), such as {min(shared)}: "
+                "make both anew, with one call of `san data split`."
+            )
 
     def require_same_classes(self, other: "Dataset") -> None:
         """Raises `DataError` unless `other` has the same classes, and so the same labels."""

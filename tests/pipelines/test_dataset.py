@@ -250,6 +250,13 @@ def test_synthetic_images_have_names_alone() -> None:
     assert data.digest() != Dataset.synthetic("train", classes=4, per_class=3).digest()
 
 
+def test_rejects_more_synthetic_images_than_fit_into_memory() -> None:
+    with pytest.raises(
+        DataError, match="1000000000 classes of 50 synthetic images are 50000000000 images: ask for 20000000 at"
+    ):
+        Dataset.synthetic("train", classes=10**9, per_class=50)
+
+
 def test_first_rejects_small_classes_and_names_all(many: Dataset) -> None:
     assert len(many.first(5)) == 15
     with pytest.raises(DataError, match=r"train has too few images for 13 of each class: b has 12, c has 5; ask for at most 5"):
