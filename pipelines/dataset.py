@@ -294,16 +294,20 @@ class Dataset:
         )
 
 
-def passed_over(root: Path, split: str) -> Iterator[str]:
+def passed_over(root: Path, split: str) -> list[str]:
     """Files that `Dataset.scan` takes for no images of a class, as paths relative to `root`: those that lie beside the class
-    folders, and those in them that are not named as images. Raises OSError."""
-    with os.scandir(root / split) as entries:
-        beside = sorted(entry.name for entry in entries if not os.path.isdir(entry.path))
-    yield from (f"{split}/{file}" for file in beside)
-    for name in _class_names(root / split):
-        with os.scandir(root / split / name) as entries:
-            found = sorted(entry.name for entry in entries if not _named_as_image(entry.name))
-        yield from (f"{split}/{name}/{file}" for file in found)
+    folders, then those in them that are not named as images.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    with _readable(root):
+        with os.scandir(root / split) as entries:
+            found = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
+        for name in _class_names(root / split):
+            with os.scandir(root / split / name) as entries:
+                found.append(sorted(f"{split}/{name}/{entry.name}" for entry in entries if not _named_as_image(entry.name)))
+    return [path for paths in found for path in paths]
 
 
 def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:

@@ -120,6 +120,19 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
     assert not list(images.glob("*.txt"))
 
 
+def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> None:
+    (images / "train/cat/6.jpg").rename(images / "train/cat/a\n\x1b\udce9é.jpg")
+    shown = r"train/cat/a\n\x1b\udce9é.jpg"
+    (images / "train/dog/x\n").touch()
+    _, out, _ = san_data("order", images, "train", "--batch", "12")
+    assert f"0\t0\t{shown}" in out.splitlines()
+    code, out, _ = san_data("check", images, "--split", "train")
+    first, last = out.splitlines()
+    assert code == 1
+    assert first == f"{images}/{shown}: its name holds a line break, which a list cannot: rename it"
+    assert r"; 1 other files passed over, such as train/dog/x\n; " in last
+
+
 def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: SanData) -> None:
     (images / "val/dog/0.jpg").write_bytes(b"no image")
     code, out, _ = san_data("check", images)

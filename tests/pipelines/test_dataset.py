@@ -79,10 +79,15 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
         "val/b/3.jpg": len("elsewhere/3.jpg"),
     }
     put(tmp_path, "val/4.jpg")
-    assert list(passed_over(tmp_path, "val")) == [
+    assert passed_over(tmp_path, "val") == [
         *("val/4.jpg", "val/circle"),  # beside the classes
         *("val/a/.DS_Store", "val/a/2.txt", "val/a/Thumbs.db"),
     ]
+
+
+def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be read \(No such file or directory: .*/val"):
+        passed_over(tmp_path, "val")
 
 
 def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:
