@@ -142,11 +142,12 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     }
     if dataset.packed:
         return result | {"list": None, "digest": dataset.digest()}
+    path = list_path(lists, dataset.split)
     try:
         sound = dataset.without(one.index for one in images)
     except DataError as error:
-        return result | {"list": None, "digest": None, "problem": str(error)}
-    path = list_path(lists, dataset.split)
+        old = f" The old {path} stays, and is used." if path.exists() else ""
+        return result | {"list": None, "digest": None, "problem": f"{error}{old}"}
     write_list(path, sound.paths, sound.sizes)
     return result | {"list": str(path), "digest": sound.digest()}
 

@@ -190,7 +190,8 @@ class Dataset:
             if size != self.sizes[index]:
                 raise DataError(
                     f"The image {self.name_of(index)} has {size} bytes, but {self.sizes[index]} when it was listed: "
-                    f"put the old one back, or list what is there now with `san data check {self.root}`."
+                    f"put the old one back, or list what is there now with `san data check {self.root}` "
+                    "(--lists, where data.lists is given)."
                 )
 
     def name_of(self, index: int) -> str:

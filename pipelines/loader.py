@@ -194,7 +194,9 @@ class Loader:
         broken = next(broken_images(self.dataset, indices), None)
         if broken is None:
             raise error
-        remedy = "pack its folder again without it" if self.dataset.packed else "train on its list"
+        remedy = "train on its list (--lists, where data.lists is given)"
+        if self.dataset.packed:
+            remedy = "pack its folder again without it"
         raise DataError(
             f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace or remove it, "
             f"or run `san data check {self.dataset.root}` and {remedy}."

@@ -22,7 +22,7 @@ from experiments.config import DataConfig
 from experiments.data_cli import Size
 from experiments.trial import data_digest, open_data
 from pipelines import DataError, Dataset, prepare_digits
-from pipelines.lists import list_path, read_list
+from pipelines.lists import list_path, read_list, write_list
 
 SanData = Callable[..., tuple[int, str, str]]
 
@@ -139,6 +139,9 @@ def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: 
     assert code == 1
     assert "no list was written: " in out and "val would have no image left of dog" in out
     assert sorted(path.name for path in images.glob("*.txt")) == ["train.txt"]
+    data = Dataset.scan(images, "val")
+    write_list(images / "val.txt", data.paths, data.sizes)
+    assert f"The old {images}/val.txt stays, and is used." in san_data("check", images, "--split", "val")[1]
 
 
 def test_split_writes_what_training_holds_out(images: Path, san_data: SanData, tmp_path: Path) -> None:
