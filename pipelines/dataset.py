@@ -19,8 +19,8 @@ from pipelines.lists import digest, encode, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-SYNTHETIC_AT_MOST = 20_000_000
-"""Images; their names take two gigabytes."""
+SYNTHETIC_AT_MOST = 5_000_000
+"""Images; their names take half a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images lie in the folder of another."""
 LISTING_THREADS = 16
