@@ -90,15 +90,16 @@ class DataConfig(Strict):
     split: Literal["val-original", "val-split"] = "val-original"
     """Validation: the images of `val`, or some of `train` that are then not trained on, as in the paper's ablations."""
     val_split_per_class: Count | None = None
-    """How many images of each class val-split holds out, the same for every seed of a trial. Where it is null, the lists or
-    shards `train-split` and `val-split` are taken, and where there are none, `val` serves for both."""
+    """How many images of each class val-split holds out, the same for every seed of a trial; lists and shards `train-split` and
+    `val-split` do not count then. Where it is null, those are taken, and where there are none, `val` serves for both."""
     val_split_seed: Annotated[int, Field(ge=0)] = 0
     """Which images val-split holds out."""
     train_per_class: Count | None = None
     """Training: only so many images of each class, the same for every seed; all where it is null."""
     synthetic_classes: Count = 1000
     synthetic_per_class: Count = 50
-    """Synthetic images of each class, in training and in validation."""
+    """Synthetic images of each class, in training and in validation. For them `root`, `split` and `val_split_*`, which profiles
+    and grids give, mean nothing, and of the transform `size` alone counts."""
     size: Count
     """Side in pixels of the square that the model sees."""
     resize: Count

@@ -94,7 +94,7 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
             for item in result["broken"]:
                 click.echo(f"{_printable(item['path'])}: {item['reason']}")
         for result in results:
-            click.echo(_sentence(result))
+            click.echo(_printable(_sentence(result)))
     sys.exit(1 if any(result["broken"] for result in results) else 0)
 
 
@@ -120,6 +120,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     from pipelines.lists import list_path, write_list
 
     broken = []
+    others = [] if dataset.packed else passed_over(dataset.root, dataset.split)
     if dataset.shards is not None:
         with _counting(f"{dataset.split}: checksums of shards", None, "shard") as count:
             for name, complaint in dataset.shards.damaged(workers):
@@ -132,15 +133,21 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
             count(number, len(images))
     images.sort(key=lambda one: one.index)
     broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
-    result = {"split": dataset.split, "packed": dataset.packed, "images": len(dataset), "broken": broken}
+    result = {
+        "split": dataset.split,
+        "packed": dataset.packed,
+        "images": len(dataset),
+        "broken": broken,
+        "passed_over": others,
+    }
     if dataset.packed:
-        return result | {"passed_over": [], "list": None, "digest": dataset.digest()}
-    result["passed_over"] = list(passed_over(dataset.root, dataset.split))
+        return result | {"list": None, "digest": dataset.digest()}
+    path = list_path(lists, dataset.split)
     try:
         sound = dataset.without(one.index for one in images)
     except DataError as error:
-        return result | {"list": None, "digest": None, "problem": str(error)}
-    path = list_path(lists, dataset.split)
+        old = f" The old {path} stays, and is used." if path.exists() else ""
+        return result | {"list": None, "digest": None, "problem": f"{error}{old}"}
     write_list(path, sound.paths, sound.sizes)
     return result | {"list": str(path), "digest": sound.digest()}
 
@@ -149,7 +156,7 @@ def _sentence(result: dict[str, Any]) -> str:
     broken = len(result["broken"])
     text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
     if others := result["passed_over"]:
-        text += f"; {len(others)} other files passed over, such as {_printable(others[0])}"
+        text += f"; {len(others)} other files passed over, such as {others[0]}"
     if problem := result.get("problem"):
         return f"{text}; no list was written: {problem}"
     listed = f"; {result['list']} lists the sound ones" if result["list"] else ""
@@ -184,7 +191,7 @@ def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bo
         click.echo(json.dumps(results))
         return
     for result in results:
-        click.echo(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}")
+        click.echo(_printable(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}"))
 
 
 @data.command()
@@ -230,31 +237,39 @@ def pack(
         click.echo(json.dumps(results))
         return
     for result in results:
-        click.echo(
+        line = (
             f"{result['split']}: {result['images']} images in {len(result['shards'])} shards ({result['kept']} were there), "
             f"{result['bytes']} bytes, {result['index']}, digest {result['digest']}"
         )
+        click.echo(_printable(line))
 
 
 @data.command()
 @ROOT
 @click.argument("split")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of the trial")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="of the trial")
 @click.option("--epoch", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="images per step over all workers")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="placement.workers")
+@click.option("--workers", type=click.IntRange(1, 1024), default=1, show_default=True, help="placement.workers")
 @LISTS
 @AS_JSON
 def order(root: Path, split: str, seed: int, epoch: int, batch: int, workers: int, lists: Path | None, as_json: bool) -> None:
-    """Print which worker trains on which image in which step of an epoch: step, worker, path."""
+    """Print which worker sees which image in which step of an epoch: step, worker, path.
+
+    `train` and `train-split` are trained on, in a new order every epoch; all others are validated on, always in their own.
+    """
+    import numpy as np
+
     from pipelines import Dataset
     from pipelines import order as orders
     from pipelines.shards import index_path
 
     packed = index_path(root, split).exists()
     dataset = Dataset.open_shards(root, split) if packed else Dataset.open(root, split, lists)
-    orders.require_full_ranks(len(dataset), batch, workers)
-    sequence, steps = orders.epoch_order(len(dataset), seed, epoch), orders.steps(len(dataset), batch)
+    sequence, steps = np.arange(len(dataset)), orders.steps(len(dataset), batch)
+    if split in ("train", "train-split"):
+        orders.require_full_ranks(len(dataset), batch, workers)
+        sequence = orders.epoch_order(len(dataset), seed, epoch)
     shares = [orders.share(sequence, steps, worker, workers) for worker in range(workers)]
     places = ((step, worker) for step in range(steps) for worker in range(workers))
     rows = ((step, worker, dataset.paths[index]) for step, worker in places for index in shares[worker][step])
@@ -289,6 +304,8 @@ def _counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int
         yield count
 
 
-def _printable(path: str) -> str:
-    """A name that can be shown whatever bytes it is made of."""
-    return path.encode(errors="backslashreplace").decode()
+def _printable(name: str) -> str:
+    """A name on one line of a terminal, whatever bytes it is made of."""
+    if name.isprintable():
+        return name
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)

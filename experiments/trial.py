@@ -45,18 +45,17 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     Raises:
         DataError: a folder is missing, empty or has other classes, or a class is too small; the text names it.
     """
-    names = ("train", "val")
+    _require_fitting(config)
     if config.source == "synthetic":
-        train, val = (Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class) for name in names)
-        return train, val
+        made_up = functools.partial(Dataset.synthetic, classes=config.synthetic_classes, per_class=config.synthetic_per_class)
+        return made_up("train"), made_up("val")
     root, lists = _folders(config)
     held_out = config.val_split_per_class if config.split == "val-split" else None
-    if config.split == "val-split" and held_out is None:
-        described = index_path if config.source == "shards" else list_path
-        if any(os.path.exists(described(folder, "val-split")) for folder in (lists or root, root)):
-            names = ("train-split", "val-split")
-    train, val = (_open_split(config.source, root, name, lists) for name in names)
+    names = _parts(config.source, root, lists) if config.split == "val-split" and held_out is None else ()
+    train, val = (_open_split(config.source, root, name, lists) for name in names or ("train", "val"))
     train.require_same_classes(val)
+    if names:
+        train.require_disjoint(val)
     try:
         key = "data.val_split_per_class"
         if held_out is not None:
@@ -69,12 +68,35 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     return train, val
 
 
+def _require_fitting(config: DataConfig) -> None:
+    """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
+    if config.lists is not None and config.source != "folder":
+        raise DataError(f"data.lists: only data.source=folder has lists, not {config.source}; leave it out")
+    if config.train_per_class is not None and config.source == "synthetic":
+        raise DataError(
+            "data.train_per_class: synthetic images are not chosen from others; give data.synthetic_per_class instead"
+        )
+
+
+def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
+    """The splits `train-split` and `val-split` where both are described, none where neither is."""
+    described = index_path if source == "shards" else list_path
+    names = ("train-split", "val-split")
+    there = [name for name in names if any(os.path.lexists(described(folder, name)) for folder in (lists or root, root))]
+    if len(there) == 1:
+        (missing,) = set(names) - set(there)
+        where, command = lists or root, "pack" if source == "shards" else "split"
+        raise DataError(
+            f"data.split: {where} has {described(where, there[0]).name}, but {described(where, missing).name} is missing; "
+            f"make both with `san data {command}`, or remove the one"
+        )
+    return tuple(there)
+
+
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """Of the images, and of their lists where that is another."""
     if config.root is None:
         raise DataError(f"data.root: missing; give the folder with the images, which data.source={config.source} needs")
-    if config.lists is not None and config.source != "folder":
-        raise DataError(f"data.lists: only data.source=folder has lists, not {config.source}; leave it out")
     return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
 
 

@@ -19,6 +19,8 @@ from pipelines.lists import digest, encode, list_path, read_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+SYNTHETIC_AT_MOST = 5_000_000
+"""Images; their names take half a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images lie in the folder of another."""
 LISTING_THREADS = 16
@@ -120,7 +122,16 @@ class Dataset:
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
-        """`per_class` images of each of so many classes, of which there are only the names."""
+        """`per_class` images of each of so many classes, of which there are only the names.
+
+        Raises:
+            DataError: not even the names fit into memory.
+        """
+        if classes * per_class > SYNTHETIC_AT_MOST:
+            raise DataError(
+                f"{classes} classes of {per_class} synthetic images are {classes * per_class} images: "
+                f"ask for {SYNTHETIC_AT_MOST} at most."
+            )
         names = tuple(f"{label:04d}" for label in range(classes))
         paths = tuple(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
         labels = tuple(label for label in range(classes) for _ in range(per_class))
@@ -179,7 +190,8 @@ class Dataset:
             if size != self.sizes[index]:
                 raise DataError(
                     f"The image {self.name_of(index)} has {size} bytes, but {self.sizes[index]} when it was listed: "
-                    f"put the old one back, or list what is there now with `san data check {self.root}`."
+                    f"put the old one back, or list what is there now with `san data check {self.root}` "
+                    "(--lists, where data.lists is given)."
                 )
 
     def name_of(self, index: int) -> str:
@@ -262,6 +274,14 @@ class Dataset:
         """
         return digest(self.paths, self.sizes)
 
+    def require_disjoint(self, other: "Dataset") -> None:
+        """Raises `DataError` where `other` has an image of this one."""
+        if shared := set(self.paths) & set(other.paths):
+            raise DataError(
+                f"The splits {self.split} and {other.split} share {len(shared)} image(s), such as {min(shared)}: "
+                "make both anew, with one call of `san data split`."
+            )
+
     def require_same_classes(self, other: "Dataset") -> None:
         """Raises `DataError` unless `other` has the same classes, and so the same labels."""
         if self.classes == other.classes:
@@ -275,16 +295,20 @@ class Dataset:
         )
 
 
-def passed_over(root: Path, split: str) -> Iterator[str]:
+def passed_over(root: Path, split: str) -> list[str]:
     """Files that `Dataset.scan` takes for no images of a class, as paths relative to `root`: those that lie beside the class
-    folders, and those in them that are not named as images. Raises OSError."""
-    with os.scandir(root / split) as entries:
-        beside = sorted(entry.name for entry in entries if not os.path.isdir(entry.path))
-    yield from (f"{split}/{file}" for file in beside)
-    for name in _class_names(root / split):
-        with os.scandir(root / split / name) as entries:
-            found = sorted(entry.name for entry in entries if not _named_as_image(entry.name))
-        yield from (f"{split}/{name}/{file}" for file in found)
+    folders, then those in them that are not named as images.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    with _readable(root):
+        with os.scandir(root / split) as entries:
+            found = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
+        for name in _class_names(root / split):
+            with os.scandir(root / split / name) as entries:
+                found.append(sorted(f"{split}/{name}/{entry.name}" for entry in entries if not _named_as_image(entry.name)))
+    return [path for paths in found for path in paths]
 
 
 def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:

@@ -63,11 +63,11 @@ class Loader:
     """Seconds that the consumer has waited for batches in the latest epoch."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.threads < 1 or self.seed < 0 or not 0 <= self.rank < self.world:
+        whole = all(map(_is_whole, (self.batch, self.threads, self.seed, self.rank, self.world)))
+        if not whole or self.batch < 1 or self.threads < 1 or not 0 <= self.seed < 2**63 or not 0 <= self.rank < self.world:
             raise DataError(
-                "A loader needs batch >= 1, threads >= 1, seed >= 0 and 0 <= rank < world, not "
-                f"batch={self.batch}, threads={self.threads}, seed={self.seed}, rank={self.rank}, "
-                f"world={self.world}."
+                "A loader needs whole numbers, batch >= 1, threads >= 1, 0 <= seed < 2**63 and 0 <= rank < world, not "
+                f"batch={self.batch}, threads={self.threads}, seed={self.seed}, rank={self.rank}, world={self.world}."
             )
         if self.train:
             order.require_full_ranks(len(self.dataset), self.batch, self.world)
@@ -84,8 +84,8 @@ class Loader:
         the very batches that were still to come, whatever the number of ranks before and now.
 
         Raises:
-            DataError: `seen` is no number of images of the data set, or the rest leaves a rank without images in some step of
-                training. While it runs: a file is missing or cannot be decoded; the sentence names it.
+            DataError: `number` is none of an epoch, `seen` is no number of images of the data set, or the rest leaves a rank
+                without images in some step of training. While it runs: an image cannot be used; the sentence names it.
         """
         shares = self._shares(number, seen)
         self.waited = 0.0
@@ -102,7 +102,9 @@ class Loader:
 
     def _shares(self, number: int, seen: int) -> list[order.Indices]:
         count = len(self.dataset)
-        if not 0 <= seen <= count:
+        if not _is_whole(number) or number < 0:
+            raise DataError(f"Epochs have whole numbers from 0 on, not {number}.")
+        if not _is_whole(seen) or not 0 <= seen <= count:
             raise DataError(f"An epoch of {count} images can go on after 0 to {count} of them, not after {seen}.")
         if self.train:
             order.require_full_ranks(count - seen, self.batch, self.world)
@@ -202,11 +204,17 @@ class Loader:
         broken = next(broken_images(self.dataset, indices), None)
         if broken is None:
             raise error
-        remedy = "pack its folder again without it" if self.dataset.packed else "train on its list"
+        remedy = "train on its list (--lists, where data.lists is given)"
+        if self.dataset.packed:
+            remedy = "pack its folder again without it"
         raise DataError(
             f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace or remove it, "
             f"or run `san data check {self.dataset.root}` and {remedy}."
         ) from error
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, (int, np.integer))
 
 
 def _cuda_index(device: torch.device) -> int | None:

@@ -22,7 +22,7 @@ from experiments.config import DataConfig
 from experiments.data_cli import Size
 from experiments.trial import data_digest, open_data
 from pipelines import DataError, Dataset, prepare_digits
-from pipelines.lists import list_path, read_list
+from pipelines.lists import list_path, read_list, write_list
 
 SanData = Callable[..., tuple[int, str, str]]
 
@@ -93,12 +93,13 @@ def test_check_writes_lines_to_a_log(images: Path, san_data: SanData, monkeypatc
 def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_path: Path) -> None:
     (images / "train/dog/3.jpg").write_bytes(b"")
     (images / "train/cat/notes.txt").write_text("hello")
+    (images / "train/loose.jpg").write_bytes(b"")
     arguments = ("check", images, "--split", "train", "--lists", tmp_path / "lists")
     code, out, _ = san_data(*arguments)
     assert code == 1
     first, last = out.splitlines()
     assert first == f"{images}/train/dog/3.jpg: it is empty"
-    assert last.startswith("train: 12 images, 1 broken; 1 other files passed over, such as train/cat/notes.txt; ")
+    assert last.startswith("train: 12 images, 1 broken; 2 other files passed over, such as train/loose.jpg; ")
 
     code, out, _ = san_data(*arguments, "--json", "--workers", "1")
     assert code == 1
@@ -109,7 +110,7 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
             "packed": False,
             "images": 12,
             "broken": [{"path": f"{images}/train/dog/3.jpg", "reason": "it is empty"}],
-            "passed_over": ["train/cat/notes.txt"],
+            "passed_over": ["train/loose.jpg", "train/cat/notes.txt"],
             "list": str(tmp_path / "lists/train.txt"),
             "digest": train.digest(),
         }
@@ -119,12 +120,28 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
     assert not list(images.glob("*.txt"))
 
 
+def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> None:
+    (images / "train/cat/6.jpg").rename(images / "train/cat/a\n\x1b\udce9é.jpg")
+    shown = r"train/cat/a\n\x1b\udce9é.jpg"
+    (images / "train/dog/x\n").touch()
+    _, out, _ = san_data("order", images, "train", "--batch", "12")
+    assert f"0\t0\t{shown}" in out.splitlines()
+    code, out, _ = san_data("check", images, "--split", "train")
+    first, last = out.splitlines()
+    assert code == 1
+    assert first == f"{images}/{shown}: its name holds a line break, which a list cannot: rename it"
+    assert r"; 1 other files passed over, such as train/dog/x\n; " in last
+
+
 def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: SanData) -> None:
     (images / "val/dog/0.jpg").write_bytes(b"no image")
     code, out, _ = san_data("check", images)
     assert code == 1
     assert "no list was written: " in out and "val would have no image left of dog" in out
     assert sorted(path.name for path in images.glob("*.txt")) == ["train.txt"]
+    data = Dataset.scan(images, "val")
+    write_list(images / "val.txt", data.paths, data.sizes)
+    assert f"The old {images}/val.txt stays, and is used." in san_data("check", images, "--split", "val")[1]
 
 
 def test_split_writes_what_training_holds_out(images: Path, san_data: SanData, tmp_path: Path) -> None:
@@ -144,6 +161,31 @@ def test_split_writes_what_training_holds_out(images: Path, san_data: SanData, t
     assert open_data(config(images, split="val-split"))[1] == Dataset.scan(images, "val")  # no lists there
     code, out, _ = san_data("split", images, "--per-class", "2", "--seed", "3", "--lists", lists)
     assert out.splitlines()[1] == f"val-split: 4 images, {lists}/val-split.txt, digest {val['digest']}"
+
+
+@pytest.mark.parametrize("missing", ["train-split", "val-split"])
+def test_rejects_half_a_val_split(images: Path, san_data: SanData, tmp_path: Path, missing: str) -> None:
+    other = "val-split" if missing == "train-split" else "train-split"
+    assert san_data("split", images, "--per-class", "2")[0] == 0
+    assert san_data("pack", images, tmp_path / "shards", "--split", "train", "--split", "val", "--split", other)[0] == 0
+    (images / f"{missing}.txt").unlink()
+    with pytest.raises(
+        DataError, match=rf"^data.split: {images} has {other}\.txt, but {missing}\.txt is missing; make both with"
+    ):
+        open_data(config(images, split="val-split"))
+    with pytest.raises(
+        DataError, match=rf"has {other}\.index, but {missing}\.index is missing; make both with `san data pack`"
+    ):
+        open_data(config(tmp_path / "shards", source="shards", split="val-split"))
+
+
+def test_rejects_a_val_split_of_two_draws(images: Path, san_data: SanData) -> None:
+    assert san_data("split", images, "--per-class", "2")[0] == 0
+    first = (images / "train-split.txt").read_bytes()
+    assert san_data("split", images, "--per-class", "2", "--seed", "1")[0] == 0
+    (images / "train-split.txt").write_bytes(first)
+    with pytest.raises(DataError, match=r"The splits train-split and val-split share \d image\(s\), such as train/"):
+        open_data(config(images, split="val-split"))
 
 
 def test_split_makes_nothing_where_there_is_no_data_or_a_name_cannot_be_listed(images: Path, san_data: SanData) -> None:
@@ -211,6 +253,8 @@ def test_order_is_that_of_training(images: Path, san_data: SanData, tmp_path: Pa
     san_data("pack", images, tmp_path / "shards")
     code, out, _ = san_data("order", tmp_path / "shards", "train", *arguments, "--json")
     assert [[str(row["step"]), str(row["worker"]), row["path"]] for row in json.loads(out)] == rows
+    code, out, _ = san_data("order", images, "val", *arguments[:-2], "--workers", "3")  # more than images
+    assert (code, out) == (0, "0\t0\tval/cat/0.jpg\n0\t1\tval/dog/0.jpg\n")
     assert san_data("order", images, "train", "--seed", "6", *arguments[2:])[1] != "\n".join(map("\t".join, rows)) + "\n"
 
 
@@ -234,6 +278,15 @@ def test_embedded_sets_are_opened_as_ever(tmp_path: Path) -> None:
         ({"root": None}, "data.root: missing; give the folder with the images, which data.source=folder needs"),
         ({"source": "digits", "lists": "lists"}, "data.lists: only data.source=folder has lists, not digits; leave it out"),
         ({"source": "shards"}, "There are no shards of train in "),
+        (
+            {"source": "synthetic", "lists": "lists"},
+            "data.lists: only data.source=folder has lists, not synthetic; leave it out",
+        ),
+        (
+            {"source": "synthetic", "train_per_class": 3},
+            "data.train_per_class: synthetic images are not chosen from others; give",
+        ),
+        ({"source": "synthetic", "synthetic_classes": 10**9}, "1000000000 classes of 50 synthetic images are "),
         ({"lists": "/no/such/lists"}, "There is no folder of lists /no/such/lists: make one with `san data check"),
         ({"split": "val-split", "val_split_per_class": 6}, "data.val_split_per_class: "),
     ],
@@ -257,6 +310,11 @@ def test_rejects_data_that_cannot_be_had(images: Path, fields: dict[str, Any], s
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be written (File exists)"]),
         (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/: expected "]),
         (["order", "{root}", "train", "--batch", "1", "--workers", "2"], ["too few for 2 ranks"]),
+        (["order", "{root}", "train", "--seed", str(2**63)], ["Invalid value for '--seed'"]),
+        (["check", "{root}", "--split", ""], ["'' is no name of a split: expected"]),
+        (["pack", "{root}", "{root}/out", "--split", "../x"], ["'../x' is no name of a split: expected"]),
+        (["order", "{root}", "train", "--workers", "100000"], ["Invalid value for '--workers'"]),
+        (["check", "{root}", "--workers", "100000"], ["Invalid value for '--workers'"]),
         (["order", "{root}", "train", "--lists", "{root}/nowhere"], ["There is no folder of lists {root}/nowhere"]),
     ],
 )  # fmt: skip

@@ -79,10 +79,15 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
         "val/b/3.jpg": len("elsewhere/3.jpg"),
     }
     put(tmp_path, "val/4.jpg")
-    assert list(passed_over(tmp_path, "val")) == [
+    assert passed_over(tmp_path, "val") == [
         *("val/4.jpg", "val/circle"),  # beside the classes
         *("val/a/.DS_Store", "val/a/2.txt", "val/a/Thumbs.db"),
     ]
+
+
+def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be read \(No such file or directory: .*/val"):
+        passed_over(tmp_path, "val")
 
 
 def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:
@@ -248,6 +253,13 @@ def test_synthetic_images_have_names_alone() -> None:
     assert len(data.classes) == 3 and list(data.classes) == sorted(data.classes)
     data.require_same_classes(Dataset.synthetic("val", classes=3, per_class=2))
     assert data.digest() != Dataset.synthetic("train", classes=4, per_class=3).digest()
+
+
+def test_rejects_more_synthetic_images_than_fit_into_memory() -> None:
+    with pytest.raises(
+        DataError, match="1000000000 classes of 50 synthetic images are 50000000000 images: ask for 5000000 at"
+    ):
+        Dataset.synthetic("train", classes=10**9, per_class=50)
 
 
 def test_first_rejects_small_classes_and_names_all(many: Dataset) -> None:

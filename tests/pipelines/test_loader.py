@@ -7,6 +7,7 @@ from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from subprocess import run
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,8 +184,8 @@ def test_rest_of_an_epoch_is_bit_identical(shades: Path, data: st.DataObject, ba
         assert torch.equal(torch.cat([part.labels_N for part in parts]), was.labels_N)
 
 
-@pytest.mark.parametrize("seen", [-1, COUNT + 1])
-def test_rejects_more_images_seen_than_there_are(colours: Path, seen: int) -> None:
+@pytest.mark.parametrize("seen", [-1, COUNT + 1, 2.5])
+def test_rejects_more_images_seen_than_there_are(colours: Path, seen: Any) -> None:
     with pytest.raises(DataError, match=f"An epoch of 23 images can go on after 0 to 23 of them, not after {seen}"):
         loader(colours, "train").epoch(0, seen)
 
@@ -367,10 +368,24 @@ def test_synthetic_batches_are_noise_with_the_right_labels(train: bool) -> None:
     assert all(batch.images_NCHW.any() for batch in batches[1:])
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"rank": 2, "world": 2}, {"rank": -1}, {"seed": -1}])
-def test_rejects_impossible_settings(colours: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(DataError, match="A loader needs batch >= 1"):
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 0}, {"rank": 2, "world": 2}, {"rank": -1}, {"seed": -1}, {"batch": 2.5}, {"seed": 2**70}]
+)
+def test_rejects_impossible_settings(colours: Path, wrong: dict[str, Any]) -> None:
+    (key, value), *_ = wrong.items()
+    with pytest.raises(DataError, match=rf"A loader needs whole numbers, batch >= 1, .* not .*{key}={value}"):
         loader(colours, "val", **wrong)
+
+
+@pytest.mark.parametrize("number", [-1, 1.5])
+def test_rejects_epochs_that_there_cannot_be(colours: Path, number: Any) -> None:
+    with pytest.raises(DataError, match=f"Epochs have whole numbers from 0 on, not {number}"):
+        loader(colours, "train").epoch(number)
+
+
+def test_numbers_may_be_of_numpy(colours: Path) -> None:
+    one = loader(colours, "train", batch=np.int64(8), seed=np.uint32(3))  # type: ignore[arg-type]
+    assert indices_seen(one, np.int16(2)) == indices_seen(loader(colours, "train", batch=8, seed=3), 2)  # type: ignore[arg-type]
 
 
 def test_import_is_light() -> None:
