@@ -79,14 +79,14 @@ def reading_pipeline(batches: Iterator[list[Bytes]], *, packed: bool, max_batch:
     return pipeline
 
 
-def read(pipeline: Any) -> tuple[Any, NDArray[np.int64]]:
-    """The next batch of a reading pipeline: the encoded images, and their sizes (height, width), (N, 2), pixels.
+def read(pipeline: Any) -> tuple[Any, list[int], NDArray[np.int64]]:
+    """The next batch of a reading pipeline: encoded images, their bytes, and their sizes (height, width), (N, 2), pixels.
 
     Raises:
         RuntimeError: a file is missing, or its header makes no sense.
     """
     encoded, shapes = pipeline.run()
-    return encoded, np.array(shapes.as_array())[:, :2]
+    return encoded, [count for (count,) in encoded.shape()], np.array(shapes.as_array())[:, :2]
 
 
 def image_pipeline(

@@ -141,7 +141,8 @@ class Loader:
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for share in shares:
-                encoded, sizes_N2 = graph.read(reading)
+                encoded, bytes_N, sizes_N2 = graph.read(reading)
+                self.dataset.require_sizes(share.tolist(), bytes_N)
                 windows = self._windows(number, share, sizes_N2)
                 in_flight.append((windows, (encoded, *(windows if on_gpu else parts(windows, self.transform.size)))))
                 yield in_flight[-1][1]

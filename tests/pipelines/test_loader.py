@@ -330,6 +330,15 @@ def test_vanished_image_is_named(colours: Path) -> None:
         list(one.epoch(0))
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_image_that_changed_since_it_was_listed_is_named(colours: Path, split: str) -> None:
+    one = loader(colours, split)
+    with open(one.dataset.root / one.dataset.paths[5], "ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match=rf"{one.dataset.paths[5]} has \d+ bytes, but \d+ when it was listed"):
+        list(one.epoch(0))
+
+
 def test_batches_are_the_callers_own(shades: Path) -> None:
     one = loader(shades, "train")
     kept = [(batch.images_NCHW, batch.images_NCHW.clone()) for batch in one.epoch(0)]
