@@ -68,6 +68,17 @@ void release(std::vector<T>& x) {
   std::vector<T>().swap(x);
 }
 
+// The mean of some pixels from all over a map [pixels, channels]: one alone could be far from the others.
+template <class acc_t, class scalar_t>
+void about_the_mean(const scalar_t* x, int64_t pixels, int64_t channels, acc_t* mean) {
+  const int64_t some = std::min<int64_t>(pixels, 64);
+  std::fill(mean, mean + channels, acc_t(0));
+  for (int64_t k = 0; k < some; ++k) {
+    const scalar_t* from = x + (2 * k + 1) * pixels / (2 * some) * channels;
+    for (int64_t c = 0; c < channels; ++c) mean[c] += static_cast<acc_t>(from[c]) / some;
+  }
+}
+
 // A tensor of any floating type as values of T that lie in a row.
 template <class T>
 Tensor as(const Tensor& x) {

@@ -6,19 +6,27 @@
 
 namespace san::cpu {
 
-// Adds to sum [channels] all pixels of a map [H, W, channels], each as often as the pairs that see it: seen_h * seen_w
-// times, or once where these are null. Rows are summed in T, their sums in double.
 template <class T>
-SAN_VECTOR void sum_pixels(const T* SAN_RESTRICT map, const Footprint& f, int64_t channels,
-                           const T* SAN_RESTRICT seen_h, const T* SAN_RESTRICT seen_w, T* SAN_RESTRICT row,
+__attribute__((always_inline)) inline void add(const T* SAN_RESTRICT from, int64_t count, T* SAN_RESTRICT to) {
+  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+}
+
+// Adds to sum [channels] rows first .. last - 1 of a map [H, W, channels], each pixel as often as the pairs that see
+// it: seen_h * seen_w times, or once where these are null. `columns` has room for [W, channels].
+template <class T>
+SAN_VECTOR void sum_pixels(const T* SAN_RESTRICT map, const Footprint& f, int64_t first, int64_t last, int64_t channels,
+                           const T* SAN_RESTRICT seen_h, const T* SAN_RESTRICT seen_w, double* SAN_RESTRICT columns,
                            double* SAN_RESTRICT sum) {
-  for (int64_t h = 0; h < f.height; ++h) {
-    std::fill(row, row + channels, T(0));
-    for (int64_t w = 0; w < f.width; ++w, map += channels) {
-      const T seen = seen_h == nullptr ? T(1) : seen_h[h] * seen_w[w];
-      for (int64_t c = 0; c < channels; ++c) row[c] += seen * map[c];
-    }
-    for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
+  const int64_t row = f.width * channels;
+  std::fill(columns, columns + row, 0.0);
+  for (int64_t h = first; h < last; ++h) {
+    const T* SAN_RESTRICT from = map + h * row;
+    const double seen = seen_h == nullptr ? 1 : seen_h[h];
+    for (int64_t i = 0; i < row; ++i) columns[i] += seen * from[i];
+  }
+  for (int64_t w = 0; w < f.width; ++w) {
+    const double seen = seen_w == nullptr ? 1 : seen_w[w];
+    for (int64_t c = 0; c < channels; ++c) sum[c] += seen * columns[w * channels + c];
   }
 }
 

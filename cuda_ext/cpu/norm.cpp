@@ -24,59 +24,49 @@ SAN_VECTOR void sum_distances(const scalar_t* SAN_RESTRICT x, int64_t pixels, in
 
 template <class scalar_t, class acc_t>
 SAN_VECTOR void scale_and_rectify(const scalar_t* SAN_RESTRICT x, int64_t pixels, int64_t C,
-                                  const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT shift,
-                                  scalar_t* SAN_RESTRICT y) {
+                                  const acc_t* SAN_RESTRICT mean, const acc_t* SAN_RESTRICT scale,
+                                  const acc_t* SAN_RESTRICT bias, scalar_t* SAN_RESTRICT y) {
   for (int64_t i = 0; i < pixels; ++i, x += C, y += C)
     for (int64_t c = 0; c < C; ++c) {
-      const acc_t v = scale[c] * static_cast<acc_t>(x[c]) + shift[c];
+      const acc_t v = scale[c] * (static_cast<acc_t>(x[c]) - mean[c]) + bias[c];
       y[c] = static_cast<scalar_t>(v < acc_t(0) ? acc_t(0) : v);  // NaN stays
     }
 }
 
 template <class scalar_t, class acc_t>
-SAN_VECTOR void rectify_in_place(scalar_t* SAN_RESTRICT x, int64_t pixels, int64_t C, const acc_t* SAN_RESTRICT scale,
-                                 const acc_t* SAN_RESTRICT shift) {
+SAN_VECTOR void rectify_in_place(scalar_t* SAN_RESTRICT x, int64_t pixels, int64_t C, const acc_t* SAN_RESTRICT mean,
+                                 const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT bias) {
   for (int64_t i = 0; i < pixels; ++i, x += C)
     for (int64_t c = 0; c < C; ++c) {
-      const acc_t v = scale[c] * static_cast<acc_t>(x[c]) + shift[c];
+      const acc_t v = scale[c] * (static_cast<acc_t>(x[c]) - mean[c]) + bias[c];
       x[c] = static_cast<scalar_t>(v < acc_t(0) ? acc_t(0) : v);  // NaN stays
     }
-}
-
-// The mean of some pixels from all over the map: one alone could be far from the others.
-template <class acc_t, class scalar_t>
-std::vector<acc_t> about_the_mean(const scalar_t* x, int64_t pixels, int64_t C) {
-  const int64_t some = std::min<int64_t>(pixels, 64);
-  std::vector<acc_t> mean(C);
-  for (int64_t k = 0; k < some; ++k)
-    for (int64_t c = 0; c < C; ++c) mean[c] += static_cast<acc_t>(x[k * pixels / some * C + c]) / some;
-  return mean;
 }
 
 // Sums of g, the gradient where the output is positive, and of g * (x - mean).
 template <class scalar_t, class acc_t>
 SAN_VECTOR void sum_gradients(const scalar_t* SAN_RESTRICT grad, const scalar_t* SAN_RESTRICT x, int64_t pixels,
-                              int64_t C, const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT shift,
-                              const acc_t* SAN_RESTRICT mean, acc_t* SAN_RESTRICT sum, acc_t* SAN_RESTRICT product) {
+                              int64_t C, const acc_t* SAN_RESTRICT mean, const acc_t* SAN_RESTRICT scale,
+                              const acc_t* SAN_RESTRICT bias, acc_t* SAN_RESTRICT sum, acc_t* SAN_RESTRICT product) {
   for (int64_t i = 0; i < pixels; ++i, x += C, grad += C)
     for (int64_t c = 0; c < C; ++c) {
-      const acc_t value = static_cast<acc_t>(x[c]);
-      const acc_t g = scale[c] * value + shift[c] > acc_t(0) ? static_cast<acc_t>(grad[c]) : acc_t(0);
-      sum[c] += g, product[c] += g * (value - mean[c]);
+      const acc_t distance = static_cast<acc_t>(x[c]) - mean[c];
+      const acc_t g = scale[c] * distance + bias[c] > acc_t(0) ? static_cast<acc_t>(grad[c]) : acc_t(0);
+      sum[c] += g, product[c] += g * distance;
     }
 }
 
 // scale * (g - offset - (x - mean) * tilt).
 template <class scalar_t, class acc_t>
 SAN_VECTOR void finish_gradients(const scalar_t* SAN_RESTRICT grad, const scalar_t* SAN_RESTRICT x, int64_t pixels,
-                                 int64_t C, const acc_t* SAN_RESTRICT scale, const acc_t* SAN_RESTRICT shift,
-                                 const acc_t* SAN_RESTRICT mean, const acc_t* SAN_RESTRICT offset,
+                                 int64_t C, const acc_t* SAN_RESTRICT mean, const acc_t* SAN_RESTRICT scale,
+                                 const acc_t* SAN_RESTRICT bias, const acc_t* SAN_RESTRICT offset,
                                  const acc_t* SAN_RESTRICT tilt, scalar_t* SAN_RESTRICT out) {
   for (int64_t i = 0; i < pixels; ++i, x += C, grad += C, out += C)
     for (int64_t c = 0; c < C; ++c) {
-      const acc_t value = static_cast<acc_t>(x[c]);
-      const acc_t g = scale[c] * value + shift[c] > acc_t(0) ? static_cast<acc_t>(grad[c]) : acc_t(0);
-      out[c] = static_cast<scalar_t>(scale[c] * (g - offset[c] - (value - mean[c]) * tilt[c]));
+      const acc_t distance = static_cast<acc_t>(x[c]) - mean[c];
+      const acc_t g = scale[c] * distance + bias[c] > acc_t(0) ? static_cast<acc_t>(grad[c]) : acc_t(0);
+      out[c] = static_cast<scalar_t>(scale[c] * (g - offset[c] - distance * tilt[c]));
     }
 }
 
@@ -103,19 +93,18 @@ void for_each_chunk(int64_t pixels, const Work& work) {
                       [&](int64_t chunk, char*) { work(chunk * kChunk, std::min(kChunk, pixels - chunk * kChunk)); });
 }
 
-// y = relu(scale * x + shift).
+// y = relu(scale * (x - mean) + bias): a large mean goes before anything is rounded.
 template <class acc_t>
 struct Affine {
-  std::vector<acc_t> scale, shift;
+  const acc_t *mean, *bias;
+  std::vector<acc_t> scale;
   std::vector<double> deviation;  // 1 / standard deviation
 
   Affine(const Tensor& gain, const Tensor& bias, const acc_t* mean, const acc_t* var, double eps)
-      : scale(gain.numel()), shift(gain.numel()), deviation(gain.numel()) {
-    const acc_t *gains = values<acc_t>(gain), *biases = values<acc_t>(bias);
+      : mean(mean), bias(values<acc_t>(bias)), scale(gain.numel()), deviation(gain.numel()) {
     for (size_t c = 0; c < scale.size(); ++c) {
       deviation[c] = 1 / std::sqrt(var[c] + eps);
-      scale[c] = static_cast<acc_t>(gains[c] * deviation[c]);
-      shift[c] = static_cast<acc_t>(biases[c] - gains[c] * deviation[c] * mean[c]);
+      scale[c] = static_cast<acc_t>(values<acc_t>(gain)[c] * deviation[c]);
     }
   }
 };
@@ -141,7 +130,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& gain
     scalar_t* out = y.mutable_data_ptr<scalar_t>();
     acc_t *m = new_mean.mutable_data_ptr<acc_t>(), *v = new_var.mutable_data_ptr<acc_t>();
     if (training && pixels > 0) {
-      const std::vector<acc_t> origin = about_the_mean<acc_t>(in, pixels, C);  // so that squares do not cancel
+      std::vector<acc_t> origin(C);  // so that squares do not cancel
+      about_the_mean(in, pixels, C, origin.data());
       const std::vector<double> sums = sum_chunks<acc_t>(pixels, C, [&](int64_t first, int64_t count, acc_t* row) {
         sum_distances(in + first * C, count, C, origin.data(), row, row + C);
       });
@@ -154,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& gain
     }
     const Affine<acc_t> affine(p[0], p[1], m, v, eps);
     for_each_chunk(pixels, [&](int64_t first, int64_t count) {
-      scale_and_rectify(in + first * C, count, C, affine.scale.data(), affine.shift.data(), out + first * C);
+      scale_and_rectify(in + first * C, count, C, affine.mean, affine.scale.data(), affine.bias, out + first * C);
     });
   });
   return {y, new_mean, new_var};
@@ -171,7 +161,7 @@ void norm_relu_(Tensor x, const Tensor& gain, const Tensor& bias, const Tensor& 
     scalar_t* map = x.mutable_data_ptr<scalar_t>();
     const Affine<acc_t> affine(p[0], p[1], values<acc_t>(p[2]), values<acc_t>(p[3]), eps);
     for_each_chunk(pixels, [&](int64_t first, int64_t count) {
-      rectify_in_place(map + first * C, count, C, affine.scale.data(), affine.shift.data());
+      rectify_in_place(map + first * C, count, C, affine.mean, affine.scale.data(), affine.bias);
     });
   });
 }
@@ -194,9 +184,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
     acc_t *to_gain = grad_gain.mutable_data_ptr<acc_t>(), *to_bias = grad_bias.mutable_data_ptr<acc_t>();
     const acc_t* m = values<acc_t>(p[2]);
     const Affine<acc_t> affine(p[0], p[1], m, values<acc_t>(p[3]), eps);
-    const acc_t *scale = affine.scale.data(), *shift = affine.shift.data();
+    const acc_t *scale = affine.scale.data(), *b = affine.bias;
     const std::vector<double> sums = sum_chunks<acc_t>(pixels, C, [&](int64_t first, int64_t count, acc_t* row) {
-      sum_gradients(g + first * C, in + first * C, count, C, scale, shift, m, row, row + C);
+      sum_gradients(g + first * C, in + first * C, count, C, m, scale, b, row, row + C);
     });
     std::vector<acc_t> offset(C), tilt(C);
     for (int64_t c = 0; c < C; ++c) {
@@ -207,7 +197,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
       tilt[c] = static_cast<acc_t>(deviation * deviation * sums[C + c] / pixels);
     }
     for_each_chunk(pixels, [&](int64_t first, int64_t count) {
-      finish_gradients(g + first * C, in + first * C, count, C, scale, shift, m, offset.data(), tilt.data(),
+      finish_gradients(g + first * C, in + first * C, count, C, m, scale, b, offset.data(), tilt.data(),
                        out + first * C);
     });
   });

@@ -14,11 +14,6 @@
 namespace san::cpu {
 namespace {
 
-template <class T>
-inline void add(const T* SAN_RESTRICT from, int64_t count, T* SAN_RESTRICT to) {
-  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
-}
-
 // out_i = sum of in_j over the reflected footprint of i, or with `adjoint` the sum over all i whose footprint holds j.
 // Maps are [H, W, channels]; separable, so each axis takes k additions. `line` is room for a padded row,
 // [W + k - 1, channels].
@@ -53,22 +48,46 @@ SAN_VECTOR void box_sums(const T* SAN_RESTRICT in, const Footprint& f, int64_t c
     }
 }
 
-// Adds to sum [channels] the squares of center_i - around_j over all pairs, from centred maps x and y and y's box sums:
-// K x^2 + seen y^2 - 2 x box.
+// Adds to sum [channels] the squares of center_i - around_j - (x_mean - y_mean) over the pairs of rows first .. last -
+// 1 of maps x and y [H, W, channels]: K x^2 + seen y^2 - 2 x box(y) of centred maps, where `seen` says how many pairs
+// see a pixel. In double: where neighbours differ by little, as those of a slope do, large terms cancel. `scratch` has
+// room for [7 W + k - 1, channels].
 template <class T>
-SAN_VECTOR void sum_squares(const T* SAN_RESTRICT x, const T* SAN_RESTRICT y, const T* SAN_RESTRICT box,
-                            const Footprint& f, int64_t channels, const T* SAN_RESTRICT seen_h,
-                            const T* SAN_RESTRICT seen_w, T* SAN_RESTRICT row, double* SAN_RESTRICT sum) {
-  const T positions = static_cast<T>(f.positions());
-  for (int64_t h = 0; h < f.height; ++h) {
-    std::fill(row, row + channels, T(0));
-    for (int64_t w = 0; w < f.width; ++w, x += channels, y += channels, box += channels) {
-      const T seen = seen_h[h] * seen_w[w];
-      for (int64_t c = 0; c < channels; ++c)
-        row[c] += positions * x[c] * x[c] + seen * y[c] * y[c] - T(2) * x[c] * box[c];
-    }
-    for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
+SAN_VECTOR void sum_squares(const T* SAN_RESTRICT x, const T* SAN_RESTRICT y, const Footprint& f, int64_t first,
+                            int64_t last, int64_t channels, const double* SAN_RESTRICT x_mean,
+                            const double* SAN_RESTRICT y_mean, const T* SAN_RESTRICT seen_h,
+                            const T* SAN_RESTRICT seen_w, double* SAN_RESTRICT scratch, double* SAN_RESTRICT sum) {
+  const int64_t reach = f.reach(), W = f.width, row = W * channels;
+  const double k = static_cast<double>(f.kernel_size);
+  // Rows, so that loops run over all of them: a padded one, its box sums, and sums over rows of what follows from them.
+  double *inside = scratch + reach * channels, *box = inside + row + reach * channels, *columns = box + row;
+  double *x_means = columns + row, *y_means = x_means + row, *seen = y_means + row;
+  for (int64_t w = 0; w < W; ++w) {
+    std::copy_n(x_mean, channels, x_means + w * channels), std::copy_n(y_mean, channels, y_means + w * channels);
+    std::fill_n(seen + w * channels, channels, seen_w[w]);
   }
+  std::fill(columns, columns + row, 0.0);
+  for (int64_t h = first; h < last; ++h) {
+    for (int64_t i = 0; i < row; ++i) inside[i] = -k * y_means[i];
+    for (int64_t o = -reach; o <= reach; ++o) {
+      const T* SAN_RESTRICT from = y + reflect(h + o, f.height) * row;
+      for (int64_t i = 0; i < row; ++i) inside[i] += from[i];
+    }
+    for (int64_t w = 1; w <= reach; ++w) {
+      std::copy_n(inside + w * channels, channels, inside - w * channels);
+      std::copy_n(inside + (W - 1 - w) * channels, channels, inside + (W - 1 + w) * channels);
+    }
+    std::fill(box, box + row, 0.0);
+    for (int64_t o = -reach; o <= reach; ++o) add(inside + o * channels, row, box);
+    const T *SAN_RESTRICT x_h = x + h * row, *SAN_RESTRICT y_h = y + h * row;
+    const double seen_here = seen_h[h];
+    for (int64_t i = 0; i < row; ++i) {
+      const double from = x_h[i] - x_means[i], to = y_h[i] - y_means[i];
+      columns[i] += k * k * from * from + seen_here * seen[i] * to * to - 2 * from * box[i];
+    }
+  }
+  for (int64_t w = 0; w < W; ++w)
+    for (int64_t c = 0; c < channels; ++c) sum[c] += columns[w * channels + c];
 }
 
 // The first BatchNorm's part of the gradients of center and around: scale * (g - seen * mean - (seen * x - other) *
@@ -109,10 +128,9 @@ class Problem {
         around(as<T>(in.around)),
         tile(pairwise_tiles<T>(E, f.width)),
         bands(bands_of(N, f, f.kernel_size)),
+        rows(bands_of(N, f, 1)),
         seen_h(counts_of<T>(f.height, f.reach())),
         seen_w(counts_of<T>(f.width, f.reach())),
-        center_mean(d),
-        around_mean(d),
         scale(d) {
     const int64_t weights = repeated_weights(G, tile.lanes);
     p.footprint = f, p.relation = d, p.hidden_used = E;
@@ -121,46 +139,52 @@ class Problem {
     p.weights = weights, p.values = round_up(M, weights);
   }
 
-  // The means of the maps, as pairs see them; returned is that of the relation.
-  std::vector<double> map_means() {
-    const T *x = values<T>(center), *y = values<T>(around);
-    std::vector<double> sums(N * 2 * d), mean(d);
-    for_each_task<T>(N, d, [&](int64_t n, T* row) {
-      sum_pixels<T>(x + n * P * d, f, d, nullptr, nullptr, row, sums.data() + n * 2 * d);
-      sum_pixels(y + n * P * d, f, d, seen_h.data(), seen_w.data(), row, sums.data() + (n * 2 + 1) * d);
+  // The means of the maps, as pairs see them: [2, d].
+  std::vector<double> map_means() const {
+    std::vector<double> sums(rows.size() * 2 * d);
+    for_each_task<double>(rows.size(), f.width * d, [&](int64_t task, double* row) {
+      const auto& [n, first, last] = rows[task];
+      double* sum = sums.data() + task * 2 * d;
+      sum_pixels<T>(values<T>(center) + n * P * d, f, first, last, d, nullptr, nullptr, row, sum);
+      sum_pixels<T>(values<T>(around) + n * P * d, f, first, last, d, seen_h.data(), seen_w.data(), row, sum + d);
     });
-    const std::vector<double> sum = sum_over_tasks(sums, 2 * d);
-    for (int64_t c = 0; c < d; ++c) {
-      center_mean[c] = static_cast<T>(sum[c] / (N * P)), around_mean[c] = static_cast<T>(sum[d + c] / pairs);
-      mean[c] = sum[c] / (N * P) - sum[d + c] / pairs;
-    }
-    return mean;
+    std::vector<double> means = sum_over_tasks(sums, 2 * d);
+    for (int64_t c = 0; c < d; ++c) means[c] /= N * P, means[d + c] /= pairs;
+    return means;
   }
 
-  // Batch statistics of the relation.
-  void relation_statistics(std::vector<T>& mean_out, std::vector<T>& var_out) {
-    const std::vector<double> mean = map_means();
-    const T *x = values<T>(center), *y = values<T>(around);
-    std::vector<double> squares(N * d);
-    const std::vector<T> none(d), one(d, 1);
-    for_each_task<T>(N, (3 * P + f.padded_width()) * d, [&](int64_t n, T* scratch) {
-      T *x_c = scratch, *y_c = x_c + P * d, *box = y_c + P * d, *row = box + P * d;
-      // Of centred maps, so that large means do not cancel.
-      affine(x + n * P * d, P, d, center_mean.data(), one.data(), none.data(), x_c, d);
-      affine(y + n * P * d, P, d, around_mean.data(), one.data(), none.data(), y_c, d);
-      box_sums(y_c, f, d, false, row, box);
-      sum_squares(x_c, y_c, box, f, d, seen_h.data(), seen_w.data(), row, squares.data() + n * d);
+  // Mean and variance of the relation from these.
+  std::vector<double> relation_mean(std::vector<double> means) const {
+    for (int64_t c = 0; c < d; ++c) means[c] -= means[d + c];
+    means.resize(d);
+    return means;
+  }
+  std::vector<double> relation_variance(const std::vector<double>& means) const {
+    std::vector<double> squares(rows.size() * d);
+    for_each_task<double>(rows.size(), (7 * f.width + f.kernel_size - 1) * d, [&](int64_t task, double* scratch) {
+      const auto& [n, first, last] = rows[task];
+      sum_squares(values<T>(center) + n * P * d, values<T>(around) + n * P * d, f, first, last, d, means.data(),
+                  means.data() + d, seen_h.data(), seen_w.data(), scratch, squares.data() + task * d);
     });
-    const std::vector<double> square = sum_over_tasks(squares, d);
-    for (int64_t c = 0; c < d; ++c) {
-      const double rounding = mean[c] - (double(center_mean[c]) - around_mean[c]);  // of the means taken off
-      mean_out[c] = static_cast<T>(mean[c]);
-      var_out[c] = static_cast<T>(std::max(square[c] / pairs - rounding * rounding, 0.0));
-    }
+    std::vector<double> variance = sum_over_tasks(squares, d);
+    for (double& square : variance) square = std::max(square / pairs, 0.0);
+    return variance;
   }
 
-  // With fixed statistics nothing is known of the maps' own means.
-  void take_relation_mean(const T* mean) { center_mean.assign(mean, mean + d), around_mean.assign(d, 0); }
+  // Of each image, values near those of around and, further off by the relation's mean, of center: differences of what
+  // is left of the maps without them are exact, whatever the maps' means. `rest` is what the two lost to rounding.
+  void take_origins(const std::vector<double>& mean) {
+    around_origin.resize(N * d), center_origin.resize(N * d), rest.resize(N * d);
+    for_each_task<T>(N, 0, [&](int64_t n, T*) {
+      about_the_mean(values<T>(around) + n * P * d, P, d, around_origin.data() + n * d);
+      for (int64_t at = n * d; at < (n + 1) * d; ++at) {
+        if (!std::isfinite(around_origin[at])) around_origin[at] = 0;  // which only some pixels see
+        const double wanted = around_origin[at] + mean[at - n * d];
+        center_origin[at] = static_cast<T>(wanted);
+        rest[at] = static_cast<T>(std::isfinite(center_origin[at]) ? center_origin[at] - wanted : 0);
+      }
+    });
+  }
 
   // Normalises the maps, so that a1 = relu(center_i - around_j).
   void normalise(const T* gain, const T* bias, const T* var) {
@@ -168,10 +192,14 @@ class Problem {
     const T *x = values<T>(center), *y = values<T>(around);
     const std::vector<T> none(d);
     center_n.resize(N * P * p.pitch), around_n.resize(N * P * p.pitch);
-    for_each_task<T>(N, 0, [&](int64_t n, T*) {
-      affine(x + n * P * d, P, d, center_mean.data(), scale.data(), bias, center_n.data() + n * P * p.pitch, p.pitch);
-      affine(y + n * P * d, P, d, around_mean.data(), scale.data(), none.data(), around_n.data() + n * P * p.pitch,
+    for_each_task<T>(rows.size(), d, [&](int64_t task, T* shift) {
+      const auto& [n, first, last] = rows[task];
+      const int64_t at = n * P + first * f.width, pixels = (last - first) * f.width;
+      for (int64_t c = 0; c < d; ++c) shift[c] = bias[c] + scale[c] * rest[n * d + c];
+      affine(x + at * d, pixels, d, center_origin.data() + n * d, scale.data(), shift, center_n.data() + at * p.pitch,
              p.pitch);
+      affine(y + at * d, pixels, d, around_origin.data() + n * d, scale.data(), none.data(),
+             around_n.data() + at * p.pitch, p.pitch);
     });
   }
 
@@ -207,17 +235,16 @@ class Problem {
       tile.moments(p, image(band.image), band.first, band.last, scratch, means.data() + task * size,
                    squares.data() + task * size);
     });
-    for (int64_t e = 0; e < E; ++e) {  // Chan, Golub, LeVeque 1983: means and squares of parts to those of the whole
-      double count = 0, middle = 0, square = 0;
-      for (size_t task = 0; task < bands.size(); ++task) {
-        const double more = double(bands[task].last - bands[task].first) * f.width * f.positions();
-        const double gap = means[task * size + e] - middle;
-        middle += gap * more / (count + more);
-        square += squares[task * size + e] + gap * gap * count * more / (count + more);
-        count += more;
-      }
-      mean[e] = static_cast<T>(middle), var[e] = static_cast<T>(square / pairs);
+    std::vector<double> middle(E), square(E);
+    double count = 0;
+    for (size_t task = 0; task < bands.size(); ++task) {
+      const double more = double(bands[task].last - bands[task].first) * f.width * f.positions();
+      const Merge merge(count, more);
+      for (int64_t e = 0; e < E; ++e) merge(means[task * size + e], squares[task * size + e], middle[e], square[e]);
+      count += more;
     }
+    for (int64_t e = 0; e < E; ++e)
+      mean[e] = static_cast<T>(middle[e]), var[e] = static_cast<T>(std::max(square[e] / count, 0.0));
   }
 
   Image<T> image(int64_t n) const {
@@ -229,9 +256,10 @@ class Problem {
   double pairs, eps;
   Tensor center, around;
   const PairwiseTiles<T>& tile;
-  const std::vector<Band> bands;  // even ones first
+  const std::vector<Band> bands, rows;  // of passes that add to neighbours, even ones first; of others
   std::vector<double> deviation;
-  std::vector<T> seen_h, seen_w, center_mean, around_mean, scale;  // how many pairs see a row, a column; [d]
+  std::vector<T> seen_h, seen_w, scale;               // how many pairs see a row, a column; [d]
+  std::vector<T> center_origin, around_origin, rest;  // [N, d]
   std::vector<T> center_n, around_n, w1, w1_back, w2, w2_back, bias1, gain2, bias2, slope, offset, tilt;
   Pairwise<T> p{};
 };
@@ -255,8 +283,13 @@ Forward forward(const Inputs& in, const Tensor& given_mean1, const Tensor& given
   std::vector<T> mean2(values<T>(given_mean2), values<T>(given_mean2) + E);
   std::vector<T> var2(values<T>(given_var2), values<T>(given_var2) + E);
   const bool counts = training && N > 0;
-  problem.take_relation_mean(mean1.data());
-  if (counts) problem.relation_statistics(mean1, var1);
+  std::vector<double> mean(mean1.begin(), mean1.end());
+  if (counts) {
+    const std::vector<double> means = problem.map_means(), var = problem.relation_variance(means);
+    mean = problem.relation_mean(means);
+    mean1.assign(mean.begin(), mean.end()), var1.assign(var.begin(), var.end());
+  }
+  problem.take_origins(mean);
   problem.normalise(values<T>(in.gain1), values<T>(in.bias1), var1.data());
   if (counts) {
     problem.fold_hidden(in, nullptr, nullptr);
@@ -289,8 +322,9 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
   const auto [N, P, d, E, G, M] = std::tuple(problem.N, problem.P, problem.d, problem.E, problem.G, problem.M);
   const Footprint& f = problem.f;
   Pairwise<T>& p = problem.p;
-  problem.take_relation_mean(values<T>(mean1));
-  if (training && N > 0) problem.map_means();
+  const bool counts = training && N > 0;
+  problem.take_origins(counts ? problem.relation_mean(problem.map_means())
+                              : std::vector<double>(values<T>(mean1), values<T>(mean1) + d));
   problem.normalise(values<T>(in.gain1), values<T>(in.bias1), values<T>(var1));
   problem.fold_hidden(in, values<T>(mean2), values<T>(var2));
 
@@ -350,15 +384,17 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
 
   // The first BatchNorm: what depends on pairs is a sum over them that the maps' box sums give.
   const T *center = values<T>(problem.center), *around = values<T>(problem.around);
+  // Maps are taken less their origins, so that center - around is the relation less its mean, and less `rest`.
   const std::vector<T> none(d), one(d, 1);
   std::vector<double> products(N * 4 * d);  // of each image: sums of g and g * x of center, then of around
   for_each_task<T>(N, (P + 2) * d, [&](int64_t n, T* scratch) {
     T *x = scratch, *row = x + P * d;
     double* sum = products.data() + n * 4 * d;
-    affine(center + n * P * d, P, d, problem.center_mean.data(), one.data(), none.data(), x, d);
+    affine(center + n * P * d, P, d, problem.center_origin.data() + n * d, one.data(), none.data(), x, d);
     sum_products(to_center.data() + n * P * p.pitch, p.pitch, x, f, d, row, sum, sum + d);
-    affine(around + n * P * d, P, d, problem.around_mean.data(), one.data(), none.data(), x, d);
+    affine(around + n * P * d, P, d, problem.around_origin.data() + n * d, one.data(), none.data(), x, d);
     sum_products(to_around.data() + n * P * p.pitch, p.pitch, x, f, d, row, sum + 2 * d, sum + 3 * d);
+    for (int64_t c = 0; c < d; ++c) sum[d + c] += problem.rest[n * d + c] * sum[c];
   });
   const std::vector<double> product = sum_over_tasks(products, 4 * d);
   std::vector<T> mean_g(d), tilt(d), minus(d);
@@ -374,21 +410,22 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Tensor& mean1, c
   Tensor grad_center = new_tensor<T>(in.center, {N, f.height, f.width, d}),
          grad_around = torch::stable::empty_like(grad_center);
   T *out_center = grad_center.template mutable_data_ptr<T>(), *out_around = grad_around.template mutable_data_ptr<T>();
-  for_each_task<T>(N, (4 * P + f.padded_width()) * d, [&](int64_t n, T* scratch) {
-    T *x = scratch, *y = x + P * d, *box = y + P * d, *back = box + P * d, *row = back + P * d;
+  for_each_task<T>(N, (4 * P + f.padded_width() + 1) * d, [&](int64_t n, T* scratch) {
+    T *x = scratch, *y = x + P * d, *box = y + P * d, *back = box + P * d, *mean = back + P * d, *row = mean + d;
+    for (int64_t c = 0; c < d; ++c) mean[c] = mean_g[c] + problem.rest[n * d + c] * tilt[c];
     if (training) {
-      affine(center + n * P * d, P, d, problem.center_mean.data(), one.data(), none.data(), x, d);
-      affine(around + n * P * d, P, d, problem.around_mean.data(), one.data(), none.data(), y, d);
+      affine(center + n * P * d, P, d, problem.center_origin.data() + n * d, one.data(), none.data(), x, d);
+      affine(around + n * P * d, P, d, problem.around_origin.data() + n * d, one.data(), none.data(), y, d);
       box_sums(y, f, d, false, row, box);
       box_sums(x, f, d, true, row, back);
     }
     const T *seen_h = problem.seen_h.data(), *seen_w = problem.seen_w.data();
-    finish<T>(to_center.data() + n * P * p.pitch, p.pitch, x, box, f, d, nullptr, nullptr, problem.scale.data(),
-              mean_g.data(), tilt.data(), out_center + n * P * d);
+    finish<T>(to_center.data() + n * P * p.pitch, p.pitch, x, box, f, d, nullptr, nullptr, problem.scale.data(), mean,
+              tilt.data(), out_center + n * P * d);
     // d loss / d around = -scale * (...), where y enters with the other sign: seen * y - back = -(back - seen * y).
     for (int64_t c = 0; c < d; ++c) row[c] = -tilt[c];
-    finish<T>(to_around.data() + n * P * p.pitch, p.pitch, y, back, f, d, seen_h, seen_w, minus.data(), mean_g.data(),
-              row, out_around + n * P * d);
+    finish<T>(to_around.data() + n * P * p.pitch, p.pitch, y, back, f, d, seen_h, seen_w, minus.data(), mean, row,
+              out_around + n * P * d);
   });
   const auto of_maps_type = [&](const Tensor& x) {
     return x.scalar_type() == in.center.scalar_type() ? x : torch::stable::to(x, in.center.scalar_type());

@@ -124,8 +124,8 @@ class Problem {
     p.pitch = round_up(R, tile.lanes), p.hidden = round_up(E, tile.lanes);
     p.weights = repeated, p.values = round_up(M, repeated);
     for (const Band& band : bands_of(N, f, f.kernel_size)) p.band_rows = std::max(p.band_rows, band.last - band.first);
-    center_c = centred(in.center, C, center_middle, training);
-    around_c = centred(in.around, R, around_middle, training);
+    center_c = centred(in.center, C, K, center_middle, training);
+    around_c = centred(in.around, R, K / 2, around_middle, training);
   }
 
   // Where a piece's channel stands among the parameters: the center first, then each channel's K positions.
@@ -148,10 +148,10 @@ class Problem {
       for (int64_t c = 0; c < R; ++c) {
         const double* s = sum.data() + piece * 2 * p.pitch + c;
         const double first = s[0] / pixels, second = s[p.pitch] / pixels;
-        mean_out[channel_of(piece, c)] = static_cast<T>(first + middle(piece, c));
+        mean[channel_of(piece, c)] = first + middle(piece, c);
+        mean_out[channel_of(piece, c)] = static_cast<T>(mean[channel_of(piece, c)]);
         var_out[channel_of(piece, c)] = static_cast<T>(std::max(second - first * first, 0.0));
       }
-    mean.assign(mean_out.begin(), mean_out.end());
   }
 
   // The first BatchNorm as scale and shift of centred maps, in the order of pieces.
@@ -198,14 +198,28 @@ class Problem {
     p.w2 = w2.data(), p.w2_back = w2_back.data(), p.bias3 = bias3.data();
   }
 
-  Patches<T> patches(int64_t n, const T* beta, const T* grad_y, T* hidden, T* y) const {
+  // In how many groups a pass of backward takes so many channels, of two vectors at least, which products use well; and
+  // the channels of one of them.
+  int64_t groups_of(int64_t channels) const {
+    constexpr int64_t kMost = 8;
+    return tile.lanes > 1 ? std::clamp<int64_t>(channels / tile.lanes / 2, 1, kMost) : 1;
+  }
+  std::pair<int64_t, int64_t> group(int64_t at, int64_t groups, int64_t channels) const {
+    const int64_t vectors = channels / tile.lanes;
+    return {at * vectors / groups * tile.lanes, (at + 1) * vectors / groups * tile.lanes};
+  }
+
+  Patches<T> patches(int64_t n, const T* beta, const T* grad_y, T* hidden, T* y,
+                     std::pair<int64_t, int64_t> channels = {}) const {
     const int64_t at = n * P;
     return {C > 0 ? center_c.data() + at * p.pitch : nullptr,
             around_c.data() + at * p.pitch,
             beta == nullptr ? nullptr : beta + at * p.values,
             grad_y == nullptr ? nullptr : grad_y + at * p.values,
             hidden + at * p.hidden,
-            y == nullptr ? nullptr : y + at * p.values};
+            y == nullptr ? nullptr : y + at * p.values,
+            channels.first,
+            channels.second};
   }
 
   Footprint f;
@@ -217,16 +231,19 @@ class Problem {
   Patchwise<T> p{};
 
  private:
-  // [N * P, pitch], less each channel's mean in training, so that squares of large means do not cancel.
-  std::vector<T> centred(const Tensor& map, int64_t channels, std::vector<T>& middle, bool training) {
+  // [N * P, pitch], less each channel's mean, so that neither squares of large means cancel nor what BatchNorm takes
+  // off them. In evaluation that is the running mean of a piece, for an image must not depend on others.
+  std::vector<T> centred(const Tensor& map, int64_t channels, int64_t piece, std::vector<T>& middle, bool training) {
     middle.assign(channels, 0);
     if (channels == 0) return {};
     const Tensor held = as<T>(map);
     const T* x = values<T>(held);
+    for (int64_t c = 0; c < channels; ++c) middle[c] = static_cast<T>(mean[channel_of(piece, c)]);
     if (training && N > 0) {
       std::vector<double> sums(N * channels);
-      for_each_task<T>(N, channels, [&](int64_t n, T* row) {
-        sum_pixels<T>(x + n * P * channels, f, channels, nullptr, nullptr, row, sums.data() + n * channels);
+      for_each_task<double>(N, f.width * channels, [&](int64_t n, double* row) {
+        sum_pixels<T>(x + n * P * channels, f, 0, f.height, channels, nullptr, nullptr, row,
+                      sums.data() + n * channels);
       });
       const std::vector<double> sum = sum_over_tasks(sums, channels);
       for (int64_t c = 0; c < channels; ++c) middle[c] = static_cast<T>(sum[c] / pixels);
@@ -276,7 +293,9 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   if (counts) problem.patch_statistics(mean1, var1);
   problem.fold(in, var1.data());
 
-  const std::vector<Band> bands = bands_of(N, problem.f, problem.f.kernel_size);
+  // Each pixel by itself: bands may follow from the number of threads.
+  const int64_t rows = N * H / torch::stable::get_num_threads();
+  const std::vector<Band> bands = bands_of(N, problem.f, std::clamp<int64_t>(rows, 1, problem.f.kernel_size));
   PaddedResult<T> wide(in.beta, {N, H, W, E}, p.hidden, false);
   T* wide_data = wide.data();
   problem.fold_relation(in, false);
@@ -290,8 +309,8 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
   const T* u = values<T>(hidden);
   if (counts) {
     std::vector<double> sums(N * E), squares(N * 2 * E);
-    for_each_task<T>(N, E, [&](int64_t n, T* row) {
-      sum_pixels<T>(u + n * P * E, problem.f, E, nullptr, nullptr, row, sums.data() + n * E);
+    for_each_task<double>(N, W * E, [&](int64_t n, double* row) {
+      sum_pixels<T>(u + n * P * E, problem.f, 0, H, E, nullptr, nullptr, row, sums.data() + n * E);
     });
     // Of distances from the mean, so that squares do not cancel, whatever single pixels hold.
     std::vector<T> middle(E);
@@ -330,14 +349,18 @@ Forward forward(const Inputs& in, const Contiguous& x, int64_t kernel_size, bool
           tensor_of<T>(var2, in.beta, {E})};
 }
 
-// Sums over pixels, in slots whose number and order do not depend on threads.
+// Sums over pixels, in slots that are summed at once: a copy of the parameters each, of which groups of channels have
+// parts of their own. So there is work for many threads, in an order that does not depend on their number: it follows
+// from the sizes alone.
 template <class T, size_t kParts>
 class Slots {
  public:
-  static constexpr int64_t kMost = 32;  // a slot holds a copy of all parameters, and takes two bands at least for that
-
-  Slots(int64_t bands, const std::array<int64_t, kParts>& sizes)
-      : count_(std::min(kMost, (bands + 1) / 2)), sizes_(sizes) {
+  // There are two slots at least, and more for so many tasks as long as all take no more memory than y and beta and
+  // their gradients, of `values` elements each.
+  Slots(int64_t bands, int64_t groups, int64_t values, const std::array<int64_t, kParts>& sizes) : sizes_(sizes) {
+    constexpr int64_t kTasks = 32;
+    const int64_t most = 4 * values / std::accumulate(sizes.begin(), sizes.end(), int64_t(0));
+    count_ = std::min({bands, std::max<int64_t>(1, kTasks / groups), std::max<int64_t>(2, most)});
     for (size_t part = 0; part < kParts; ++part) parts_[part].resize(count_ * sizes[part]);
   }
   int64_t count() const { return count_; }
@@ -366,29 +389,34 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
   problem.fold(in, values<T>(x[8]));
   const HiddenNorm<T> norm(in.gain2, in.bias2, values<T>(x[9]), values<T>(x[10]), E, eps);
   const T* u = values<T>(hidden);
-  std::vector<T> a2 = norm.activated(u, N, P, p.hidden), grad_hidden(N * P * p.hidden);
+  const int64_t weight_groups = problem.groups_of(p.weights), relation_groups = problem.groups_of(p.pitch);
+  // The gradient of a2, from each group of weights.
+  std::vector<T> a2 = norm.activated(u, N, P, p.hidden), grad_hidden(weight_groups * N * P * p.hidden);
   PaddedResult<T> grad_beta(in.beta, {N, f.height, f.width, M}, p.values, true);
   T* grad_beta_data = grad_beta.data();
 
   const std::vector<Band> even = every_other_band(N, f, 0, f.kernel_size),
                           odd = every_other_band(N, f, 1, f.kernel_size);
-  const auto for_each_band = [&](int64_t slots,
-                                 const auto& work) {  // even ones first: those of one parity share no pixel
+  // Even ones first: those of one parity share no pixel, and groups no channel.
+  const auto for_each_band = [&](int64_t slots, int64_t groups, const auto& work) {
     for (const std::vector<Band>& bands : {even, odd})
-      for_each_task<T>(slots, problem.tile.scratch(p), [&](int64_t slot, T* scratch) {
-        for (size_t at = slot; at < bands.size(); at += slots) work(slot, bands[at], scratch);
+      for_each_task<T>(slots * groups, problem.tile.scratch(p), [&](int64_t task, T* scratch) {
+        const int64_t slot = task / groups, group = task % groups;
+        for (size_t at = slot; at < bands.size(); at += slots) work(slot, group, bands[at], scratch);
       });
   };
   Tensor to_weight2 = new_tensor<T>(in.beta, {G * K, E}), to_bias3 = new_tensor<T>(in.beta, {G * K});
   {
     const PaddedMap<T> beta(in.beta, p.values), gradient(grad_y, p.values);
     problem.fold_mapping(in, true);
-    Slots<T, 2> slots(even.size(), {K * p.hidden * p.weights, K * p.weights});
-    for_each_band(slots.count(), [&](int64_t slot, const Band& band, T* scratch) {
+    Slots<T, 2> slots(even.size(), weight_groups, N * P * p.values, {K * p.hidden * p.weights, K * p.weights});
+    for_each_band(slots.count(), weight_groups, [&](int64_t slot, int64_t group, const Band& band, T* scratch) {
       const int64_t n = band.image;
-      const Patches<T> patches = problem.patches(n, beta.data(), gradient.data(), a2.data(), nullptr);
+      const Patches<T> patches = problem.patches(n, beta.data(), gradient.data(), a2.data(), nullptr,
+                                                 problem.group(group, weight_groups, p.weights));
       problem.tile.backward_mapping(p, patches, band.first, band.last, scratch, {slots.of(slot, 0), slots.of(slot, 1)},
-                                    grad_hidden.data() + n * P * p.hidden, grad_beta_data + n * P * p.values);
+                                    grad_hidden.data() + (group * N + n) * P * p.hidden,
+                                    grad_beta_data + n * P * p.values);
     });
     T *weight2 = to_weight2.template mutable_data_ptr<T>(), *bias3 = to_bias3.template mutable_data_ptr<T>();
     const auto over_repeated = [&](int64_t g, const auto& value) {
@@ -409,6 +437,8 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
   std::vector<double> hidden_sums(N * 2 * E);
   for_each_task<T>(N, 2 * E, [&](int64_t n, T* row) {
     double* sum = hidden_sums.data() + n * 2 * E;
+    for (int64_t group = 1; group < weight_groups; ++group)
+      add(grad_hidden.data() + (group * N + n) * P * p.hidden, P * p.hidden, grad_hidden.data() + n * P * p.hidden);
     sum_hidden(grad_hidden.data() + n * P * p.hidden, a2.data() + n * P * p.hidden, p.hidden, u + n * P * E,
                norm.mean.data(), f, E, row, sum, sum + E);
   });
@@ -433,10 +463,12 @@ Backward backward(const Tensor& grad_y, const Inputs& in, const Contiguous& x, c
   T *to_center = grad_center.data(), *to_around = grad_around.data();
   problem.fold_relation(in, true);
   const int64_t rows = K + 1;
-  Slots<T, 3> slots(even.size(), {rows * R * p.hidden, rows * p.pitch, rows * p.pitch});
-  for_each_band(slots.count(), [&](int64_t slot, const Band& band, T* scratch) {
+  Slots<T, 3> slots(even.size(), relation_groups, N * P * p.values,
+                    {rows * R * p.hidden, rows * p.pitch, rows * p.pitch});
+  for_each_band(slots.count(), relation_groups, [&](int64_t slot, int64_t group, const Band& band, T* scratch) {
     const int64_t n = band.image;
-    const Patches<T> patches = problem.patches(n, nullptr, nullptr, grad_hidden.data(), nullptr);
+    const Patches<T> patches = problem.patches(n, nullptr, nullptr, grad_hidden.data(), nullptr,
+                                               problem.group(group, relation_groups, p.pitch));
     problem.tile.backward_relation(p, patches, band.first, band.last, scratch,
                                    {slots.of(slot, 0), slots.of(slot, 1), slots.of(slot, 2)},
                                    C > 0 ? to_center + n * P * p.pitch : nullptr, to_around + n * P * p.pitch);

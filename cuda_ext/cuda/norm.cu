@@ -121,7 +121,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   const Share<N> share(layout);
   T shift[N], sum[N] = {}, square[N] = {};
   if (!share.is_empty) {
-    for (int n = 0; n < N; ++n) shift[n] = static_cast<T>(x[share.top * share.channels + share.channel + n]);
+    for (int n = 0; n < N; ++n) {
+      shift[n] = typical(share.top, share.last,
+                         [&](int64_t row) { return static_cast<T>(x[row * share.channels + share.channel + n]); });
+    }
     share.for_each([&](int64_t index) { return Pack<N, scalar_t>::load(x + index); },
                    [&](int64_t, const Pack<N, scalar_t>& values) {
                      SAN_UNROLL

@@ -19,8 +19,11 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   const int64_t pixels = p.images * p.f.pixels(), first = int64_t(blockIdx.x) * kMomentPixels;
   const int64_t last = first + kMomentPixels < pixels ? first + kMomentPixels : pixels;
   const int parts = parts_for(kPairThreads, p.d), reach = static_cast<int>(p.f.reach());
+  const auto shift_of = [&](int c) {
+    return typical(first, last, [&](int64_t i) { return center[i * p.d + c] - around[i * p.d + c]; });
+  };
   for_each_cell(parts, p.d, [&](int part, int c) {
-    const T shift = center[first * p.d + c] - around[first * p.d + c];
+    const T shift = shift_of(c);
     T sum = 0, square = 0;
     for (int64_t i = first + part; i < last; i += parts) {
       const T value = center[i * p.d + c] - shift;
@@ -38,9 +41,8 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   });
   __syncthreads();
   for (int c = threadIdx.x; c < p.d; c += kPairThreads) {
-    const T shift = center[first * p.d + c] - around[first * p.d + c];
     const double count = double(last - first) * p.positions();
-    moments[int64_t(blockIdx.x) * p.d + c] = moments_of(sums, parts, p.d, c, count, shift);
+    moments[int64_t(blockIdx.x) * p.d + c] = moments_of(sums, parts, p.d, c, count, shift_of(c));
   }
 }
 
@@ -81,7 +83,9 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
       block.map_to_hidden([&](int row, int e, Pack<2, T> u, int) { u.store(shared.hidden + row * pitch_of(p.E) + e); });
       __syncthreads();
       if (count == 0) {  // deviations from one of the values are small numbers, whose squares do not cancel
-        for (int e = threadIdx.x; e < p.E; e += kPairThreads) shared.shift[e] = shared.hidden[e];
+        for (int e = threadIdx.x; e < p.E; e += kPairThreads) {
+          shared.shift[e] = typical(0, step.valid, [&](int64_t row) { return shared.hidden[row * pitch_of(p.E) + e]; });
+        }
         __syncthreads();
       }
       add_sums(step.valid, p.E, shared.sums, [&](int row, int e, T& sum, T& square) {

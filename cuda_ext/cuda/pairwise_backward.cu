@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
 constexpr int kFinishPixels = 256;
 
 // Sums over the pixels of a block: of to_center, and of its product with the normalised relation, which falls into one
-// sum over center's pixels and one over around's. Both are taken from a shift that is near the values.
+// sum over center's pixels and one over around's. Both are taken from the image's origins, which are near the values.
 template <class T>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
     relation_sums_kernel(Pairwise<T> p, const T* center, const T* around, const T* to_center, const T* to_around,
@@ -380,13 +380,12 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   const int64_t last = first + kFinishPixels < pixels ? first + kFinishPixels : pixels;
   const int parts = parts_for(kPairThreads, p.d);
   for_each_cell(parts, p.d, [&](int part, int c) {
-    const T around_shift = around[c], center_shift = p.mean1[c] + around_shift;
     T sum = 0, product = 0;
     for (int64_t i = first + part; i < last; i += parts) {
-      const T gradient = to_center[i * p.d + c];
+      const T *origin = p.origins + i / p.f.pixels() * 3 * p.d + c, gradient = to_center[i * p.d + c];
       sum += gradient;
-      product += gradient * (center[i * p.d + c] - center_shift);
-      product -= to_around[i * p.d + c] * (around[i * p.d + c] - around_shift);
+      product += gradient * (center[i * p.d + c] - origin[p.d] + origin[2 * p.d]);
+      product -= to_around[i * p.d + c] * (around[i * p.d + c] - origin[0]);
     }
     sums[part * 2 * p.d + c] = sum, sums[(part * 2 + 1) * p.d + c] = product;
   });

@@ -31,15 +31,37 @@ __global__ void pad_kernel(const T* weight, int rows, int columns, int pitch, in
   }
 }
 
-// out [pixels, padded(d)] = gain1 / sqrt(var1 + eps) * (map - mean1) + bias1, or without mean and bias.
+// Of each image and channel, [images, 3, d]: a value near those of around, that value and mean1, near those of center,
+// and what their sum lost to rounding. What is left of the maps without them has exact differences, whatever their
+// means.
+template <class T>
+__global__ void origins_kernel(Pairwise<T> p, const T* around, int64_t elements, T* origins) {
+  constexpr int64_t kSome = 16;  // pixels from all over the image: one alone could be far from the others
+  const int64_t pixels = p.f.pixels(), some = pixels < kSome ? pixels : kSome;
+  SAN_FOR_EACH(index, elements) {
+    const int64_t n = index / p.d, c = index - n * p.d;
+    T mean = 0;
+    for (int64_t k = 0; k < some; ++k) {
+      mean += around[(n * pixels + (2 * k + 1) * pixels / (2 * some)) * p.d + c] / static_cast<T>(some);
+    }
+    if (!(mean - mean == 0)) mean = 0;  // what is not finite belongs to single pixels
+    const double wanted = double(mean) + double(p.mean1[c]);
+    const T center = static_cast<T>(wanted);
+    T* out = origins + n * 3 * p.d + c;
+    out[0] = mean, out[p.d] = center, out[2 * p.d] = center - center == 0 ? static_cast<T>(center - wanted) : T(0);
+  }
+}
+
+// out [pixels, padded(d)]: BatchNorm1 is the difference of center's and around's.
 template <class T>
 __global__ void scale_kernel(Pairwise<T> p, const T* map, bool is_center, int64_t elements, T* out) {
   SAN_FOR_EACH(index, elements) {
     const int64_t pixel = index / padded(p.d), c = index - pixel * padded(p.d);
     T value = 0;
     if (c < p.d) {
+      const T* origin = p.origins + pixel / p.f.pixels() * 3 * p.d + c;
       const T scale = p.gain1[c] / std::sqrt(p.var1[c] + p.eps), x = map[pixel * p.d + c];
-      value = is_center ? scale * (x - p.mean1[c]) + p.bias1[c] : scale * x;
+      value = is_center ? scale * (x - origin[p.d]) + (p.bias1[c] + scale * origin[2 * p.d]) : scale * (x - origin[0]);
     }
     out[index] = value;
   }
@@ -72,7 +94,16 @@ class Problem {
   }
 
   // Sets sizes.center and sizes.around from the statistics of the first BatchNorm.
-  void scale_maps() { sizes.center = scale(center(), true), sizes.around = scale(around(), false); }
+  void scale_maps() {
+    kept_.push_back(new_sums({sizes.images, 3, sizes.d}));
+    T* origins = kept_.back().template mutable_data_ptr<T>();
+    const int64_t elements = sizes.images * sizes.d;
+    if (elements > 0) {
+      SAN_LAUNCH(origins_kernel<T>, blocks_for(elements), kThreads, stream(), sizes, around(), elements, origins);
+    }
+    sizes.origins = origins;
+    sizes.center = scale(center(), true), sizes.around = scale(around(), false);
+  }
 
   // Whether kWide elements can be read at once; a view may begin anywhere.
   static bool is_aligned(const scalar_t* data) {

@@ -36,8 +36,9 @@ struct Pairwise {
   T eps;
   const T *gain1, *bias1, *mean1, *var1, *gain2, *bias2, *mean2, *var2;
   const T *center,
-      *around;   // [pixels, padded(d)] scaled so that BatchNorm1 is center_i - around_j; zeros behind channel d
-  bool is_wide;  // whether beta and grad_y can be read kWide channels of one pixel at once
+      *around;       // [pixels, padded(d)] scaled so that BatchNorm1 is center_i - around_j; zeros behind channel d
+  const T* origins;  // [images, 3, d], see origins_kernel
+  bool is_wide;      // whether beta and grad_y can be read kWide channels of one pixel at once
   // How a pass is cut into blocks and steps.
   int tile_height, tile_width, rows;
   bool stages;  // whether weights and sums over pairs fit into shared memory

@@ -110,13 +110,15 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     hidden_kernel(Patchwise<T> p, int splits, const T* partial, T* hidden, Moments* moments) {
-  T* sums = reinterpret_cast<T*>(shared_memory_base());  // [parts, 2, E]
+  T* shifts = reinterpret_cast<T*>(shared_memory_base());  // [E]
+  T* sums = shifts + p.E;                                  // [parts, 2, E]
   const int64_t pixels = p.pixels(), first = int64_t(blockIdx.x) * kHiddenPixels;
   const int64_t last = first + kHiddenPixels < pixels ? first + kHiddenPixels : pixels;
   const int parts = parts_for(kThreads, p.E);
   const auto value = [&](int64_t pixel, int e) { return sum_parts(partial, splits, pixels * p.E, pixel * p.E + e); };
   for_each_cell(parts, p.E, [&](int part, int e) {
-    const T shift = value(first, e);
+    const T shift = moments == nullptr ? T(0) : typical(first, last, [&](int64_t pixel) { return value(pixel, e); });
+    if (part == 0) shifts[e] = shift;
     T sum = 0, square = 0;
     for (int64_t pixel = first + part; pixel < last; pixel += parts) {
       const T u = value(pixel, e), centred = u - shift;
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int e = threadIdx.x; e < p.E; e += kThreads) {
     const double count = static_cast<double>(last - first);
-    moments[int64_t(blockIdx.x) * p.E + e] = moments_of(sums, parts, p.E, e, count, value(first, e));
+    moments[int64_t(blockIdx.x) * p.E + e] = moments_of(sums, parts, p.E, e, count, shifts[e]);
   }
 }
 
@@ -158,7 +160,7 @@ void map(PatchProblem<scalar_t>& problem, T* hidden, Tensor* mean, Tensor* var) 
   if (cut.splits == 1 && mean == nullptr) return;
   const int blocks = static_cast<int>((p.pixels() + kHiddenPixels - 1) / kHiddenPixels);
   Moments* moments = mean == nullptr ? nullptr : problem.space.take_moments(blocks, p.E);
-  SAN_LAUNCH_SHARED(hidden_kernel<T>, blocks, kThreads, parts_for(kThreads, p.E) * 2 * p.E * sizeof(T),
+  SAN_LAUNCH_SHARED(hidden_kernel<T>, blocks, kThreads, (parts_for(kThreads, p.E) * 2 + 1) * p.E * sizeof(T),
                     problem.stream(), p, cut.splits, partial, hidden, moments);
   if (mean == nullptr) return;
   merge_moments(moments, blocks, p.E, mean->mutable_data_ptr<T>(), var->mutable_data_ptr<T>(), problem.stream());

@@ -76,14 +76,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// shift of Patchwise from each channel's sum over all pixels, which are null where it is to be 0.
+// shift of Patchwise from each channel's sum over all pixels, or where they are null from the first BatchNorm's `mean`.
 template <class T>
-__global__ void shift_kernel(Patchwise<T> p, const T* center_sums, const T* around_sums, T* shift) {
+__global__ void shift_kernel(Patchwise<T> p, const T* center_sums, const T* around_sums, const T* mean, T* shift) {
   const int width = padded(p.R);
   SAN_FOR_EACH(index, 2 * width) {
     const int r = static_cast<int>(index % width);
-    const T* sums = index >= width ? center_sums : around_sums;
-    shift[index] = r < p.R && sums != nullptr ? sums[r] / static_cast<T>(p.pixels()) : T(0);
+    const bool is_center = index >= width, is_real = r < p.R && (p.C > 0 || !is_center);
+    const T* sums = is_center ? center_sums : around_sums;
+    const int piece = is_center ? p.positions() : p.positions() / 2;
+    shift[index] = !is_real ? T(0) : sums != nullptr ? sums[r] / static_cast<T>(p.pixels()) : mean[p.channel(piece, r)];
   }
 }
 
@@ -187,7 +189,7 @@ class PatchProblem {
             *center_sums = training && sizes.C > 0 ? channel_sums(center) : nullptr;
     T* shift = space.take(2 * padded(sizes.R));
     SAN_LAUNCH(shift_kernel<T>, blocks_for(2 * padded(sizes.R)), kThreads, stream(), sizes, center_sums, around_sums,
-               shift);
+               space.keep(in.mean1), shift);
     sizes.shift = shift;
     arrange(in);
   }

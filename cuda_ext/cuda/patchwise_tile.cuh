@@ -75,8 +75,9 @@ template <class T>
 struct Patchwise {
   Footprint f;
   int64_t images;
-  int C, R, E, G, M;    // channels of center (R or 0) and around, hidden, weight and value channels
-  const T* shift;       // [2, padded(R)]: in training the means of around and of center, so that squares do not cancel
+  int C, R, E, G, M;  // channels of center (R or 0) and around, hidden, weight and value channels
+  const T*
+      shift;  // [2, padded(R)]: means of around and of center, of the batch or running ones, which maps are taken less
   const T* activation;  // [pieces, padded(R), 2]: a1 = relu(scale * (x - shift) + offset)
   const T* norm2;       // [padded(E), 4]: mean, scale, bias, deviation; a2 = relu(scale * (u - mean) + bias)
   const T* weight1;     // [pieces, padded(E), padded(R)]

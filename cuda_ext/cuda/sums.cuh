@@ -91,6 +91,16 @@ __device__ __forceinline__ Moments moments_of(const T* sums, int parts, int chan
   return moments;
 }
 
+// A value near most of value(first) .. value(last - 1), whose squares of distances from it do not cancel: the one in
+// the middle of three, so that one that is unlike the others does no harm.
+template <class Value>
+__device__ __forceinline__ auto typical(int64_t first, int64_t last, const Value& value) {
+  const auto at = [&](int quarter) { return value(first + (last - first) * quarter / 4); };
+  const auto a = at(1), b = at(2), c = at(3);
+  const auto lower = a < b ? a : b, upper = a < b ? b : a;
+  return c < lower ? lower : c < upper ? c : upper;
+}
+
 // How many threads of a block can share the work on one channel.
 SAN_HOST_DEVICE int parts_for(int threads, int channels) { return channels < threads ? threads / channels : 1; }
 

@@ -148,6 +148,14 @@ def test_large_means_keep_their_variance(shim: Any) -> None:
     torch.testing.assert_close((mean, var), (wanted_mean.float(), wanted_var.float()), rtol=1e-5, atol=0)
 
 
+def test_variance_does_not_hang_on_the_first_pixel(shim: Any) -> None:
+    """It is unlike all others: squares of distances from it would cancel."""
+    problem = Problem.sample((1, 64, 64, 8), torch.float32)
+    problem.x[0, 0, 0] = 1000
+    _, _, var = shim.norm_relu(problem.x, *problem.parameters, True, EPS)
+    torch.testing.assert_close(var, problem.x.double().var((0, 1, 2), correction=0).float(), rtol=1e-6, atol=0)
+
+
 def test_order_of_threads_and_blocks_changes_no_bit(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.sample(SHAPES[4], torch.float32)
     forwards = run(shim, problem, True)

@@ -128,6 +128,32 @@ def test_an_image_does_not_depend_on_others_in_evaluation(spoilt: float, shim: A
 
 
 @every_mode
+def test_large_means_change_nothing(training: bool, shim: Any) -> None:
+    problem = Problem.sample(CASES[0], 1000)
+    center, around, beta = problem.maps
+    mean1, *statistics = problem.statistics
+    mean1[: CASES[0].center] -= 2000  # the center's are at -1000
+    statistics = [x.float().double() for x in (mean1, *statistics)]
+    problem = replace(problem, maps=(center.float().double(), around.float().double(), beta), statistics=tuple(statistics))
+    outputs, gradients = run(shim, problem, training, torch.float32)
+    wanted_outputs, wanted_gradients = reference(problem, training)
+    # In training the batch's means are kept in float32, with an error of 3e-5.
+    assert_near(outputs[:1], wanted_outputs[:1], 1e-4 if training else 2e-6)
+    assert_near(gradients, wanted_gradients, 5e-4 if training else 1e-4)
+
+
+def test_statistics_do_not_hang_on_the_first_pixel(shim: Any) -> None:
+    """It is unlike all others: squares of distances from it would cancel."""
+    problem = Problem.sample(Case(1, 24, 24, 3, 4, 4, 2, 2, 16))
+    center, around = (torch.zeros_like(x) for x in problem.maps[:2])
+    center[0, 0, 0], around[0, 1, 1] = 1000, 1000
+    problem = replace(problem, maps=(center, around, problem.maps[2]))
+    (_, _, _, _, _, var2), _ = run(shim, problem, True, torch.float32)
+    (_, _, _, _, _, wanted), _ = reference(problem, True)
+    torch.testing.assert_close(var2, wanted.float(), rtol=1e-5, atol=0)
+
+
+@every_mode
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float64_matches_reference(case: Case, training: bool, order: str, shim: Any) -> None:
     problem = Problem.sample(case)

@@ -151,3 +151,15 @@ def test_statistics_do_not_hang_on_the_first_pixel() -> None:
     assert layer.running_var is not None
     wanted = x.double().var(dim=(0, 2, 3))
     assert ((layer.running_var - wanted) / wanted).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_large_means_change_nothing(training: bool) -> None:
+    """They go before float32 rounds anything."""
+    x = (a_map(2, 4, 12, 12, dtype=torch.float32).detach() + 1000).requires_grad_()
+    layer, exact = norm(4, torch.float32).train(training), norm(4).train(training)
+    for one in (layer, exact):
+        one.running_mean = torch.full_like(one.weight, 1000.25)
+    exact.load_state_dict(layer.state_dict())
+    y, wanted = norm_relu(layer, x), norm_relu(exact, x.double())
+    assert ((y - wanted).norm() / wanted.norm()).item() < (1e-4 if training else 1e-6)  # the batch's mean is rounded

@@ -191,33 +191,31 @@ template <class T>
 void moments(const Pairwise<T>& p, const Image<T>& image, int64_t first_row, int64_t last_row, T* scratch, double* mean,
              double* squares) {
   Tile<T> tile(p, image, scratch);
-  int64_t pairs = 0;
-  // Distances from the first pair's values, so that squares do not cancel; their sums lie where a2 is not needed.
-  T* origin = tile.a2;
+  double pairs = 0;
   for (int64_t c = 0; c < p.hidden; ++c) mean[c] = squares[c] = 0;
   for_each_tile(p, first_row, last_row, [&](int64_t row, int64_t column, int64_t count) __attribute__((always_inline)) {
     tile.relate(row, column, count);
     multiply<Start::zero>(tile.rows(), p.hidden, p.relation, tile.a1, p.pitch, 1, p.w1, p.hidden, p.bias1, tile.h,
                           p.hidden);
-    if (pairs == 0) memcpy(origin, tile.h, p.hidden * sizeof(T));
-    pairs += tile.rows();
+    const double rows = static_cast<double>(tile.rows()), each = 1 / rows;
+    const Merge merge(pairs, rows);
+    pairs += rows;
     for (int64_t c = 0; c < p.hidden; c += kLanes<T>) {
-      const Vector<T> from = load(origin + c);
-      const Vector<T> sum = sum_of<Vector<T>>(tile.rows(), [&](int64_t n) __attribute__((always_inline)) {
-        return load(tile.h + n * p.hidden + c) - from;
-      });
+      const auto h = [&](int64_t n) __attribute__((always_inline)) { return load(tile.h + n * p.hidden + c); };
+      // Distances from the tile's own mean, so that squares do not cancel.
+      const Vector<T> middle = sum_of<Vector<T>>(tile.rows(), h) * static_cast<T>(each);
+      const Vector<T> sum =
+          sum_of<Vector<T>>(tile.rows(), [&](int64_t n) __attribute__((always_inline)) { return h(n) - middle; });
       const Vector<T> square = sum_of<Vector<T>>(tile.rows(), [&](int64_t n) __attribute__((always_inline)) {
-        const Vector<T> distance = load(tile.h + n * p.hidden + c) - from;
+        const Vector<T> distance = h(n) - middle;
         return distance * distance;
       });
-      for (int64_t lane = 0; lane < kLanes<T>; ++lane) mean[c + lane] += sum[lane], squares[c + lane] += square[lane];
+      for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+        const double left = sum[lane] * each;
+        merge(middle[lane] + left, square[lane] - sum[lane] * left, mean[c + lane], squares[c + lane]);
+      }
     }
   });
-  for (int64_t c = 0; c < p.hidden; ++c) {
-    const double distance = mean[c] / pairs;
-    squares[c] -= mean[c] * distance;
-    mean[c] = origin[c] + distance;
-  }
 }
 
 template <class T>

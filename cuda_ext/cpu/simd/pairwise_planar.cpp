@@ -11,7 +11,7 @@ template <class T>
 struct Tile : PlanarTile<T> {
   using Base = PlanarTile<T>;
   using Base::f, Base::K, Base::row, Base::first, Base::count, Base::width, Base::pairs, Base::pixel, Base::read;
-  using Base::grad_y, Base::y, Base::beta, Base::to_beta, Base::for_each_position;
+  using Base::grad_y, Base::y, Base::beta, Base::to_beta, Base::for_each_position, Base::clear;
 
   static int64_t pair_channels(const Pairwise<T>& p) { return 2 * p.relation + 3 * p.hidden + 2 * p.weights; }
   static int64_t pixels(const Pairwise<T>& p) {
@@ -53,13 +53,6 @@ struct Tile : PlanarTile<T> {
       visit(band_row);
     });
   }
-  // Sets values per pair to 0, or to one of each channel, where there is no pixel.
-  __attribute__((always_inline)) inline void clear(T* values, int64_t channels, const T* with = nullptr) const {
-    for (int64_t c = 0; c < channels; ++c)
-      for (int64_t o = 0; o < K; ++o)
-        for (int64_t t = count; t < width; ++t) values[(c * K + o) * width + t] = with == nullptr ? T(0) : with[c];
-  }
-
   // a1 = relu(center_i - around_j)
   __attribute__((always_inline)) inline void relate(int64_t band_row) {
     read(image.center, p.relation, center);
@@ -103,7 +96,7 @@ struct Tile : PlanarTile<T> {
     for (int64_t g = 0; g < p.weights; ++g)
       for (int64_t t = 0; t < width; t += kLanes<T>)
         weights_below(weight + g * pairs() + t, load(logsumexp + g * width + t));
-    clear(weight, p.weights);
+    clear(weight, p.weights * K);
   }
   __attribute__((always_inline)) inline Vector<T> weights_below(T* z, Vector<T> top) const {
     const Vector<T> sum = sum_of<Vector<T>>(K, [&](int64_t o) __attribute__((always_inline)) {
@@ -151,32 +144,30 @@ template <class T>
 void moments(const Pairwise<T>& p, const Image<T>& image, int64_t first_row, int64_t last_row, T* scratch, double* mean,
              double* squares) {
   Tile<T> tile(p, image, scratch);
-  const int64_t pairs = (last_row - first_row) * p.footprint.width * p.footprint.positions();
-  bool has_origin = false;
-  // Distances from the first pair's values, so that squares do not cancel.
-  T* origin = tile.logsumexp;
+  double pairs = 0;
   for (int64_t e = 0; e < p.hidden; ++e) mean[e] = squares[e] = 0;
   tile.for_each(first_row, last_row, [&](int64_t) __attribute__((always_inline)) {
     tile.map_relation();
-    for (int64_t e = 0; e < p.hidden && !has_origin; ++e) origin[e] = tile.h[e * tile.pairs()];
-    has_origin = true;
-    tile.clear(tile.h, p.hidden, origin);
+    const double rows = static_cast<double>(tile.count * tile.K), each = 1 / rows;
+    const Merge merge(pairs, rows);
+    pairs += rows;
     for (int64_t e = 0; e < p.hidden; ++e) {
-      const Vector<T> from = broadcast(origin[e]);
-      const T* h = tile.h + e * tile.pairs();
-      Vector<T> sum[2]{}, square[2]{};
+      T* h = tile.h + e * tile.pairs();
+      Vector<T> values[2]{}, sum[2]{}, square[2]{};
+      tile.clear(h, tile.K);
+      for (int64_t n = 0, i = 0; n < tile.pairs(); n += kLanes<T>, i = 1 - i) values[i] += load(h + n);
+      // Distances from the tile's own mean, so that squares do not cancel.
+      const T middle = static_cast<T>(total(values[0] + values[1]) * each);
+      const Vector<T> from = broadcast(middle);
+      tile.clear(h, tile.K, middle);
       for (int64_t n = 0, i = 0; n < tile.pairs(); n += kLanes<T>, i = 1 - i) {
         const Vector<T> distance = load(h + n) - from;
         sum[i] += distance, square[i] += distance * distance;
       }
-      mean[e] += total(sum[0] + sum[1]), squares[e] += total(square[0] + square[1]);
+      const double all = total(sum[0] + sum[1]), left = all * each;
+      merge(middle + left, total(square[0] + square[1]) - all * left, mean[e], squares[e]);
     }
   });
-  for (int64_t e = 0; e < p.hidden; ++e) {
-    const double distance = mean[e] / pairs;
-    squares[e] -= mean[e] * distance;
-    mean[e] = origin[e] + distance;
-  }
 }
 
 template <class T>
@@ -226,7 +217,7 @@ void backward_relation(const Pairwise<T>& p, const Image<T>& image, int64_t firs
       for (int64_t n = e * pairs; n < (e + 1) * pairs; n += kLanes<T>)
         store(tile.grad_a2 + n, slope * load(tile.grad_a2 + n) - offset - load(tile.h + n) * tilt);
     }
-    tile.clear(tile.grad_a2, p.hidden);
+    tile.clear(tile.grad_a2, p.hidden * tile.K);
     add_products(p.relation, p.hidden, pairs, tile.a1, tile.grad_a2, grad_w1, p.hidden, 1);
     multiply<Start::zero>(p.relation, pairs, p.hidden, p.w1_back, 1, p.pitch, tile.grad_a2, pairs, tile.a2,
                           tile.grad_a1, pairs);

@@ -6,7 +6,7 @@
 namespace san::cpu {
 namespace {
 
-constexpr int64_t kPixels = 48;  // of a tile: enough for a matrix product to use each weight it reads often
+constexpr int64_t kPixels = 56;  // of a tile at most: enough for a matrix product to use each weight it reads often
 
 template <class T>
 struct Tile {
@@ -29,12 +29,13 @@ struct Tile {
 
   __attribute__((always_inline)) inline void take(int64_t from, int64_t pixels) {
     first = from, count = pixels;
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t h = (first + t) / f.width, w = (first + t) % f.width;
-      for (int64_t o = 0; o < f.positions(); ++o)
-        places[o * kPixels + t] = static_cast<int32_t>(reflect(h + o / f.kernel_size - f.reach(), f.height) * f.width +
-                                                       reflect(w + o % f.kernel_size - f.reach(), f.width));
-    }
+    const int64_t k = f.kernel_size, top = first / f.width - f.reach(), left = first % f.width - f.reach();
+    for (int64_t y = 0; y < k; ++y)
+      for (int64_t x = 0; x < k; ++x)
+        for (int64_t t = 0, h = top + y, w = left + x, row = reflect(h, f.height) * f.width; t < count; ++t) {
+          places[(y * k + x) * kPixels + t] = static_cast<int32_t>(row + reflect(w, f.width));
+          if (++w == f.width + x - f.reach()) w = x - f.reach(), row = reflect(++h, f.height) * f.width;
+        }
   }
   // The row of a piece's map that pixel t sees.
   const T* seen(const Patches<T>& x, int64_t piece, int64_t t) const {
@@ -42,27 +43,31 @@ struct Tile {
     return x.around + places[piece * kPixels + t] * p.pitch;
   }
   // a1 of a piece, into `left`.
-  __attribute__((always_inline)) inline void activate(const Patches<T>& x, int64_t piece) {
+  __attribute__((always_inline)) inline void activate(const Patches<T>& x, int64_t piece, int64_t begin, int64_t end) {
     const T *scale = p.scale + piece * p.pitch, *shift = p.shift + piece * p.pitch;
     for (int64_t t = 0; t < count; ++t) {
       const T* from = seen(x, piece, t);
-      for (int64_t c = 0; c < p.pitch; c += kLanes<T>)
+      for (int64_t c = begin; c < end; c += kLanes<T>)
         store(left + t * p.pitch + c, relu(load(from + c) * load(scale + c) + load(shift + c)));
     }
   }
   // The weights of a position, into `left`.
-  __attribute__((always_inline)) inline void weigh(const T* a2, int64_t o) {
-    multiply<Start::bias>(count, p.weights, p.hidden, a2 + first * p.hidden, p.hidden, 1,
-                          p.w2 + o * p.hidden * p.weights, p.weights, p.bias3 + o * p.weights, left, p.weights);
+  __attribute__((always_inline)) inline void weigh(const T* a2, int64_t o, int64_t begin, int64_t end) {
+    multiply<Start::bias>(count, end - begin, p.hidden, a2 + first * p.hidden, p.hidden, 1,
+                          p.w2 + o * p.hidden * p.weights + begin, p.weights, p.bias3 + o * p.weights + begin,
+                          left + begin, p.weights);
   }
   int64_t pieces() const { return f.positions() + (p.center > 0 ? 1 : 0); }
 };
 
 template <class T, class Visit>
 SAN_INLINE void for_each_tile(const Patchwise<T>& p, int64_t first_row, int64_t last_row, const Visit& visit) {
-  const int64_t last = last_row * p.footprint.width;
-  for (int64_t at = first_row * p.footprint.width; at < last; at += kPixels)
-    visit(at, last - at < kPixels ? last - at : kPixels);
+  const int64_t begin = first_row * p.footprint.width, pixels = last_row * p.footprint.width - begin;
+  const int64_t tiles = (pixels + kPixels - 1) / kPixels;
+  for (int64_t at = 0; at < tiles; ++at) {
+    const int64_t first = at * pixels / tiles;
+    visit(begin + first, (at + 1) * pixels / tiles - first);
+  }
 }
 
 template <class T>
@@ -78,7 +83,7 @@ void map(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int64_t 
     T* u = x.hidden + first * p.hidden;
     memset(u, 0, count * p.hidden * sizeof(T));
     for (int64_t piece = 0; piece < tile.pieces(); ++piece) {
-      tile.activate(x, piece);
+      tile.activate(x, piece, 0, p.pitch);
       multiply<Start::sum>(count, p.hidden, p.relation, tile.left, p.pitch, 1, p.w1 + piece * p.relation * p.hidden,
                            p.hidden, p.scale, u, p.hidden);
     }
@@ -92,7 +97,7 @@ void forward(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int6
     tile.take(first, count);
     memset(x.y + first * p.values, 0, count * p.values * sizeof(T));
     for (int64_t o = 0; o < p.footprint.positions(); ++o) {
-      tile.weigh(x.hidden, o);
+      tile.weigh(x.hidden, o, 0, p.weights);
       for (int64_t t = 0; t < count; ++t) {
         const T* beta = x.beta + tile.places[o * kPixels + t] * p.values;
         T* y = x.y + (first + t) * p.values;
@@ -109,16 +114,17 @@ template <class T>
 void backward_mapping(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int64_t last_row, T* scratch,
                       const MappingSums<T>& sums, T* grad_a2, T* grad_beta) {
   Tile<T> tile(p, scratch);
+  const int64_t begin = x.first_channel, end = x.last_channel;
   for_each_tile(p, first_row, last_row, [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     tile.take(first, count);
     memset(grad_a2 + first * p.hidden, 0, count * p.hidden * sizeof(T));
     for (int64_t o = 0; o < p.footprint.positions(); ++o) {
-      tile.weigh(x.hidden, o);
+      tile.weigh(x.hidden, o, begin, end);
       T *grad_weight = tile.right, *grad_bias = sums.bias3 + o * p.weights;
       for (int64_t t = 0; t < count; ++t) {
         const int64_t at = tile.places[o * kPixels + t] * p.values;
         const T* grad_y = x.grad_y + (first + t) * p.values;
-        for (int64_t c = 0; c < p.weights; c += kLanes<T>) {
+        for (int64_t c = begin; c < end; c += kLanes<T>) {
           const Vector<T> w = load(tile.left + t * p.weights + c);
           Vector<T> sum{};
           for (int64_t m = c; m < p.values; m += p.weights) {
@@ -130,10 +136,11 @@ void backward_mapping(const Patchwise<T>& p, const Patches<T>& x, int64_t first_
           store(grad_bias + c, load(grad_bias + c) + sum);
         }
       }
-      multiply<Start::sum>(count, p.hidden, p.weights, grad_weight, p.weights, 1, p.w2_back + o * p.weights * p.hidden,
-                           p.hidden, p.scale, grad_a2 + first * p.hidden, p.hidden);
-      multiply<Start::sum>(p.hidden, p.weights, count, x.hidden + first * p.hidden, 1, p.hidden, grad_weight, p.weights,
-                           p.scale, sums.w2 + o * p.hidden * p.weights, p.weights);
+      multiply<Start::sum>(count, p.hidden, end - begin, grad_weight + begin, p.weights, 1,
+                           p.w2_back + (o * p.weights + begin) * p.hidden, p.hidden, p.scale,
+                           grad_a2 + first * p.hidden, p.hidden);
+      multiply<Start::sum>(p.hidden, end - begin, count, x.hidden + first * p.hidden, 1, p.hidden, grad_weight + begin,
+                           p.weights, p.scale, sums.w2 + o * p.hidden * p.weights + begin, p.weights);
     }
   });
 }
@@ -142,17 +149,19 @@ template <class T>
 void backward_relation(const Patchwise<T>& p, const Patches<T>& x, int64_t first_row, int64_t last_row, T* scratch,
                        const RelationSums<T>& sums, T* to_center, T* to_around) {
   Tile<T> tile(p, scratch);
+  const int64_t begin = x.first_channel, end = x.last_channel, rows = (end < p.relation ? end : p.relation) - begin;
   for_each_tile(p, first_row, last_row, [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     tile.take(first, count);
     const T* grad_u = x.hidden + first * p.hidden;
     for (int64_t piece = 0; piece < tile.pieces(); ++piece) {
       const bool is_center = piece == p.footprint.positions();
-      tile.activate(x, piece);
-      multiply<Start::sum>(p.relation, p.hidden, count, tile.left, 1, p.pitch, grad_u, p.hidden, p.scale,
-                           sums.w1 + piece * p.relation * p.hidden, p.hidden);
-      multiply<Start::zero>(count, p.pitch, p.hidden, grad_u, p.hidden, 1, p.w1_back + piece * p.hidden * p.pitch,
-                            p.pitch, p.scale, tile.right, p.pitch);
-      for (int64_t c = 0; c < p.pitch; c += kLanes<T>) {
+      tile.activate(x, piece, begin, end);
+      multiply<Start::sum>(rows, p.hidden, count, tile.left + begin, 1, p.pitch, grad_u, p.hidden, p.scale,
+                           sums.w1 + (piece * p.relation + begin) * p.hidden, p.hidden);
+      multiply<Start::zero>(count, end - begin, p.hidden, grad_u, p.hidden, 1,
+                            p.w1_back + piece * p.hidden * p.pitch + begin, p.pitch, p.scale, tile.right + begin,
+                            p.pitch);
+      for (int64_t c = begin; c < end; c += kLanes<T>) {
         T *sum = sums.shift + piece * p.pitch + c, *product = sums.product + piece * p.pitch + c;
         const Vector<T> scale = load(p.scale + piece * p.pitch + c);
         Vector<T> s{}, q{};

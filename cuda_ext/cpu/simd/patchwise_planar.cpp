@@ -1,7 +1,8 @@
 // Patchwise attention where channels are too few to fill a vector: vectors run over neighbouring pixels of a row. A
 // tile has the pieces of one row of the footprint at a time, and the weights of one channel.
 //
-// Behind the last pixel of a row vectors show what lies there, and have gradients of 0.
+// Behind the last pixel of a row vectors hold what no pixel sees there; it is kept out of all sums over pixels, for 0
+// times what is not finite would spoil them.
 #include "planes.h"
 #include "tiles.h"
 
@@ -12,7 +13,7 @@ template <class T>
 struct Tile : PlanarTile<T> {
   using Base = PlanarTile<T>;
   using Base::f, Base::K, Base::first, Base::count, Base::width, Base::pairs, Base::pixel, Base::read;
-  using Base::grad_y, Base::y, Base::beta, Base::to_beta;
+  using Base::grad_y, Base::y, Base::beta, Base::to_beta, Base::clear;
 
   static int64_t line(const Patchwise<T>& p) { return p.footprint.kernel_size * p.relation; }
   static int64_t pixels(const Patchwise<T>& p) {
@@ -128,6 +129,7 @@ void backward_mapping(const Patchwise<T>& p, const Patches<T>& x, int64_t first_
     for (int64_t g = 0; g < p.weights; ++g) {
       tile.weigh(g);
       tile.correlate(band_row, g, tile.weight, tile.grad_weight, true);
+      tile.clear(tile.grad_weight, tile.K);
       multiply<Start::sum>(p.hidden, width, tile.K, p.w2 + g, p.weights, step, tile.grad_weight, width, tile.weight,
                            tile.to_hidden, width);
       add_products(tile.K, p.hidden, width, tile.grad_weight, tile.hidden, sums.w2 + g, step, p.weights);
@@ -149,12 +151,13 @@ void backward_relation(const Patchwise<T>& p, const Patches<T>& x, int64_t first
   tile.around.read(x.around, first_row, last_row);
   tile.to_around.clear(last_row - first_row);
   tile.for_each(first_row, last_row, [&](int64_t band_row) __attribute__((always_inline)) {
-    const int64_t width = tile.width;
+    const int64_t width = tile.width, whole = tile.count / kLanes<T> * kLanes<T>;
     tile.read(x.hidden, p.hidden, tile.hidden);
     tile.for_each_line(x, band_row, [&](int64_t piece, int64_t pieces, const T* from, int64_t pitch) {
       const int64_t channels = pieces * p.relation, skipped = piece * p.relation;
       const bool is_center = piece == tile.K;
       T* to = is_center ? tile.to_center : tile.to_around.data + (from - tile.around.data);
+      tile.clear(tile.a1, channels);
       add_products(channels, p.hidden, width, tile.a1, tile.hidden, sums.w1 + skipped * p.hidden, p.hidden, 1);
       multiply<Start::zero>(channels, width, p.hidden, p.w1 + skipped * p.hidden, p.hidden, 1, tile.hidden, width,
                             tile.hidden, tile.grad_a1, width);
@@ -162,11 +165,13 @@ void backward_relation(const Patchwise<T>& p, const Patches<T>& x, int64_t first
         const int64_t seen = n / p.relation + n % p.relation * pitch;
         const Vector<T> scale = broadcast(p.scale[skipped + n]);
         Vector<T> s{}, q{};
-        for (int64_t t = 0; t < width; t += kLanes<T>) {
+        const auto add = [&](int64_t t, Vector<T> x) __attribute__((always_inline)) {
           const Vector<T> g = where_positive(load(tile.a1 + n * width + t), load(tile.grad_a1 + n * width + t));
-          s += g, q += g * load(from + seen + t);
+          s += g, q += g * x;
           store(to + seen + t, is_center ? g : load(to + seen + t) + scale * g);
-        }
+        };
+        for (int64_t t = 0; t < whole; t += kLanes<T>) add(t, load(from + seen + t));
+        if (whole < width) add(whole, first_lanes<T>(load(from + seen + whole), tile.count - whole));
         sums.shift[skipped + n] += total(s), sums.product[skipped + n] += total(q);
       }
     });

@@ -73,6 +73,15 @@ __attribute__((noinline)) void from_planes(const T* planes, int64_t pitch, int64
     }
 }
 
+// The first `count` lanes of x, and `rest` in the others.
+template <class T>
+SAN_INLINE Vector<T> first_lanes(Vector<T> x, int64_t count, T rest = 0) {
+  Vector<T> lanes{};
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = static_cast<T>(lane);
+  return lanes < broadcast(static_cast<T>(count)) ? x : broadcast(rest);
+}
+
 // The sums of each of a block's rows.
 template <class T>
 SAN_INLINE Vector<T> totals(const Vector<T>* rows) {
@@ -223,6 +232,14 @@ struct PlanarTile {
   __attribute__((always_inline)) inline void read(const T* map, int64_t channels, T* planes) const {
     if (count < width) memset(planes, 0, channels * width * sizeof(T));
     to_planes(map + pixel() * channels, channels, count, planes, width);
+  }
+
+  // Sets what lies behind the last pixel in [rows, width].
+  __attribute__((always_inline)) inline void clear(T* values, int64_t rows, T value = 0) const {
+    if (count == width) return;
+    const int64_t last = width - kLanes<T>;
+    for (T* at = values + last; at < values + rows * width; at += width)
+      store(at, first_lanes<T>(load(at), count - last, value));
   }
 
   // y of all value channels that have weight g, `weight` [K, width].

@@ -34,6 +34,21 @@ struct Image {
   T* y;                      // [P, values]
 };
 
+// Puts together means and sums of squared deviations of `count` values and of `more` (Chan, Golub, LeVeque 1983).
+class Merge {
+ public:
+  __attribute__((always_inline)) inline Merge(double count, double more)
+      : share_(more / (count + more)), spread_(count * share_) {}
+  __attribute__((always_inline)) inline void operator()(double more_mean, double more_square, double& mean,
+                                                        double& square) const {
+    const double gap = more_mean - mean;
+    mean += gap * share_, square += more_square + gap * gap * spread_;
+  }
+
+ private:
+  double share_, spread_;
+};
+
 template <class T>
 struct PairwiseTiles {
   int64_t lanes;
@@ -74,6 +89,9 @@ struct Patches {
   const T* grad_y;           // [P, values]
   T* hidden;                 // [P, hidden]: u, a2 or the gradient of u, as each function says
   T* y;                      // [P, values]
+  // The channels that backward works on: whole vectors of the weights, or of the relation. Without vectors over
+  // channels it takes all.
+  int64_t first_channel, last_channel;
 };
 
 // Sums over pixels for the gradients of gamma: of its last Linear, and of what comes before the second BatchNorm.
@@ -94,7 +112,8 @@ struct PatchwiseTiles {
   void (*map)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch);
   // y, from a2.
   void (*forward)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch);
-  // From a2: its gradient into `grad_a2` [P, hidden]; adds to the sums and to grad_beta [P, values].
+  // From a2: what the weight channels add to its gradient into `grad_a2` [P, hidden]; adds to the sums and to grad_beta
+  // [P, values].
   void (*backward_mapping)(const Patchwise<T>&, const Patches<T>&, int64_t first_row, int64_t last_row, T* scratch,
                            const MappingSums<T>&, T* grad_a2, T* grad_beta);
   // From the gradient of u: g_v1 of the center into `to_center`; adds to the sums and scale * g_v1 of each
