@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -105,7 +106,8 @@ def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
 
     found: list[Dataset] = []
     for split in splits or ("train", "val"):
-        packed = index_path(root, split).exists()
+        # Shards without their index are told as such, by `open_shards`.
+        packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-*.tar"))
         if (root / split).is_dir() or (splits and not packed):
             found.append(Dataset.scan(root, split))
         if packed:
@@ -149,7 +151,17 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
         old = f" The old {path} stays, and is used." if path.exists() else ""
         return result | {"list": None, "digest": None, "problem": f"{error}{old}"}
     write_list(path, sound.paths, sound.sizes)
-    return result | {"list": str(path), "digest": sound.digest()}
+    stale = _still_naming({dataset.paths[one.index] for one in images}, lists) if dataset.split == "train" else []
+    return result | {"list": str(path), "digest": sound.digest(), "stale": stale}
+
+
+def _still_naming(broken: set[str], lists: Path) -> list[str]:
+    """The lists of `san data split` that name broken images, and so are to be written again."""
+    from pipelines.dataset import PARTS_OF
+    from pipelines.lists import list_path, read_list
+
+    found = [path for path in (list_path(lists, name) for name in PARTS_OF) if path.exists()]
+    return [str(path) for path in found if not broken.isdisjoint(read_list(path).paths)]
 
 
 def _sentence(result: dict[str, Any]) -> str:
@@ -160,7 +172,8 @@ def _sentence(result: dict[str, Any]) -> str:
     if problem := result.get("problem"):
         return f"{text}; no list was written: {problem}"
     listed = f"; {result['list']} lists the sound ones" if result["list"] else ""
-    return f"{text}{listed}; digest {result['digest']}"
+    stale = f"; run `san data split` again: broken images are in {', '.join(old)}" if (old := result.get("stale")) else ""
+    return f"{text}{listed}; digest {result['digest']}{stale}"
 
 
 @data.command()

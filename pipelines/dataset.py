@@ -190,9 +190,16 @@ class Dataset:
             if size != self.sizes[index]:
                 raise DataError(
                     f"The image {self.name_of(index)} has {size} bytes, but {self.sizes[index]} when it was listed: "
-                    f"put the old one back, or list what is there now with `san data check {self.root}` "
-                    "(--lists, where data.lists is given)."
+                    f"put the old one back, or run `san data check {self.root}` and {self.renewal}."
                 )
+
+    @property
+    def renewal(self) -> str:
+        """What is to be done after `san data check`."""
+        if self.packed:
+            return "pack its folder again without it"
+        where = "(--lists, where data.lists is given)"
+        return f"`san data split {self.root}` again {where}" if self.split in PARTS_OF else f"train on its list {where}"
 
     def name_of(self, index: int) -> str:
         """How an error names an image: its path, or its shard and its names in there and before."""

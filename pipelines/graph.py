@@ -13,7 +13,7 @@ Nothing in the graphs is random.
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,19 +74,32 @@ def reading_pipeline(batches: Iterator[list[Bytes]], *, packed: bool, max_batch:
             encoded = fn.io.file.read(encoded, dont_use_mmap=True)
         # A header that cannot be parsed makes nvImageCodec 0.9.0 crash the process while it decodes the rest of the batch.
         # So all headers of a batch are looked at before the decoder gets it, in validation too.
-        pipeline.set_outputs(encoded, fn.peek_image_shape(encoded))
+        pipeline.set_outputs(encoded, fn.peek_image_shape(encoded), encoded[:2], encoded[-2:])
     pipeline.build()
     return pipeline
 
 
-def read(pipeline: Any) -> tuple[Any, list[int], NDArray[np.int64]]:
-    """The next batch of a reading pipeline: encoded images, their bytes, and their sizes (height, width), (N, 2), pixels.
+class Encoded(NamedTuple):
+    """A batch of encoded images."""
+
+    images: Any
+    """As DALI holds them."""
+    bytes_N: list[int]
+    sizes_N2: NDArray[np.int64]
+    """(height, width), pixels."""
+    endless_N: NDArray[np.bool_]
+    """JPEGs without their end mark in the last place: cut off, or with something behind it."""
+
+
+def read(pipeline: Any) -> Encoded:
+    """The next batch of a reading pipeline.
 
     Raises:
         RuntimeError: a file is missing, or its header makes no sense.
     """
-    encoded, shapes = pipeline.run()
-    return encoded, [count for (count,) in encoded.shape()], np.array(shapes.as_array())[:, :2]
+    encoded, shapes, first, last = pipeline.run()
+    endless_N = (first.as_array() == (0xFF, 0xD8)).all(axis=1) & (last.as_array() != (0xFF, 0xD9)).any(axis=1)
+    return Encoded(encoded, [count for (count,) in encoded.shape()], np.array(shapes.as_array())[:, :2], endless_N)
 
 
 def image_pipeline(

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pipelines import order
 from pipelines.augment import MANIPULATIONS, Transform, Windows, draws, training_windows, validation_windows
-from pipelines.check import broken_images
+from pipelines.check import Broken, broken_images
 from pipelines.dataset import Dataset
 from pipelines.errors import DataError
 from pipelines.resample import parts, resampler
@@ -61,6 +61,8 @@ class Loader:
     """Where batches go; a CUDA device also decodes them."""
     waited: float = field(default=0.0, init=False)
     """Seconds that the consumer has waited for batches in the latest epoch."""
+    _whole: set[int] = field(default_factory=set, init=False, repr=False)
+    """JPEGs with something behind their end that were found to be whole."""
 
     def __post_init__(self) -> None:
         whole = all(map(_is_whole, (self.batch, self.threads, self.seed, self.rank, self.world)))
@@ -141,10 +143,11 @@ class Loader:
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for share in shares:
-                encoded, bytes_N, sizes_N2 = graph.read(reading)
-                self.dataset.require_sizes(share.tolist(), bytes_N)
-                windows = self._windows(number, share, sizes_N2)
-                in_flight.append((windows, (encoded, *(windows if on_gpu else parts(windows, self.transform.size)))))
+                encoded = graph.read(reading)
+                self.dataset.require_sizes(share.tolist(), encoded.bytes_N)
+                self._require_whole(share[encoded.endless_N])
+                windows = self._windows(number, share, encoded.sizes_N2)
+                in_flight.append((windows, (encoded.images, *(windows if on_gpu else parts(windows, self.transform.size)))))
                 yield in_flight[-1][1]
 
         pipeline = graph.image_pipeline(
@@ -199,19 +202,26 @@ class Loader:
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy
 
+    def _require_whole(self, endless: order.Indices) -> None:
+        """Whether JPEGs without an end can be decoded whole: of one cut off, a part above the break can be, unnoticed."""
+        unknown = [index for index in endless.tolist() if index not in self._whole]
+        for broken in broken_images(self.dataset, unknown):
+            raise self._named(broken)
+        self._whole.update(unknown)
+
     def _raise_named(self, in_flight: list[order.Indices], error: RuntimeError) -> NoReturn:
         """Turns DALI's error into a sentence on the first broken image; any other failure passes as it is."""
         indices = (index for share in in_flight for index in share.tolist())
         broken = next(broken_images(self.dataset, indices), None)
         if broken is None:
             raise error
-        remedy = "train on its list (--lists, where data.lists is given)"
-        if self.dataset.packed:
-            remedy = "pack its folder again without it"
-        raise DataError(
+        raise self._named(broken) from error
+
+    def _named(self, broken: Broken) -> DataError:
+        return DataError(
             f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace or remove it, "
-            f"or run `san data check {self.dataset.root}` and {remedy}."
-        ) from error
+            f"or run `san data check {self.dataset.root}` and {self.dataset.renewal}."
+        )
 
 
 def _is_whole(number: object) -> bool:

@@ -21,7 +21,7 @@ from experiments.cli import main
 from experiments.config import DataConfig
 from experiments.data_cli import Size
 from experiments.trial import data_digest, open_data
-from pipelines import DataError, Dataset, prepare_digits
+from pipelines import DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path, read_list, write_list
 
 SanData = Callable[..., tuple[int, str, str]]
@@ -113,11 +113,33 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
             "passed_over": ["train/loose.jpg", "train/cat/notes.txt"],
             "list": str(tmp_path / "lists/train.txt"),
             "digest": train.digest(),
+            "stale": [],
         }
     ]
     assert train == Dataset.scan(images, "train").without([10])
     assert val == Dataset.scan(images, "val")
     assert not list(images.glob("*.txt"))
+
+
+def test_check_tells_of_split_lists_that_name_what_is_broken(images: Path, san_data: SanData) -> None:
+    san_data("split", images, "--per-class", "1")
+    train, _ = (Dataset.open(images, name) for name in ("train-split", "val-split"))
+    broken = images / train.paths[0]
+    broken.write_bytes(bytes(len(broken.read_bytes())))
+    _, out, _ = san_data("check", images, "--split", "train")
+    assert out.endswith(f"; run `san data split` again: broken images are in {images}/train-split.txt\n")
+    with pytest.raises(DataError, match=rf"{train.paths[0]} cannot be used: .* and `san data split {images}` again"):
+        list(Loader(train, Transform(), train=False, batch=1).epoch(0))
+    san_data("split", images, "--per-class", "1")
+    _, out, _ = san_data("check", images, "--split", "train")
+    assert "again" not in out
+
+
+def test_check_tells_of_shards_without_an_index(images: Path, san_data: SanData, tmp_path: Path) -> None:
+    san_data("pack", images, tmp_path / "shards")
+    (tmp_path / "shards/train.index").unlink()
+    code, _, err = san_data("check", tmp_path / "shards")
+    assert code == 2 and f"no shards of train in {tmp_path}/shards" in err
 
 
 def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> None:
