@@ -17,20 +17,24 @@ struct Inputs {
 };
 
 template <class T>
-__attribute__((always_inline)) inline void add_square(const T* SAN_RESTRICT x, int64_t channels, T* SAN_RESTRICT to) {
-  for (int64_t c = 0; c < channels; ++c) to[c] += x[c], to[channels + c] += x[c] * x[c];
+__attribute__((always_inline)) inline void add_square(const T* SAN_RESTRICT x, int64_t channels,
+                                                      double* SAN_RESTRICT to) {
+  for (int64_t c = 0; c < channels; ++c) {
+    const double value = x[c];
+    to[c] += value, to[channels + c] += value * value;
+  }
 }
 
 // Adds to sums [K, 2, channels] those of x and x^2 over what each position of the footprint shows of a map [H, W,
 // channels]. Columns inside are shown once by each offset, so they are summed once for all. `row` has room for [2, 2,
 // channels].
 template <class T>
-SAN_VECTOR void shifted_sums(const T* SAN_RESTRICT map, const Footprint& f, int64_t channels, T* SAN_RESTRICT row,
+SAN_VECTOR void shifted_sums(const T* SAN_RESTRICT map, const Footprint& f, int64_t channels, double* SAN_RESTRICT row,
                              double* SAN_RESTRICT sums) {
   const int64_t k = f.kernel_size, reach = f.reach(), width = f.width;
-  T *inside = row, *seen = row + 2 * channels;
+  double *inside = row, *seen = row + 2 * channels;
   for (int64_t h = 0; h < f.height; ++h, map += width * channels) {
-    std::fill(inside, inside + 2 * channels, T(0));
+    std::fill(inside, inside + 2 * channels, 0.0);
     for (int64_t w = reach + 1; is_inside(w, width, reach); ++w) add_square(map + w * channels, channels, inside);
     for (int64_t x = 0; x < k; ++x) {
       std::copy_n(inside, 2 * channels, seen);
@@ -136,7 +140,7 @@ class Problem {
 
   void patch_statistics(std::vector<T>& mean_out, std::vector<T>& var_out) {
     std::vector<double> sums(N * pieces * 2 * p.pitch);
-    for_each_task<T>(N, 4 * p.pitch, [&](int64_t n, T* row) {
+    for_each_task<double>(N, 4 * p.pitch, [&](int64_t n, double* row) {
       double* sum = sums.data() + n * pieces * 2 * p.pitch;
       shifted_sums(around_c.data() + n * P * p.pitch, f, p.pitch, row, sum);
       if (C > 0)

@@ -445,6 +445,18 @@ def test_statistics_do_not_hang_on_single_pixels(kind: str, hidden: int) -> None
         assert ((found[var] - wanted[var]) / wanted[var]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("hidden", [3, 17])
+def test_statistics_of_positions_that_do_not_see_a_bright_border(hidden: int) -> None:
+    """The mean of what they see is far from the map's: squares of distances from that would cancel."""
+    sizes = Sizes(batch=2, height=28, width=28, footprint=7, hidden=hidden)
+    tensors = {name: x.float() for name, x in sample("patchwise", sizes).items()}
+    tensors["around"] = tensors["around"] * 0.01
+    tensors["around"][:, :3] += 10
+    _, _, *found = run("patchwise", 7, True)(tensors)
+    _, *wanted = defined("patchwise", {name: x.double() for name, x in tensors.items()}, 7, True)
+    assert ((found[1] - wanted[1]) / wanted[1]).abs().max() < 1e-6
+
+
 def test_statistics_of_a_slope() -> None:
     """Neighbours differ by a thousandth of what the map spans."""
     tensors = {name: x.float() for name, x in sample("pairwise", Sizes(batch=2, height=224, width=224)).items()}
