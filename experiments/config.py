@@ -6,6 +6,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -145,7 +146,11 @@ class ReliabilityConfig(Strict):
     look_steps: Count = 20
     """After so many steps it is looked whether losses are finite and whether a checkpoint is due."""
     hang_minutes: Positive = 30.0
-    """A worker that ends no step for so long is ended."""
+    """A worker that ends no step for so long is ended, and so long it waits for the others."""
+
+    @property
+    def patience(self) -> timedelta:
+        return timedelta(minutes=self.hang_minutes)
 
 
 class TrialConfig(Strict):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.training.watchdog import Watchdog
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
@@ -156,12 +158,13 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
         DataError: an image cannot be used.
         FloatingPointError: a loss is not finite.
     """
-    rank, _ = join_process_group()
-    with _logging_to(workspace.log(trial), rank):
-        return _train(workspace, trial, report)
+    patience = trial.config.reliability.patience
+    rank, _ = join_process_group(patience)
+    with _logging_to(workspace.log(trial), rank) as log, Watchdog(patience.total_seconds(), log) as watchdog:
+        return _train(workspace, trial, report, watchdog)
 
 
-def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
+def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], watchdog: Watchdog) -> nn.Module:
     config, care = trial.config, trial.config.reliability
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(config.placement.cpus)
@@ -192,7 +195,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
         if rank == 0:
             checkpoints.save(Checkpoint(trial.key, history, running, state))
 
-    between = BetweenSteps(lambda: None, care.look_steps, checkpoints.due, save)
+    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save)
     while running.number < config.recipe.epochs:
         try:
             history = (*history, run_epoch(engine, train, val, running, between))
@@ -235,7 +238,7 @@ def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None
 
 
 @contextmanager
-def _logging_to(path: Path, rank: int) -> Iterator[None]:
+def _logging_to(path: Path, rank: int) -> Iterator[TextIO]:
     """Adds what this package logs to a file, which all workers of a trial share.
 
     Raises:
@@ -243,18 +246,19 @@ def _logging_to(path: Path, rank: int) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        file = open(path, "a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter(f"%(asctime)s worker {rank}: %(message)s"))
     logger = logging.getLogger("experiments")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
-        yield
+        yield file
     finally:
         logger.removeHandler(handler)
-        handler.close()
+        file.close()
 
 
 def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Loader, Loader]:

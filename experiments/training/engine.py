@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from experiments.config import RecipeConfig
 
 
-def join_process_group() -> tuple[int, int]:
-    """Rank and number of workers. Joins the group that the launcher made, or makes one of this process alone."""
+def join_process_group(patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
+    """Rank and number of workers. Joins the group that the launcher made, or makes one: of the workers that the environment
+    tells, which then wait for each other so long, or of this process alone."""
     if not dist.is_initialized():
         alone = {
             "RANK": "0",
@@ -29,7 +31,7 @@ def join_process_group() -> tuple[int, int]:
             os.environ.setdefault(name, value)
         if torch.cuda.is_available():
             torch.cuda.set_device(device())  # nccl would use the first GPU for every worker
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=patience)
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from experiments.run import Job
 from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.training.watchdog import EXIT_CODE
 from experiments.trial import Workspace, run_trial
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
@@ -280,3 +283,34 @@ def test_weights_that_are_not_finite_are_not_saved(
     ):
         run_trial(job.workspace, trial, lambda metrics: None)
     assert [path.name for path in job.workspace.checkpoints(trial).iterdir()] == ["epoch-0000-step-0000001.pt"]
+
+
+def hang_in_the_second_step() -> None:
+    step, calls = Engine.train_step, []
+
+    def hanging(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        calls.append(step(engine, images_NCHW, labels_N))
+        if len(calls) == 2 and os.environ["RANK"] == "0":
+            time.sleep(600)
+        return calls[-1]
+
+    Engine.train_step = hanging  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_worker_that_hangs_is_ended(
+    world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
+) -> None:
+    job = open_small_job(*SHORT, *ALWAYS, "reliability.hang_minutes=0.3")
+    (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
+    workspace = place("hangs")
+    workers = start(workspace, trial, world, body=hang_in_the_second_step)
+    for worker in workers:
+        worker.join(60)
+    assert workers[0].exitcode == EXIT_CODE
+    assert all(worker.exitcode for worker in workers)  # the others end with their watchdog or with what gloo says
+    said = workspace.log(trial).read_text()
+    assert "worker 0: no step has ended for 0.3 minutes; this worker is ended, its threads were at:" in said
+    assert "in hanging" in said
+    assert last(job, workspace).running.steps == 1
