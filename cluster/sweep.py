@@ -5,6 +5,7 @@ connects them. Tune does not see what Train takes in its trials: the bound is co
 """
 
 import functools
+import math
 import pickle
 import tempfile
 import textwrap
@@ -12,6 +13,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -95,19 +97,22 @@ def sweep(
     storage: Path | str,
     observer: Observer,
     retries: int = 1,
+    final: tuple[type[Exception], ...] = (),
+    patience: timedelta = timedelta(minutes=30),
 ) -> dict[str, Outcome]:
     """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
 
     The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
     a report waits for all. A cell that raises or dies is started again up to `retries` times, from the
-    beginning: continuing is the function's own business. A cell that fails for good does not disturb the
-    others. Ctrl-C, or an observer that raises, ends the cells and the session, and is raised on.
+    beginning: continuing is the function's own business. One that raises any of `final` is not: it would again.
+    A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises, ends the cells
+    and the session, and is raised on.
 
     `storage` is a directory that all nodes can reach. The sweep's own files there are gone when it returns:
     a later sweep with the same keys starts afresh.
 
-    Several workers find torch.distributed initialised by Ray (gloo, or nccl with GPUs) and the rank variables
-    set. A lone worker finds neither: see `_train`.
+    Several workers find torch.distributed initialised by Ray (gloo, or nccl with GPUs), in which they wait
+    `patience` for each other, and the rank variables set. A lone worker finds neither: see `_train`.
     """
     if not values:
         return {}
@@ -115,8 +120,9 @@ def sweep(
     storage.mkdir(parents=True, exist_ok=True)
     follower = _Follower(observer)
     with session() as resources, tempfile.TemporaryDirectory(prefix="sweep-", dir=storage) as folder:
+        trainable = _trainable(function, dict(values), placement, folder, final, patience)
         tuner = ray.tune.Tuner(
-            ray.tune.with_resources(_trainable(function, dict(values), placement, folder), _trial_resources(placement)),
+            ray.tune.with_resources(trainable, _trial_resources(placement)),
             param_space={"key": ray.tune.grid_search(list(values))},
             tune_config=ray.tune.TuneConfig(max_concurrent_trials=concurrency(placement, resources)),
             run_config=ray.tune.RunConfig(
@@ -142,7 +148,12 @@ def _trial_resources(placement: Placement) -> dict[str, float]:
 
 
 def _trainable(
-    function: Callable[[V, Report], object], values: dict[str, V], placement: Placement, folder: str
+    function: Callable[[V, Report], object],
+    values: dict[str, V],
+    placement: Placement,
+    folder: str,
+    final: tuple[type[Exception], ...],
+    patience: timedelta,
 ) -> Callable[[dict[str, str]], None]:
     """The function that Tune runs once per cell. Values stay out of Tune's grid, which looks into them."""
 
@@ -150,19 +161,25 @@ def _trainable(
         key = config["key"]
         # Train resumes a run whose name it has seen, so each attempt has a name of its own.
         name = f"{key}-{uuid.uuid4().hex[:8]}"
-        _train(functools.partial(function, values[key]), placement, name, folder)
+        try:
+            _train(functools.partial(function, values[key]), placement, name, folder, patience)
+        except Exception as error:
+            if not isinstance(_cause(error), final):
+                raise
+            # For Tune the cell is complete, or it would start it again.
+            ray.tune.report({"failure": {"error": _sentence(error), "traceback": traceback.format_exc()}})
 
     return cell
 
 
-def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
+def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str, patience: timedelta) -> None:
     """Runs one cell inside its Tune trial; the only place where one worker and several differ.
 
     A lone worker *is* the trial's process (Ray Train's local mode). A worker group for it would add actors
     that only wait, and some 15 s of CPU time per cell to start them. The price: Ray neither sets RANK,
     WORLD_SIZE and so on nor initialises torch.distributed there; a function that needs them sets them itself.
     """
-    from ray.train.torch import TorchTrainer  # brings torch, which the driver of a sweep can do without
+    from ray.train.torch import TorchConfig, TorchTrainer  # brings torch, which the driver of a sweep can do without
 
     callbacks: list[Any] = []
     if placement.workers == 1:
@@ -184,7 +201,8 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
         call(lambda metrics: send({"metrics": dict(metrics)}))
 
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
-    TorchTrainer(worker, scaling_config=scaling, run_config=run).fit()
+    backend = TorchConfig(timeout_s=math.ceil(patience.total_seconds()))
+    TorchTrainer(worker, torch_config=backend, scaling_config=scaling, run_config=run).fit()
 
 
 class _Follower(ray.tune.Callback):
@@ -193,16 +211,21 @@ class _Follower(ray.tune.Callback):
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
         self.outcomes: dict[str, Outcome] = {}
+        self.failures: dict[str, Outcome] = {}
+        """Of cells that are not started again."""
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
-        if "metrics" in result:
+        if "failure" in result:
+            self.failures[trial.config["key"]] = Outcome(trial.config["key"], **result["failure"])
+        elif "metrics" in result:
             self.observer.progress(trial.config["key"], result["metrics"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._finish(Outcome(trial.config["key"]))
+        key = trial.config["key"]
+        self._finish(self.failures.get(key, Outcome(key)))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # The trial's files on this machine; their copies in storage, for trial.get_error(), come later.
@@ -219,11 +242,19 @@ def _reason(error: Exception | None, text: str) -> str:
     """One line that says why a cell failed, from what Ray wrapped around it and the text of all attempts."""
     if "Worker exit type" in text.rpartition("Failure #")[2]:
         return "a worker process died without an exception: it ran out of memory, was killed or crashed"
+    return _sentence(error) if error else textwrap.shorten(text.strip().splitlines()[-1], 400)
+
+
+def _sentence(error: Exception) -> str:
+    return textwrap.shorten("".join(traceback.format_exception_only(_cause(error))), 400)
+
+
+def _cause(error: Exception) -> Exception:
+    """What the function itself raised, in the first worker that failed, from what Ray wrapped around it."""
     cause = getattr(error, "cause", None) or error
     if failures := getattr(cause, "worker_failures", None):
         cause = failures[min(failures)]
-    words = "".join(traceback.format_exception_only(cause)) if cause else text.strip().splitlines()[-1]
-    return textwrap.shorten(words, 400)
+    return cause
 
 
 def _count(number: int, thing: str) -> str:

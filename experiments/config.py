@@ -6,6 +6,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -135,13 +136,31 @@ class PlacementConfig(Strict):
     gpus: Annotated[int, Field(ge=0)] = 0
 
 
+class ReliabilityConfig(Strict):
+    """What is done about failures; changes no result."""
+
+    checkpoint_minutes: Positive = 10.0
+    """A checkpoint is written after every epoch, and inside an epoch when the last one is so old."""
+    checkpoints: Count = 2
+    """How many of the last checkpoints are kept, besides the best."""
+    look_steps: Count = 20
+    """After so many steps it is looked whether losses are finite and whether a checkpoint is due."""
+    hang_minutes: Positive = 30.0
+    """A worker that ends no step for so long is ended, and so long it waits for the others."""
+
+    @property
+    def patience(self) -> timedelta:
+        return timedelta(minutes=self.hang_minutes)
+
+
 class TrialConfig(Strict):
-    """Everything that decides a trial's result, and where it runs."""
+    """Everything that decides a trial's result, where it runs, and what is done about failures."""
 
     model: ModelConfig
     data: DataConfig
     recipe: RecipeConfig
     placement: PlacementConfig = PlacementConfig()
+    reliability: ReliabilityConfig = ReliabilityConfig()
 
 
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from experiments.report.paper import counts_at_paper_setting, paper_claims, pape
 from experiments.report.study import section_of, write_study
 from experiments.tracking import Result, Tracker
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
+from pipelines import DataError
 
 GRIDS_DIR = Path(__file__).parent / "grids"
 
@@ -180,7 +181,15 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()})
     train = functools.partial(run_trial, job.workspace)
     try:
-        return cluster.sweep(train, missing, job.placement, storage=scratch, observer=progress)
+        return cluster.sweep(
+            train,
+            missing,
+            job.placement,
+            storage=scratch,
+            observer=progress,
+            final=(UserError, DataError, FloatingPointError),
+            patience=job.trials[0].config.reliability.patience,
+        )
     except KeyboardInterrupt:
         job.tracker.interrupted(missing.values())
         raise
@@ -192,7 +201,7 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
     path = job.workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(story, encoding="utf-8")
-    _say(f"{trial.name}: the whole error is in {path}")
+    _say(f"{trial.name}: the whole error is in {path}, what it said before in {job.workspace.log(trial)}")
 
 
 def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:

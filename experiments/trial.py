@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -14,16 +17,20 @@ from torch import nn
 
 import san
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
+from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.tracking import Tracker, TrialRun
-from experiments.training.checkpoint import Checkpoint
+from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.engine import Engine, device, join_process_group
-from experiments.training.loop import run_epoch
-from experiments.training.metrics import Epoch
+from experiments.training.loop import BetweenSteps, run_epoch
+from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.training.watchdog import Watchdog
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
 from pipelines.shards import index_path
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +40,13 @@ class Workspace:
     runs: Path
     tracking_uri: str
 
-    def checkpoint(self, trial: Trial) -> Path:
-        """The checkpoint of a trial."""
-        return self.runs / "checkpoints" / trial.key / "last.pt"
+    def checkpoints(self, trial: Trial) -> Path:
+        """The folder of a trial's checkpoints."""
+        return self.runs / "checkpoints" / trial.key
+
+    def log(self, trial: Trial) -> Path:
+        """What a trial has to say."""
+        return self.runs / "logs" / f"{trial.name}-{trial.key}.log"
 
 
 @functools.cache
@@ -137,13 +148,25 @@ def transform(config: DataConfig) -> Transform:
 
 
 def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
-    """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoint.
+    """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
 
     Every worker of the cell calls this. `report` is called in all of them after each epoch, with the epoch's metrics.
     Returns the trained model, which is the same on every worker.
+
+    Raises:
+        UserError: a checkpoint cannot be written, or is another trial's.
+        DataError: an image cannot be used.
+        FloatingPointError: a loss is not finite.
     """
-    config = trial.config
-    rank, world = join_process_group()
+    patience = trial.config.reliability.patience
+    rank, _ = join_process_group(patience)
+    with _logging_to(workspace.log(trial), rank) as log, Watchdog(patience.total_seconds(), log) as watchdog:
+        return _train(workspace, trial, report, watchdog)
+
+
+def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], watchdog: Watchdog) -> nn.Module:
+    config, care = trial.config, trial.config.reliability
+    rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(config.placement.cpus)
     train, val = loaders(config, trial.seed, rank, world)
 
@@ -152,29 +175,90 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     complexity = san.complexity(model, config.data.size)
     engine = Engine(model.to(train.device), config.recipe, train.steps, -(-config.recipe.batch // world))
 
-    path = workspace.checkpoint(trial)
-    saved = Checkpoint.load(path, trial.key)
+    checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
+    saved = _saved(checkpoints, rank, world)
     history: tuple[Epoch, ...] = ()
+    running = RunningEpoch(0, engine.lr)
     if saved is not None:
         engine.load_state_dict(saved.engine)
-        history = saved.history
+        history, running = saved.history, saved.running
     run: TrialRun | None = None
     if rank == 0:
         run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
         run.describe(trial, complexity)
         run.log(history)
 
-    for number in range(len(history), config.recipe.epochs):
-        history = (*history, run_epoch(engine, train, val, number))
-        if run is not None:
+    def save(running: RunningEpoch) -> None:
+        state = engine.state_dict()
+        if not engine.is_finite():
+            raise FloatingPointError(f"weights are not finite after {running.steps} steps of epoch {running.number}")
+        if rank == 0:
+            checkpoints.save(Checkpoint(trial.key, history, running, state))
+
+    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save)
+    while running.number < config.recipe.epochs:
+        try:
+            history = (*history, run_epoch(engine, train, val, running, between))
+            running = RunningEpoch(len(history), engine.lr)
             # In this order a kill leaves at most an epoch that is saved but not logged, which the next start logs.
-            Checkpoint(trial.key, history, engine.state_dict()).save(path)
+            save(running)
+        except FloatingPointError as error:
+            good = checkpoints.newest()
+            raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
+        if run is not None:
             run.log(history)
-        report({"epoch": number + 1, "epochs": config.recipe.epochs, **history[-1].metrics()})
+        report({"epoch": len(history), "epochs": config.recipe.epochs, **history[-1].metrics()})
     if run is not None:
         run.finish()
     dist.barrier()
     return engine.model
+
+
+def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None:
+    """The last checkpoint that can be read, the same for all workers: the first looks for it."""
+    saved: Checkpoint | None = None
+    if rank == 0:
+        checkpoints.prepare()
+        saved = checkpoints.load()
+    found = [saved.name if saved else None]
+    dist.broadcast_object_list(found)
+    (name,) = found
+    if name is not None and rank != 0:
+        saved = Checkpoint.read(checkpoints.folder / name)
+    elif saved is not None:
+        _log.info("goes on from %s", name)
+    if saved is not None and saved.workers != world and rank == 0:
+        _log.warning(
+            "%d workers began this trial, %d go on with it: BatchNorm starts from the mean of their statistics and sees other "
+            "shares of each batch, so the result is another than theirs, as one of another seed would be",
+            saved.workers,
+            world,
+        )
+    return saved
+
+
+@contextmanager
+def _logging_to(path: Path, rank: int) -> Iterator[TextIO]:
+    """Adds what this package logs to a file, which all workers of a trial share.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
+    handler = logging.StreamHandler(file)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s worker {rank}: %(message)s"))
+    logger = logging.getLogger("experiments")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield file
+    finally:
+        logger.removeHandler(handler)
+        file.close()
 
 
 def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Loader, Loader]:

@@ -79,6 +79,10 @@ class Loader:
         """Global batches per epoch; in validation a rank skips those that have no image for it."""
         return order.steps(len(self.dataset), self.batch)
 
+    def seen_after(self, steps: int) -> int:
+        """Images, over all ranks, in the first `steps` batches of an epoch: what `epoch` leaves out to go on after them."""
+        return order.seen_after(len(self.dataset), self.batch, steps)
+
     def epoch(self, number: int, seen: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (>= 0), without the first `seen` images of its order (over all ranks).
 

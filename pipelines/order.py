@@ -25,6 +25,12 @@ def steps(count: int, batch: int) -> int:
     return -(-count // batch)
 
 
+def seen_after(count: int, batch: int, done: int) -> int:
+    """Images in the first `done` global batches of an epoch of `count`."""
+    smaller, larger = divmod(count, max(steps(count, batch), 1))
+    return done * smaller + min(done, larger)
+
+
 def share(order: Indices, steps: int, rank: int, world: int) -> list[Indices]:
     """The indices that `rank` of `world` sees, one array per step.
 

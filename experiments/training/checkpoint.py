@@ -1,52 +1,181 @@
-"""A cell's checkpoint: written whole or not at all, read only by the trial that wrote it."""
+"""A trial's checkpoints: each written whole or not at all, read only by the trial that wrote them."""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import pickle
-import warnings
+import time
+import uuid
+import zipfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.training.metrics import Epoch
+from experiments.errors import UserError
+from experiments.training.metrics import Epoch, RunningEpoch
+
+_log = logging.getLogger(__name__)
+
+# What reading a damaged file raises: the archive, torch, the pickle in it, the disk, and what is not there.
+DAMAGE = (zipfile.BadZipFile, RuntimeError, EOFError, pickle.UnpicklingError, OSError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state after the last epoch of `history`."""
+    """The state of a trial after the last step of `running`, which follows the whole epochs of `history`."""
 
     key: str
     """Content hash of the trial."""
     history: tuple[Epoch, ...]
+    running: RunningEpoch
     engine: dict[str, Any]
+    """`Engine.state_dict()`, with what each worker has of its own."""
 
-    def save(self, path: Path) -> None:
-        """Replaces `path` in one step, so that a kill at any moment leaves the old or the new checkpoint."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        content = {"key": self.key, "history": [asdict(epoch) for epoch in self.history], "engine": self.engine}
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+    @property
+    def workers(self) -> int:
+        """How many workers the trial had."""
+        return len(self.engine["workers"])
+
+    @property
+    def name(self) -> str:
+        """Of its file; names sort as the training goes."""
+        return _name(self.running.number, self.running.steps)
+
+    def as_bytes(self) -> bytes:
+        content = {
+            "key": self.key,
+            "history": [asdict(epoch) for epoch in self.history],
+            "running": asdict(self.running),
+            "engine": self.engine,
+        }
+        memory = io.BytesIO()
+        torch.save(content, memory)
+        return memory.getvalue()
 
     @staticmethod
-    def load(path: Path, key: str) -> Checkpoint | None:
-        """The checkpoint at `path`, or None where there is none of this trial. One that cannot be read is set aside."""
-        if not path.exists():
-            return None
+    def read(path: Path) -> Checkpoint:
+        """Raises one of `DAMAGE` where the file is not what was written."""
+        content = path.read_bytes()
+        # torch writes a checksum for each part of the archive, and does not look at it again.
+        broken = zipfile.ZipFile(io.BytesIO(content)).testzip()
+        if broken is not None:
+            raise zipfile.BadZipFile(f"checksum of {broken}")
+        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        history = tuple(Epoch(**epoch) for epoch in saved["history"])
+        return Checkpoint(saved["key"], history, RunningEpoch(**saved["running"]), saved["engine"])
+
+
+def _name(epoch: int, step: int) -> str:
+    return f"epoch-{epoch:04d}-step-{step:07d}.pt"
+
+
+class Checkpoints:
+    """The checkpoints of one trial in a folder: the last `keep` and the best by top-1. The first worker alone writes.
+
+    Args:
+        folder: of this trial alone.
+        key: content hash of the trial.
+        keep: how many of the last ones stay.
+        seconds: between one checkpoint and the next inside an epoch.
+    """
+
+    def __init__(self, folder: Path, key: str, keep: int, seconds: float) -> None:
+        self.folder, self.key, self.keep, self.seconds = folder, key, keep, seconds
+        self._saved_at = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time for the next one."""
+        return time.monotonic() - self._saved_at >= self.seconds
+
+    def newest(self) -> Path | None:
+        """The file of the last checkpoint."""
+        return max(self.folder.glob("epoch-*.pt"), default=None)
+
+    def prepare(self) -> None:
+        """Makes the folder, and removes what killed writers left there.
+
+        Raises:
+            UserError: that cannot be done.
+        """
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
-            aside = path.with_suffix(".broken")
-            path.replace(aside)
-            reason = type(error).__name__
-            warnings.warn(f"{path} cannot be read ({reason}); it is kept as {aside.name}, training starts anew", stacklevel=2)
-            return None
-        if content["key"] != key:
-            return None
-        return Checkpoint(key, tuple(Epoch(**epoch) for epoch in content["history"]), content["engine"])
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for partial in self.folder.glob("*.partial"):
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder}: checkpoints cannot be kept there ({error.strerror})") from None
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Writes a checkpoint; a kill at any moment leaves the ones before as they are.
+
+        Raises:
+            UserError: the disk is full or gone; the ones before stay.
+        """
+        path, partial = self.folder / checkpoint.name, self.folder / f"{uuid.uuid4().hex}.partial"
+        content = checkpoint.as_bytes()
+        try:
+            # The folder is not made again: where a disk has gone, another would be written to in its place.
+            with open(partial, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            _sync(self.folder)
+            self._remove_old(checkpoint.history)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            kept = self.newest()
+            good = f"{kept.name} is the last good one" if kept else "there is none before it"
+            raise UserError(
+                f"{path}: this checkpoint cannot be written ({error.strerror}); {good}; "
+                "see to the disk, then the same command continues from there"
+            ) from None
+        self._saved_at = time.monotonic()
+
+    def load(self) -> Checkpoint | None:
+        """The last checkpoint that can be read, None where there is none; those that cannot are set aside, and the log tells.
+
+        Raises:
+            UserError: it is another trial's.
+        """
+        for path in sorted(self.folder.glob("epoch-*.pt"), reverse=True):
+            try:
+                checkpoint = Checkpoint.read(path)
+            except DAMAGE as error:
+                self._set_aside(path, error)
+                continue
+            if checkpoint.key != self.key:
+                raise UserError(
+                    f"{path}: is a checkpoint of trial {checkpoint.key}, not of {self.key}; move it to a folder of its own"
+                )
+            return checkpoint
+        return None
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        aside = path.with_suffix(".broken")
+        path.replace(aside)
+        before = self.newest()
+        goes_on = f"training goes on from {before.name}" if before else "there is none before it, training starts anew"
+        _log.warning("%s cannot be read (%s: %s); it is kept as %s; %s", path, type(error).__name__, error, aside.name, goes_on)
+
+    def _remove_old(self, history: Sequence[Epoch]) -> None:
+        paths = sorted(self.folder.glob("epoch-*.pt"))
+        best = max(history, key=lambda epoch: epoch.top1, default=None)
+        for path in paths[: -self.keep]:
+            if best is None or path.name != _name(best.epoch + 1, 0):
+                path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Makes a rename last through a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from experiments.config import RecipeConfig
 
 
-def join_process_group() -> tuple[int, int]:
-    """Rank and number of workers. Joins the group that the launcher made, or makes one of this process alone."""
+def join_process_group(patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
+    """Rank and number of workers. Joins the group that the launcher made, or makes one: of the workers that the environment
+    tells, which then wait for each other so long, or of this process alone."""
     if not dist.is_initialized():
         alone = {
             "RANK": "0",
@@ -29,7 +31,7 @@ def join_process_group() -> tuple[int, int]:
             os.environ.setdefault(name, value)
         if torch.cuda.is_available():
             torch.cuda.set_device(device())  # nccl would use the first GPU for every worker
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=patience)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -86,6 +88,10 @@ class Engine:
         self._engine.step()
         return loss.detach()
 
+    def is_finite(self) -> bool:
+        """Whether all weights are; a step whose loss was finite may have ruined them."""
+        return all(bool(weight.isfinite().all()) for weight in self.model.parameters())
+
     def average_buffers(self) -> None:
         """Makes BatchNorm statistics the mean over the workers. DeepSpeed averages gradients only, so every worker has
         statistics of its own images; without this, validation would depend on who does it."""
@@ -95,17 +101,46 @@ class Engine:
                 buffer /= dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, the same on every worker once the buffers are averaged."""
+        """All that a resumed run needs, the same on every worker; all of them must ask for it together.
+
+        Inside an epoch each worker has BatchNorm statistics of its own: `workers` holds every one's, and its random numbers.
+        Python's and NumPy's are not there, for nothing draws from them.
+        """
+        model = self.model.state_dict()
+        mine = {
+            "buffers": {name: model[name].cpu() for name, _ in self.model.named_buffers() if name in model},
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        }
+        workers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(workers, mine)
         return {
-            "model": self.model.state_dict(),
+            "model": model,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "workers": workers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        """With as many workers as when it was made, each goes on as it was; else statistics are the mean over those workers,
+        and random numbers are left as they are."""
+        workers = state["workers"]
+        if len(workers) == dist.get_world_size():
+            mine = workers[dist.get_rank()]
+            buffers = mine["buffers"]
+            torch.set_rng_state(mine["random"])
+            if mine["cuda_random"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(mine["cuda_random"])
+        else:
+            buffers = {name: _mean([worker["buffers"][name] for worker in workers]) for name in workers[0]["buffers"]}
+        self.model.load_state_dict(state["model"] | buffers)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    """Over the workers; counters are equal on all."""
+    return torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
 
 
 def _import_deepspeed() -> Any:

@@ -4,47 +4,108 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from experiments.training.engine import Engine
-from experiments.training.metrics import Accuracy, Epoch
+from experiments.training.metrics import Accuracy, Epoch, RunningEpoch
 from pipelines import Loader
 
 
-def run_epoch(engine: Engine, train: Loader, val: Loader, epoch: int) -> Epoch:
-    """Trains for one epoch, makes the workers' statistics one, validates.
+@dataclass(frozen=True, slots=True)
+class BetweenSteps:
+    """What is done besides training."""
+
+    ended: Callable[[], None]
+    """A step has ended, of training or of validation."""
+    look_steps: int
+    """After so many steps of training the workers look at their losses and at the first worker's clock."""
+    due: Callable[[], bool]
+    """Whether to save, by the first worker's clock."""
+    save: Callable[[RunningEpoch], None]
+    """Called in all workers after the same step, and only where all losses up to it are finite."""
+
+
+class _Step(NamedTuple):
+    lr: float
+    loss: Tensor
+    images: int
+
+
+def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch, between: BetweenSteps) -> Epoch:
+    """Trains an epoch, or the rest of it, makes the workers' statistics one, validates.
 
     Raises:
-        FloatingPointError: the loss is not finite; weights are left as they are and no checkpoint is written.
+        FloatingPointError: a loss is not finite; raised in all workers after the same step.
     """
-    lr = engine.lr
-    start = time.perf_counter()
-    loss = _train(engine, train, epoch)
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss of epoch {epoch} is {loss}; it began at learning rate {lr:.4g}: lower recipe.lr")
-    seconds = time.perf_counter() - start
+    _train(engine, train, running, between)
     engine.average_buffers()
-    val_loss, top1, top5, _ = evaluate(engine.model, val)
-    return Epoch(epoch, lr, loss, len(train.dataset) / seconds, train.waited / seconds, val_loss, top1, top5)
+    val_loss, top1, top5, _ = evaluate(engine.model, val, between.ended)
+    images = len(train.dataset)
+    return Epoch(
+        epoch=running.number,
+        lr=running.lr,
+        train_loss=running.loss / images,
+        images_per_second=images / running.seconds,
+        wait_share=running.waited / running.seconds,
+        val_loss=val_loss,
+        top1=top1,
+        top5=top5,
+    )
 
 
-def _train(engine: Engine, loader: Loader, epoch: int) -> float:
+def _train(engine: Engine, loader: Loader, running: RunningEpoch, between: BetweenSteps) -> None:
     engine.model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=loader.device)  # loss, images
-    for images, labels in loader.epoch(epoch):
-        loss = engine.train_step(images, labels)
-        sums += torch.stack((loss.double() * len(labels), loss.new_tensor(len(labels), dtype=torch.float64)))
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    waited_before, start = running.waited, time.perf_counter()
+    unseen: list[_Step] = []
+    for images, labels in loader.epoch(running.number, loader.seen_after(running.steps)):
+        unseen.append(_Step(engine.lr, engine.train_step(images, labels), len(labels)))
+        between.ended()
+        running.steps += 1
+        is_last = running.steps == loader.steps
+        if is_last or running.steps % between.look_steps == 0:
+            due = _look(unseen, running, between, loader.device)
+            unseen.clear()
+            running.seconds += time.perf_counter() - start
+            running.waited = waited_before + loader.waited
+            if due and not is_last:
+                between.save(running)
+            start = time.perf_counter()
+
+
+def _look(steps: list[_Step], running: RunningEpoch, between: BetweenSteps, device: torch.device) -> bool:
+    """Adds the losses of the latest steps, over all workers, to the epoch's; returns whether it is time to save.
+
+    The one place where a GPU is waited for and where workers talk about anything but gradients.
+    """
+    losses = torch.stack([step.loss for step in steps]).double().tolist()
+    finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    total = sum(loss * step.images for loss, step in zip(losses, steps, strict=True))
+    mine = torch.tensor([finite, total, between.due()], dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    finites, totals, dues = torch.stack(everyone).T.tolist()
+    first = int(min(finites))
+    if first < len(steps):
+        number = running.steps - len(steps) + first + 1
+        raise FloatingPointError(
+            f"the loss of step {number} in epoch {running.number} is not finite, at learning rate {steps[first].lr:.4g}"
+        )
+    running.loss += sum(totals)
+    return bool(dues[0])
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader: Loader) -> tuple[float, float, float, int]:
-    """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers."""
+def evaluate(model: torch.nn.Module, loader: Loader, ended: Callable[[], None]) -> tuple[float, float, float, int]:
+    """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers; `ended` is called after each step."""
     model.eval()
     accuracy = Accuracy(loader.device)
     for images, labels in loader.epoch(0):
         accuracy.add(model(images), labels)
+        ended()
     return accuracy.over_workers()

@@ -38,6 +38,23 @@ class Epoch:
         return {names.get(key, key): value for key, value in asdict(self).items() if key != "epoch"}
 
 
+@dataclass(slots=True)
+class RunningEpoch:
+    """How far an epoch has come; the same on all workers but for the times."""
+
+    number: int
+    lr: float
+    """Learning rate of its first step."""
+    steps: int = 0
+    """Steps done."""
+    loss: float = 0.0
+    """Sum over the images seen."""
+    seconds: float = 0.0
+    """Spent on training; what was done twice after a kill counts once."""
+    waited: float = 0.0
+    """Seconds of these spent waiting for images."""
+
+
 class Accuracy:
     """Sums loss, top-1 and top-5 hits over batches of any size; every image counts once."""
 

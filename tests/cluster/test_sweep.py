@@ -51,6 +51,21 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_would_fail_again_is_not_retried(workers: int, resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+    if resources.cpus < workers:
+        pytest.skip(f"needs {workers} CPUs")
+    values = {"good": 1, "bad": 0}
+    outcomes = sweep(
+        cells.counting, values, Placement(workers), storage=tmp_path, observer=memory, retries=3, final=(ValueError,)
+    )
+    assert sorted(memory.starts) == ["bad", "good"]
+    assert outcomes["good"].error is None
+    assert outcomes["bad"].error == "ValueError: nothing to count not even to one"
+    assert "in counting" in outcomes["bad"].traceback
+    assert memory.of("bad") == []
+
+
 def test_a_lone_worker(memory: cells.Memory, tmp_path: Path) -> None:
     sweep(cells.describing, {"cell": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
     assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0}]

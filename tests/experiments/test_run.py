@@ -52,7 +52,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield cluster.Resources((cluster.Node(cpus=2, gpus=0),))
 
     def sweep(
-        train: functools.partial[object], trials: Mapping[str, Trial], placement: object, *, storage: object, observer: object
+        train: functools.partial[object],
+        trials: Mapping[str, Trial],
+        placement: object,
+        *,
+        storage: object,
+        observer: object,
+        final: object,
+        patience: object,
     ) -> dict[str, cluster.Outcome]:
         (workspace,) = train.args
         for trial in trials.values():

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 
 from experiments.config import RecipeConfig
 from experiments.run import Job
-from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine
 from experiments.training.metrics import Accuracy, Epoch
 from experiments.trial import run_trial
@@ -97,45 +96,6 @@ def test_accuracy_with_fewer_than_five_classes(process_group: None) -> None:
     assert accuracy.over_workers()[1:] == (pytest.approx(200 / 3), 100.0, 3)
 
 
-def test_checkpoint_round_trip_and_foreign_key(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "last.pt"
-    saved = Checkpoint("abc", (EPOCH, replace(EPOCH, epoch=1)), {"model": {"w": torch.arange(3)}})
-    assert Checkpoint.load(path, "abc") is None
-    saved.save(path)
-    loaded = Checkpoint.load(path, "abc")
-    assert loaded is not None
-    assert loaded.history == saved.history
-    assert torch.equal(loaded.engine["model"]["w"], torch.arange(3))
-    assert Checkpoint.load(path, "other") is None
-
-
-def test_checkpoint_survives_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "last.pt"
-    Checkpoint("abc", (EPOCH,), {}).save(path)
-
-    def half(content: object, file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="disk full"):
-        Checkpoint("abc", (EPOCH, EPOCH), {}).save(path)
-    loaded = Checkpoint.load(path, "abc")
-    assert loaded is not None
-    assert loaded.history == (EPOCH,)
-
-
-@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
-def test_a_broken_checkpoint_is_set_aside(damage: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    Checkpoint("abc", (EPOCH,), {"model": {"w": torch.arange(1000)}}).save(path)
-    path.write_bytes(path.read_bytes()[:-700] if damage is None else damage)
-    with pytest.warns(UserWarning, match=r"last.pt cannot be read .* kept as last.broken, training starts anew"):
-        assert Checkpoint.load(path, "abc") is None
-    assert not path.exists()
-    assert (tmp_path / "last.broken").exists()
-
-
 def test_resumed_trial_is_the_uninterrupted_one(
     open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
 ) -> None:
@@ -182,12 +142,3 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
     artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "environment.txt"}
     assert [report["epoch"] for report in reports] == [1]
-
-
-def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[..., Job], process_group: None) -> None:
-    job = open_small_job("recipe.epochs=1", "recipe.batch=480", "recipe.lr=1e30")
-    with pytest.raises(
-        FloatingPointError, match=r"the loss of epoch 0 is .*; it began at learning rate 1e\+30: lower recipe.lr"
-    ):
-        run_trial(job.workspace, job.trials[0], silent)
-    assert not job.workspace.checkpoint(job.trials[0]).exists()

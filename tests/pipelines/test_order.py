@@ -64,7 +64,9 @@ def test_rest_after_a_stop_is_what_was_still_to_come(
     """After a stop at any step, with the same number of ranks and with another."""
     whole = together(all_shares(count, batch, before))
     done = data.draw(st.integers(0, len(whole)))
-    rest = shares_after(sum(map(len, whole[:done])), count, batch, after)
+    seen = order.seen_after(count, batch, done)
+    assert seen == sum(map(len, whole[:done]))
+    rest = shares_after(seen, count, batch, after)
     assert together(rest) == whole[done:]
 
 

@@ -1,0 +1,96 @@
+"""Workers of a trial as processes of their own, which a test can kill; what they import is there before they start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from experiments.grid import Trial
+from experiments.training.engine import Engine, _import_deepspeed
+from experiments.trial import Workspace, run_trial
+
+if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
+    SERVER = multiprocessing.get_context("forkserver")
+    SERVER.set_forkserver_preload(["tests.experiments.processes"])
+_import_deepspeed()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL from within: before a step of training, or when a checkpoint's file or folder is written out."""
+
+    what: str
+    """`step` or `write`."""
+    when: int
+    """Counted from 1 over the life of the process."""
+
+
+def start(
+    workspace: Workspace, trial: Trial, world: int = 1, kill: Kill | None = None, body: Callable[..., None] | None = None
+) -> list[BaseProcess]:
+    """Starts the workers of a trial; the last of them gets killed. `body` is called in each before training."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    workers: list[BaseProcess] = []
+    for rank in range(world):
+        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        its_kill = kill if rank == world - 1 else None
+        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, its_kill, body)
+        workers.append(SERVER.Process(target=_work, args=arguments, daemon=True))
+        workers[-1].start()
+    return workers
+
+
+def ended(workers: list[BaseProcess], seconds: float = 120) -> list[int | None]:
+    """Waits for the workers and returns their exit codes; when one fails the others are killed, as a launcher does it."""
+    limit = time.monotonic() + seconds
+    while any(worker.is_alive() for worker in workers):
+        if any(worker.exitcode for worker in workers) or time.monotonic() > limit:
+            for worker in workers:
+                worker.kill()
+        time.sleep(0.02)
+    for worker in workers:
+        worker.join()
+    return [worker.exitcode for worker in workers]
+
+
+def weights(workspace: Workspace, rank: int = 0) -> dict[str, torch.Tensor]:
+    """What a worker ended with."""
+    return torch.load(workspace.runs / f"rank{rank}.pt", weights_only=True)
+
+
+def _work(
+    workspace: Workspace, trial: Trial, group: Mapping[str, str], kill: Kill | None, body: Callable[..., None] | None
+) -> None:
+    os.environ.update(group)
+    if kill is not None:
+        place: Any = Engine if kill.what == "step" else os
+        name = "train_step" if kill.what == "step" else "fsync"
+        setattr(place, name, _deadly(getattr(place, name), kill.when))
+    if body is not None:
+        body()
+    model = run_trial(workspace, trial, lambda metrics: None)
+    torch.save(model.state_dict(), workspace.runs / f"rank{group['RANK']}.pt")
+
+
+def _deadly(function: Callable[..., object], when: int) -> Callable[..., object]:
+    calls = 0
+
+    def counted(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+    return counted
