@@ -8,10 +8,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import cluster
 from experiments.config import PROJECT_DIR, ModelConfig
@@ -21,10 +22,11 @@ from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
-from experiments.tracking import Result, Tracker
+from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 
 GRIDS_DIR = Path(__file__).parent / "grids"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +116,20 @@ def run(job: Job, address: str | None) -> bool:
     found = f", {done} finished before (taken from MLflow)" if done else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
-    if missing:
-        _train(job, missing, address)
-    files, complete = show(job, known_results(job))
-    if missing:
-        job.tracker.log_report(files, complete)
+    if not missing:
+        return show(job, results)[1]
+    try:
+        trained = _train(job, missing, address)
+        results = _patiently(lambda: known_results(job))
+        unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
+        if unsent:
+            _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
+        files, complete = show(job, results)
+        _patiently(lambda: job.tracker.log_report(files, complete))
+    except TrackerError as error:
+        raise TrackerError(
+            f"{error}\nwhat was trained is kept; the same command continues and sends what MLflow lacks"
+        ) from None
     return complete
 
 
@@ -151,7 +162,20 @@ def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
 
 
-def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
+def _patiently(ask: Callable[[], T]) -> T:
+    """What the tracker answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
+    limit = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return ask()
+        except TrackerError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(PAUSE)
+
+
+def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
+    """Trains the cells that no other process is training; returns the keys of those that came to their end."""
     start = time.monotonic()
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
@@ -164,11 +188,12 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
             results = known_results(job)  # another run may have finished some before they could be claimed
             claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
             outcomes = _sweep(job, claimed)
-            for outcome in outcomes.values():
+            for key, outcome in outcomes.items():
                 if outcome.error is not None:
-                    job.tracker.open(missing[outcome.key]).finish(outcome.error)
-                    _keep_story(job, missing[outcome.key], outcome.traceback)
+                    _keep_story(job, missing[key], outcome.traceback)
+                    _patiently(functools.partial(job.tracker.failed, missing[key], outcome.error))
     _say(f"trained {len(claimed)} cells in {time.monotonic() - start:.0f} s")
+    return [key for key, outcome in outcomes.items() if outcome.error is None]
 
 
 def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
@@ -182,7 +207,8 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
     try:
         return cluster.sweep(train, missing, job.placement, storage=scratch, observer=progress)
     except KeyboardInterrupt:
-        job.tracker.interrupted(missing.values())
+        with suppress(TrackerError):
+            job.tracker.interrupted(missing.values())
         raise
     finally:
         progress.close()

@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# MLflow's client would repeat for minutes, and a request that was carried out, but whose answer was lost, would be carried out
+# twice. Whoever asks here asks again, after looking at what is there.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 import torch
 import yaml
@@ -37,6 +41,13 @@ from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
 PAGE = 1000  # runs or experiments that one call asks for
+PATIENCE = 120.0  # seconds that the end of a trial, or of a grid, waits for a tracker that is away
+PAUSE = 2.0  # seconds before a tracker that is away is asked again
+UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # what comes of a tracker that is away or refuses
+
+
+class TrackerError(UserError):
+    """The tracker cannot be used, now or as it is addressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class Tracker:
         """Asks once, before anything starts, whether the store can be used: the client itself would try for minutes.
 
         Raises:
-            UserError: no server answers there, or it is no store of MLflow.
+            TrackerError: no server answers there, or it is no store of MLflow.
         """
         with _usable(self.uri):
             if self.uri.startswith("http"):
@@ -84,7 +95,7 @@ class Tracker:
         """Makes database, experiment and parent run where they are missing. Called once, before any worker writes.
 
         Raises:
-            UserError: the tracking server does not answer.
+            TrackerError: the tracking server does not answer.
         """
         with _usable(self.uri):
             if self.client.get_experiment_by_name(self.grid) is None:
@@ -102,50 +113,64 @@ class Tracker:
     def results(self) -> dict[str, Result]:
         """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
         same result. A finished run comes before one that is not."""
-        experiments = _pages(lambda token: self.client.search_experiments(max_results=PAGE, page_token=token))
-        everywhere = [experiment.experiment_id for experiment in experiments]
-        finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
-        own = self._own()
+        with _usable(self.uri):
+            experiments = _pages(lambda token: self.client.search_experiments(max_results=PAGE, page_token=token))
+            everywhere = [experiment.experiment_id for experiment in experiments]
+            finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
+            own = self._own()
         return own | finished | {key: result for key, result in own.items() if result.finished}
 
     def open(self, trial: Trial) -> TrialRun:
-        """The run of a trial: continued where there is one, else made."""
-        found = self._search(f"tags.`san.trial` = '{trial.key}'")
-        if found:
-            self.client.update_run(found[0].info.run_id, status="RUNNING")
-            if "san.error" in found[0].data.tags:
-                self.client.delete_tag(found[0].info.run_id, "san.error")
-            return TrialRun(self.client, found[0].info.run_id)
-        parent = self._parent()
-        assert parent is not None, "prepare() makes the parent run before any trial starts"
-        tags = {
-            "mlflow.runName": trial.name,
-            "mlflow.parentRunId": parent.info.run_id,
-            "san.role": "trial",
-            "san.trial": trial.key,
-            "san.grid": trial.grid,
-            "san.profile": trial.profile,
-            "san.row": trial.row,
-            "san.data_digest": trial.data_digest,
-            "san.git_commit": git_commit(),
-        }
-        run = self.client.create_run(self._experiment_id(), tags=tags)
-        return TrialRun(self.client, run.info.run_id)
+        """The run of a trial: continued where there is one, else made.
+
+        Raises:
+            TrackerError: the tracker cannot be used now.
+        """
+        with _usable(self.uri):
+            found = self._search(f"tags.`san.trial` = '{trial.key}'")
+            if found:
+                self.client.update_run(found[0].info.run_id, status="RUNNING")
+                if "san.error" in found[0].data.tags:
+                    self.client.delete_tag(found[0].info.run_id, "san.error")
+                return TrialRun(self.client, found[0].info.run_id)
+            parent = self._parent()
+            assert parent is not None, "prepare() makes the parent run before any trial starts"
+            tags = {
+                "mlflow.runName": trial.name,
+                "mlflow.parentRunId": parent.info.run_id,
+                "san.role": "trial",
+                "san.trial": trial.key,
+                "san.grid": trial.grid,
+                "san.profile": trial.profile,
+                "san.row": trial.row,
+                "san.data_digest": trial.data_digest,
+                "san.git_commit": git_commit(),
+            }
+            run = self.client.create_run(self._experiment_id(), tags=tags)
+            return TrialRun(self.client, run.info.run_id)
+
+    def failed(self, trial: Trial, error: str) -> None:
+        """Marks the run of a trial as failed; it carries the sentence."""
+        run = self.open(trial)
+        with _usable(self.uri):
+            run.finish(error)
 
     def interrupted(self, trials: Iterable[Trial]) -> None:
         """Marks the runs of trials that were stopped on the way."""
-        own = self._own()
-        for trial in trials:
-            if trial.key in own and not own[trial.key].finished:
-                self.client.set_terminated(own[trial.key].run_id, status="KILLED")
+        with _usable(self.uri):
+            own = self._own()
+            for trial in trials:
+                if trial.key in own and not own[trial.key].finished:
+                    self.client.set_terminated(own[trial.key].run_id, status="KILLED")
 
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
         """Keeps the table and the plot with the grid's parent run, and ends that."""
-        parent = self._parent()
-        assert parent is not None, "prepare() makes the parent run"
-        for file in files:
-            self.client.log_artifact(parent.info.run_id, str(file))
-        self.client.set_terminated(parent.info.run_id, status="FINISHED" if complete else "FAILED")
+        with _usable(self.uri):
+            parent = self._parent()
+            assert parent is not None, "prepare() makes the parent run"
+            for file in files:
+                self.client.log_artifact(parent.info.run_id, str(file))
+            self.client.set_terminated(parent.info.run_id, status="FINISHED" if complete else "FAILED")
 
     def _experiment_id(self) -> str:
         experiment = self.client.get_experiment_by_name(self.grid)
@@ -185,9 +210,9 @@ def _usable(uri: str) -> Iterator[None]:
     """Turns what MLflow and its database say of a store that cannot be used into one sentence."""
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except UNUSABLE as error:
         reason = str(error).splitlines()[0][:200]
-        raise UserError(f"MLflow at {uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
+        raise TrackerError(f"MLflow at {uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
 
 
 def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
@@ -221,14 +246,15 @@ class TrialRun:
             "flops_paper": complexity.flops_paper,
             "flops_actual": complexity.flops_actual,
         }
-        self._log(counts, 0)
+        self._log(counts, 0, int(time.time() * 1000))
 
-    def log(self, history: Sequence[Epoch]) -> None:
-        """Logs the epochs that the run does not have yet: none is missing or doubled after a crash."""
+    def log(self, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
+        """Logs the epochs that the run does not have yet: none is missing or doubled after a crash. `ended` gives each epoch's
+        end in milliseconds since 1970."""
         logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
         for epoch in history:
             if epoch.epoch not in logged:
-                self._log(epoch.metrics(), epoch.epoch)
+                self._log(epoch.metrics(), epoch.epoch, ended[epoch.epoch])
 
     def finish(self, error: str | None = None) -> None:
         """Ends the run; with an error it is marked as failed and carries the sentence."""
@@ -236,9 +262,8 @@ class TrialRun:
             self.client.log_batch(self.run_id, tags=[RunTag("san.error", error)])
         self.client.set_terminated(self.run_id, status="FAILED" if error else "FINISHED")
 
-    def _log(self, values: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
-        self.client.log_batch(self.run_id, metrics=[Metric(key, value, now, step) for key, value in values.items()])
+    def _log(self, values: Mapping[str, float], step: int, at: int) -> None:
+        self.client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in values.items()])
 
 
 def git_commit() -> str:

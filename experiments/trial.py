@@ -15,7 +15,8 @@ from torch import nn
 import san
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.grid import Trial
-from experiments.tracking import Tracker, TrialRun
+from experiments.sender import Sender
+from experiments.tracking import Tracker
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import run_epoch
@@ -158,21 +159,25 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     if saved is not None:
         engine.load_state_dict(saved.engine)
         history = saved.history
-    run: TrialRun | None = None
+    run: Sender | None = None
     if rank == 0:
-        run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-        run.describe(trial, complexity)
+        tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
+        run = Sender(tracker, trial, complexity, path.with_name("summary.csv"))
         run.log(history)
 
-    for number in range(len(history), config.recipe.epochs):
-        history = (*history, run_epoch(engine, train, val, number))
+    try:
+        for number in range(len(history), config.recipe.epochs):
+            history = (*history, run_epoch(engine, train, val, number))
+            if run is not None:
+                # In this order what is logged is saved, and what is saved but not logged, after a kill, the next start logs.
+                Checkpoint(trial.key, history, engine.state_dict()).save(path)
+                run.log(history)
+            report({"epoch": number + 1, "epochs": config.recipe.epochs, **history[-1].metrics()})
         if run is not None:
-            # In this order a kill leaves at most an epoch that is saved but not logged, which the next start logs.
-            Checkpoint(trial.key, history, engine.state_dict()).save(path)
-            run.log(history)
-        report({"epoch": number + 1, "epochs": config.recipe.epochs, **history[-1].metrics()})
-    if run is not None:
-        run.finish()
+            run.finish()
+    finally:
+        if run is not None:
+            run.close()
     dist.barrier()
     return engine.model
 

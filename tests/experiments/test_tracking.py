@@ -18,6 +18,7 @@ from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
 
 COUNTS = Complexity(1, 2, 3, ())
+ENDED = {0: 1_000, 1: 2_000}
 
 
 def test_a_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -> None:
@@ -26,10 +27,10 @@ def test_a_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -
     history = (EPOCH, replace(EPOCH, epoch=1, top1=60.0))
     first = tracker.open(trial)
     first.describe(trial, COUNTS)
-    first.log(history[:1])
+    first.log(history[:1], ENDED)
     second = job.tracker.open(trial)
     second.describe(trial, COUNTS)
-    second.log(history)
+    second.log(history, ENDED)
     second.finish()
     assert first.run_id == second.run_id
     assert [m.value for m in tracker.client.get_metric_history(first.run_id, "val/top1")] == [50.0, 60.0]
@@ -54,7 +55,7 @@ def test_prepare_twice_makes_one_parent(open_small_job: Callable[..., Job]) -> N
 def test_finished_trials_are_found_from_everywhere(grid: str, profile: str, open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     finished, begun, failed = (job.tracker.open(trial) for trial in job.trials)
-    finished.log([EPOCH])
+    finished.log([EPOCH], ENDED)
     finished.finish()
     failed.finish("the loss is not finite")
     elsewhere = Tracker(job.workspace.tracking_uri, grid, profile).results()

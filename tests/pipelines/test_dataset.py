@@ -256,9 +256,7 @@ def test_synthetic_images_have_names_alone() -> None:
 
 
 def test_rejects_more_synthetic_images_than_fit_into_memory() -> None:
-    with pytest.raises(
-        DataError, match="1000000000 classes of 50 synthetic images are 50000000000 images: ask for 5000000 at"
-    ):
+    with pytest.raises(DataError, match="1000000000 classes of 50 synthetic images are 50000000000 images: ask for 5000000 at"):
         Dataset.synthetic("train", classes=10**9, per_class=50)
 
 
