@@ -22,7 +22,7 @@ from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
-from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError
+from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 
 GRIDS_DIR = Path(__file__).parent / "grids"
@@ -61,8 +61,16 @@ def default_runs_dir() -> Path:
 
 
 def tracking_uri(runs: Path) -> str:
-    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs / 'mlflow.db'}"
+    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs.
+
+    Raises:
+        UserError: a password is in it.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return f"sqlite:///{runs / 'mlflow.db'}"
+    require_no_secret(uri)
+    return uri
 
 
 def has_store(uri: str) -> bool:
@@ -76,9 +84,11 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     With `seeds`, 0 to seeds - 1 come instead of the grid's.
 
     Raises:
-        UserError: all mistakes in the grid, the profile and the overrides, with their places.
+        UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
         DataError: images that cannot be used.
     """
+    runs = (runs or default_runs_dir()).resolve()
+    workspace = Workspace(runs, tracking_uri(runs))
     expanded = expand(path, profile, overrides, table_names())
     for config in expanded.configs.values():
         loaders(config, seed=0, rank=0, world=config.placement.workers)
@@ -87,8 +97,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
         for row, config in expanded.configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
-    runs = (runs or default_runs_dir()).resolve()
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, Workspace(runs, tracking_uri(runs)))
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
 
 
 def plan(job: Job) -> list[dict[str, object]]:

@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import subprocess
 import time
 import urllib.error
@@ -44,6 +45,26 @@ PAGE = 1000  # runs or experiments that one call asks for
 PATIENCE = 120.0  # seconds that the end of a trial, or of a grid, waits for a tracker that is away
 PAUSE = 2.0  # seconds before a tracker that is away is asked again
 UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # what comes of a tracker that is away or refuses
+
+
+def require_no_secret(uri: str) -> None:
+    """An address is printed, kept with runs and handed to other processes, so it must hold no password.
+
+    Raises:
+        UserError: it does; the text shows the address without it.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("sqlite", "file"):
+        return
+    server = scheme in ("http", "https")
+    if not re.search("@" if server else "^[^@]*:[^@]*@|password=", rest):
+        return
+    hidden = f"{scheme}://...@{re.split('[@?]', rest)[1 if '@' in rest else 0]}"
+    way = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    raise UserError(
+        f"MLFLOW_TRACKING_URI={hidden}: an address must not hold a user's password, for it is printed and kept; leave it out "
+        f"and give {way if server else 'it as the database wants it, such as PGPASSWORD or ~/.pgpass'}"
+    )
 
 
 class TrackerError(UserError):
@@ -211,6 +232,17 @@ def _usable(uri: str) -> Iterator[None]:
     try:
         yield
     except UNUSABLE as error:
+        code = getattr(error, "error_code", None)
+        if code == "UNAUTHENTICATED":
+            raise TrackerError(
+                f"MLflow at {uri} does not take this user and password; check MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            ) from None
+        if code == "PERMISSION_DENIED":
+            user = os.environ.get("MLFLOW_TRACKING_USERNAME", "this user")
+            raise TrackerError(
+                f"MLflow at {uri} does not let {user} do this; ask whoever runs it for the right to edit"
+            ) from None
         reason = str(error).splitlines()[0][:200]
         raise TrackerError(f"MLflow at {uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
 

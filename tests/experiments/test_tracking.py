@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments import tracking
+from experiments.cli import main
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
 from experiments.tracking import Tracker
@@ -157,3 +159,39 @@ def test_rejects_a_broken_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"these bytes are no database" * 100)
     with pytest.raises(UserError, match=r"mlflow.db cannot be used: .*not a database"):
         plan(open_job(SMALL_GRID, "digits", (), tmp_path))
+
+
+@pytest.mark.parametrize("command", [["plan", str(SMALL_GRID)], ["run", str(SMALL_GRID)], ["report", str(SMALL_GRID)], ["ui"]])
+@pytest.mark.parametrize(
+    ("uri", "shown", "way"),
+    [
+        ("http://user:s3cret@server:5000", "http://...@server:5000", "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"),
+        ("https://s3cret@server", "https://...@server", "or MLFLOW_TRACKING_TOKEN"),
+        ("http://user:with/s3cret@server", "http://...@server", "or MLFLOW_TRACKING_TOKEN"),
+        ("postgresql://user:s3cret@server/runs", "postgresql://...@server/runs", "such as PGPASSWORD or ~/.pgpass"),
+        ("postgresql://server/runs?user=me&password=s3cret", "postgresql://...@server/runs", "such as PGPASSWORD or ~/.pgpass"),
+    ],
+)
+def test_a_password_in_the_address_is_refused(
+    command: list[str],
+    uri: str,
+    shown: str,
+    way: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    out, err = capsys.readouterr()
+    assert err.startswith(f"san: MLFLOW_TRACKING_URI={shown}: an address must not hold a user's password")
+    assert way in err
+    assert "s3cret" not in out + err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
+def test_an_address_without_a_password_is_taken(uri: str) -> None:
+    tracking.require_no_secret(uri)
