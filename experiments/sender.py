@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.grid import Trial
 from experiments.summary import read_ended, write_summary
-from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, Tracker, TrackerError, TrialRun
+from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun
 from experiments.training.metrics import Epoch
 from san import Complexity
 
@@ -25,12 +25,16 @@ class Sender:
     Args:
         tracker: opens the tracker; called in the thread.
         trial, complexity: what the run tells of itself.
+        images: how many an epoch trains on.
         summary: the trial's `summary.csv`, written before anything is sent.
     """
 
-    def __init__(self, tracker: Callable[[], Tracker], trial: Trial, complexity: Complexity, summary: Path) -> None:
-        self.tracker, self.trial, self.complexity, self.summary = tracker, trial, complexity, summary
+    def __init__(
+        self, tracker: Callable[[], Tracker], trial: Trial, complexity: Complexity, images: int, summary: Path
+    ) -> None:
+        self.tracker, self.trial, self.complexity, self.images, self.summary = tracker, trial, complexity, images, summary
         self._run: TrialRun | None = None
+        self._monitor: NodeMonitor | None = None
         self._ended = read_ended(summary)
         self._history: tuple[Epoch, ...] = ()
         self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
@@ -60,11 +64,15 @@ class Sender:
         self._given_up.set()
 
     def _work(self) -> None:
-        for complete in iter(self._wanted.get, None):
-            while not self._sent(complete):
-                if self._given_up.wait(PAUSE):
-                    return
-            self._complete = complete
+        try:
+            for complete in iter(self._wanted.get, None):
+                while not self._sent(complete):
+                    if self._given_up.wait(PAUSE):
+                        return
+                self._complete = complete
+        finally:
+            if self._monitor is not None:
+                self._monitor.finish()  # type: ignore[no-untyped-call]
 
     def _sent(self, complete: bool) -> bool:
         try:
@@ -74,7 +82,10 @@ class Sender:
                 self._run = run
             self._run.log(self._history, self._ended)
             if complete:
+                self._run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
                 self._run.finish()
+            elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
+                self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
         except (TrackerError, *UNUSABLE):
             return False
         return True

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 # MLflow's client would repeat for minutes, and a request that was carried out, but whose answer was lost, would be carried out
 # twice. Whoever asks here asks again, after looking at what is there.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -31,6 +32,7 @@ import torch
 import yaml
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -153,7 +155,7 @@ class Tracker:
                 self.client.update_run(found[0].info.run_id, status="RUNNING")
                 if "san.error" in found[0].data.tags:
                     self.client.delete_tag(found[0].info.run_id, "san.error")
-                return TrialRun(self.client, found[0].info.run_id)
+                return TrialRun(self.uri, self.client, found[0].info.run_id)
             parent = self._parent()
             assert parent is not None, "prepare() makes the parent run before any trial starts"
             tags = {
@@ -168,7 +170,7 @@ class Tracker:
                 "san.git_commit": git_commit(),
             }
             run = self.client.create_run(self._experiment_id(), tags=tags)
-            return TrialRun(self.client, run.info.run_id)
+            return TrialRun(self.uri, self.client, run.info.run_id)
 
     def failed(self, trial: Trial, error: str) -> None:
         """Marks the run of a trial as failed; it carries the sentence."""
@@ -260,6 +262,7 @@ def _result(run: Run) -> Result:
 class TrialRun:
     """The child run of one trial, written by its first worker only."""
 
+    uri: str
     client: MlflowClient
     run_id: str
 
@@ -286,7 +289,25 @@ class TrialRun:
         logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
         for epoch in history:
             if epoch.epoch not in logged:
-                self._log(epoch.metrics(), epoch.epoch, ended[epoch.epoch])
+                self._log(epoch.metrics() | {"epoch": epoch.epoch + 1}, epoch.epoch, ended[epoch.epoch])
+
+    def summarise(self, history: Sequence[Epoch], images: int, at: int) -> None:
+        """What a table of runs shows: the best and the last epoch, speed, and hours of training, without validation and pauses.
+
+        `images` are those of an epoch, `at` is in milliseconds since 1970.
+        """
+        best, last = max(history, key=lambda epoch: epoch.top1), history[-1]
+        hours = sum(images / epoch.images_per_second for epoch in history) / 3600
+        values = {
+            "summary/best_top1": best.top1,
+            "summary/best_top5": best.top5,
+            "summary/best_epoch": best.epoch + 1,
+            "summary/last_top1": last.top1,
+            "summary/last_top5": last.top5,
+            "summary/images_per_second": images * len(history) / (3600 * hours),
+            "summary/training_hours": hours,
+        }
+        self._log(values, last.epoch, at)
 
     def finish(self, error: str | None = None) -> None:
         """Ends the run; with an error it is marked as failed and carries the sentence."""
@@ -296,6 +317,79 @@ class TrialRun:
 
     def _log(self, values: Mapping[str, float], step: int, at: int) -> None:
         self.client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in values.items()])
+
+
+class NodeMonitor(SystemMetricsMonitor):
+    """Logs CPU, memory, disk, network and GPUs of this node with a run, from a thread that ends if the tracker does not answer.
+
+    Every 10 s, or as MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL says.
+    """
+
+    def __init__(self, tracker_uri: str, run_id: str) -> None:
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # it would tell of every server that is away
+        super().__init__(run_id, resume_logging=True, tracking_uri=tracker_uri)  # type: ignore[no-untyped-call]
+        self.start()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def is_wanted() -> bool:
+        return os.environ.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() in ("true", "1")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A trial's run in a list of runs."""
+
+    grid: str
+    profile: str
+    name: str
+    key: str
+    state: str
+    """running, finished, failed or killed; a run whose driver was killed stays running until it is continued."""
+    epoch: int | None
+    epochs: int | None
+    top1: float | None
+    """Percent, of the last epoch."""
+    age: float
+    """Seconds since it ended, or since it started where it has not."""
+    error: str | None
+
+
+def list_runs(uri: str, grid: str | None) -> list[Listed]:
+    """The runs of all trials, or of one grid's, the newest first.
+
+    Raises:
+        TrackerError: the tracker cannot be used, or has no such grid.
+    """
+    tracker = Tracker(uri, grid or "", "")
+    tracker.check()
+    with _usable(uri):
+        experiments = _pages(lambda token: tracker.client.search_experiments(max_results=PAGE, page_token=token))
+        if grid is not None:
+            experiments = [experiment for experiment in experiments if experiment.name == grid]
+            if not experiments:
+                raise TrackerError(f"MLflow at {uri} has no runs of a grid {grid!r}; `san runs` lists those of all grids")
+        runs = tracker._runs([experiment.experiment_id for experiment in experiments], "tags.`san.role` = 'trial'")
+    return sorted(map(_listed, runs), key=lambda listed: listed.age)
+
+
+def _listed(run: Run) -> Listed:
+    tags, metrics, params = run.data.tags, run.data.metrics, run.data.params
+    return Listed(
+        grid=tags["san.grid"],
+        profile=tags["san.profile"],
+        name=tags["mlflow.runName"],
+        key=tags["san.trial"],
+        state=run.info.status.lower(),
+        epoch=int(metrics["epoch"]) if "epoch" in metrics else None,
+        epochs=int(params["recipe.epochs"]) if "recipe.epochs" in params else None,
+        top1=metrics.get("val/top1"),
+        age=time.time() - (run.info.end_time or run.info.start_time) / 1000,
+        error=tags.get("san.error"),
+    )
 
 
 def git_commit() -> str:

@@ -162,7 +162,7 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     run: Sender | None = None
     if rank == 0:
         tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
-        run = Sender(tracker, trial, complexity, path.with_name("summary.csv"))
+        run = Sender(tracker, trial, complexity, len(train.dataset), path.with_name("summary.csv"))
         run.log(history)
 
     try:

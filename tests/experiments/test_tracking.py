@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -66,6 +68,35 @@ def test_finished_trials_are_found_from_everywhere(grid: str, profile: str, open
     assert job.tracker.results().keys() == {trial.key for trial in job.trials}
     begun.finish()
     assert Tracker(job.workspace.tracking_uri, grid, profile).results().keys() == {trial.key for trial in job.trials[:2]}
+
+
+def test_runs_are_listed(
+    open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_small_job()
+    runs = [job.tracker.open(trial) for trial in job.trials]
+    runs[0].describe(job.trials[0], COUNTS)
+    runs[0].log([EPOCH], ENDED)
+    runs[1].finish()
+    runs[2].finish("the loss is not finite")
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["san", "runs", *arguments, "--runs", str(job.workspace.runs)])
+        main()
+        return capsys.readouterr().out
+
+    listed = {run["name"]: run for run in json.loads(said("--json"))}
+    assert {name: (run["state"], run["epoch"], run["top1"], run["error"]) for name, run in listed.items()} == {
+        "pairwise_3": ("running", 1, 50.0, None),
+        "resnet26_3": ("finished", None, None, None),
+        "patchwise_3": ("failed", None, None, "the loss is not finite"),
+    }
+    assert all(0 <= run["age"] < 600 for run in listed.values())
+    key = job.trials[0].key
+    assert re.search(rf"^running +1/18 +50\.0 % +\d+ s  {key}  small-digits pairwise_3$", said("small"), re.MULTILINE)
+    with pytest.raises(SystemExit, match="2"):
+        said("other")
+    assert "has no runs of a grid 'other'; `san runs` lists those of all grids" in capsys.readouterr().err
 
 
 def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) -> None:
