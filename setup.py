@@ -35,6 +35,7 @@ setup(
         ],
         "onnx": ["onnxscript>=0.7"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format", "onnxscript", "onnxruntime"],
+        "server": ["mlflow[auth]>=3.17", "psycopg[binary]>=3.2"],  # a tracking server with users, on PostgreSQL
     },
     entry_points={"console_scripts": ["san=experiments.cli:main"]},
 )

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -200,6 +201,42 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
     from experiments.run import study as run_study
 
     sys.exit(0 if run_study(profile, seeds, runs, address, page or PROJECT_DIR / "docs" / "digits-study.md") else 1)
+
+
+@cli.command("runs")
+@click.argument("grid", required=False)
+@RUNS
+@AS_JSON
+@click.option("--follow", is_flag=True, help="again every 5 seconds, until nothing runs")
+def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) -> None:
+    """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
+    from experiments.run import default_runs_dir, has_store, tracking_uri
+    from experiments.tracking import list_runs as listed_runs
+
+    if as_json and follow:
+        raise UserError("--json tells once; leave out --follow")
+    uri = tracking_uri((runs or default_runs_dir()).resolve())
+    while True:
+        listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
+        if as_json:
+            click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
+            return
+        for run in listed:
+            epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
+            top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
+            name = f"{run.grid}-{run.profile} {run.name}"
+            click.echo(f"{run.state:8s}  {epoch:>9s}  {top1:>7s}  {_age(run.age):>6s}  {run.key}  {name}")
+        if not follow or all(run.state != "running" for run in listed):
+            return
+        time.sleep(5)
+        click.echo()
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 @cli.command()

@@ -8,10 +8,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import cluster
 from experiments.config import PROJECT_DIR, ModelConfig
@@ -21,11 +22,12 @@ from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
-from experiments.tracking import Result, Tracker
+from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 from pipelines import DataError
 
 GRIDS_DIR = Path(__file__).parent / "grids"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,16 @@ def default_runs_dir() -> Path:
 
 
 def tracking_uri(runs: Path) -> str:
-    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs / 'mlflow.db'}"
+    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs.
+
+    Raises:
+        UserError: a password is in it.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return f"sqlite:///{runs / 'mlflow.db'}"
+    require_no_secret(uri)
+    return uri
 
 
 def has_store(uri: str) -> bool:
@@ -75,9 +85,11 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     With `seeds`, 0 to seeds - 1 come instead of the grid's.
 
     Raises:
-        UserError: all mistakes in the grid, the profile and the overrides, with their places.
+        UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
         DataError: images that cannot be used.
     """
+    runs = (runs or default_runs_dir()).resolve()
+    workspace = Workspace(runs, tracking_uri(runs))
     expanded = expand(path, profile, overrides, table_names())
     for config in expanded.configs.values():
         loaders(config, seed=0, rank=0, world=config.placement.workers)
@@ -86,8 +98,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
         for row, config in expanded.configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
-    runs = (runs or default_runs_dir()).resolve()
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, Workspace(runs, tracking_uri(runs)))
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
 
 
 def plan(job: Job) -> list[dict[str, object]]:
@@ -115,11 +126,20 @@ def run(job: Job, address: str | None) -> bool:
     found = f", {done} finished before (taken from MLflow)" if done else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
-    if missing:
-        _train(job, missing, address)
-    files, complete = show(job, known_results(job))
-    if missing:
-        job.tracker.log_report(files, complete)
+    if not missing:
+        return show(job, results)[1]
+    try:
+        trained = _train(job, missing, address)
+        results = _patiently(lambda: known_results(job))
+        unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
+        if unsent:
+            _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
+        files, complete = show(job, results)
+        _patiently(lambda: job.tracker.log_report(files, complete))
+    except TrackerError as error:
+        raise TrackerError(
+            f"{error}\nwhat was trained is kept; the same command continues and sends what MLflow lacks"
+        ) from None
     return complete
 
 
@@ -152,7 +172,20 @@ def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
 
 
-def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
+def _patiently(ask: Callable[[], T]) -> T:
+    """What the tracker answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
+    limit = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return ask()
+        except TrackerError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(PAUSE)
+
+
+def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
+    """Trains the cells that no other process is training; returns the keys of those that came to their end."""
     start = time.monotonic()
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
@@ -165,11 +198,12 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> None:
             results = known_results(job)  # another run may have finished some before they could be claimed
             claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
             outcomes = _sweep(job, claimed)
-            for outcome in outcomes.values():
+            for key, outcome in outcomes.items():
                 if outcome.error is not None:
-                    job.tracker.open(missing[outcome.key]).finish(outcome.error)
-                    _keep_story(job, missing[outcome.key], outcome.traceback)
+                    _keep_story(job, missing[key], outcome.traceback)
+                    _patiently(functools.partial(job.tracker.failed, missing[key], outcome.error))
     _say(f"trained {len(claimed)} cells in {time.monotonic() - start:.0f} s")
+    return [key for key, outcome in outcomes.items() if outcome.error is None]
 
 
 def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
@@ -191,7 +225,8 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
             patience=job.trials[0].config.reliability.patience,
         )
     except KeyboardInterrupt:
-        job.tracker.interrupted(missing.values())
+        with suppress(TrackerError):
+            job.tracker.interrupted(missing.values())
         raise
     finally:
         progress.close()

@@ -19,7 +19,8 @@ import san
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.grid import Trial
-from experiments.tracking import Tracker, TrialRun
+from experiments.sender import Sender
+from experiments.tracking import Tracker
 from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
@@ -182,11 +183,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     if saved is not None:
         engine.load_state_dict(saved.engine)
         history, running = saved.history, saved.running
-    run: TrialRun | None = None
-    if rank == 0:
-        run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-        run.describe(trial, complexity)
-        run.log(history)
+    run = _sender(workspace, trial, complexity, len(train.dataset), history) if rank == 0 else None
 
     def save(running: RunningEpoch) -> None:
         state = engine.state_dict()
@@ -196,22 +193,33 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             checkpoints.save(Checkpoint(trial.key, history, running, state))
 
     between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save)
-    while running.number < config.recipe.epochs:
-        try:
+    try:
+        while running.number < config.recipe.epochs:
             history = (*history, run_epoch(engine, train, val, running, between))
             running = RunningEpoch(len(history), engine.lr)
-            # In this order a kill leaves at most an epoch that is saved but not logged, which the next start logs.
+            # In this order what is logged is saved, and what is saved but not logged, after a kill, the next start logs.
             save(running)
-        except FloatingPointError as error:
-            good = checkpoints.newest()
-            raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
+            if run is not None:
+                run.log(history)
+            report({"epoch": len(history), "epochs": config.recipe.epochs, **history[-1].metrics()})
         if run is not None:
-            run.log(history)
-        report({"epoch": len(history), "epochs": config.recipe.epochs, **history[-1].metrics()})
-    if run is not None:
-        run.finish()
+            run.finish()
+    except FloatingPointError as error:
+        good = checkpoints.newest()
+        raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
+    finally:
+        if run is not None:
+            run.close()
     dist.barrier()
     return engine.model
+
+
+def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, images: int, history: tuple[Epoch, ...]) -> Sender:
+    """The trial's records on their way to the tracker, begun with what a checkpoint held."""
+    tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
+    sender = Sender(tracker, trial, complexity, images, workspace.checkpoints(trial) / "summary.csv")
+    sender.log(history)
+    return sender
 
 
 def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None:

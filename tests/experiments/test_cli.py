@@ -54,6 +54,7 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         ["run"],
         ["report"],
         ["ui"],
+        ["runs"],
         ["plan"],
         ["study"],
         ["complexity"],

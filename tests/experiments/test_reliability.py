@@ -282,7 +282,7 @@ def test_weights_that_are_not_finite_are_not_saved(
         match=r"^weights are not finite after 2 steps of epoch 0; last good checkpoint: .*/epoch-0000-step-0000001.pt; lower",
     ):
         run_trial(job.workspace, trial, lambda metrics: None)
-    assert [path.name for path in job.workspace.checkpoints(trial).iterdir()] == ["epoch-0000-step-0000001.pt"]
+    assert [path.name for path in job.workspace.checkpoints(trial).glob("*.pt")] == ["epoch-0000-step-0000001.pt"]
 
 
 def hang_in_the_second_step() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import cluster
+from experiments import run as grids
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.run import Job, known_results, open_job, plan, run, study, table_of
@@ -65,7 +66,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for trial in trials.values():
             names.append(f"{trial.grid}/{trial.name}")
             tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-            tracked.log([replace(EPOCH, top1=float(len(names)))])
+            tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
             tracked.finish()
         return {key: cluster.Outcome(key) for key in trials}
 
@@ -129,6 +130,35 @@ with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
     assert "not finished: plain, written_out; the same command continues" in err
     assert run(job, None)
     assert trained == ["first/other", "first/plain"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_the_tracker_lacks_after_training_is_told(
+    answers: bool,
+    open_text: Callable[..., Job],
+    trained: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The tracker was away at the trial's end, and is back, or still away, at the grid's."""
+    job = open_text(EQUAL_ROWS)
+    database = job.workspace.runs / "mlflow.db"
+
+    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, cluster.Outcome]:
+        if not answers:
+            database.write_bytes(b"these bytes are no database" * 100)
+        return {key: cluster.Outcome(key) for key in trials}
+
+    monkeypatch.setattr(cluster, "sweep", sweep)
+    monkeypatch.setattr(grids, "PATIENCE", 0.1)
+    monkeypatch.setattr(grids, "PAUSE", 0.01)
+    if answers:
+        assert not run(job, None)
+        said = "plain, other: trained, but MLflow did not take everything; the same command sends the rest"
+        assert said in capsys.readouterr().err
+        return
+    with pytest.raises(UserError, match=r"cannot be used: .*\nwhat was trained is kept; the same command continues and sends"):
+        run(job, None)
 
 
 def test_a_question_without_a_table_has_no_numbers_of_the_paper(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from experiments import tracking
+from experiments.cli import main
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
 from experiments.tracking import Tracker
@@ -18,6 +22,7 @@ from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
 
 COUNTS = Complexity(1, 2, 3, ())
+ENDED = {0: 1_000, 1: 2_000}
 
 
 def test_a_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -> None:
@@ -26,10 +31,10 @@ def test_a_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -
     history = (EPOCH, replace(EPOCH, epoch=1, top1=60.0))
     first = tracker.open(trial)
     first.describe(trial, COUNTS)
-    first.log(history[:1])
+    first.log(history[:1], ENDED)
     second = job.tracker.open(trial)
     second.describe(trial, COUNTS)
-    second.log(history)
+    second.log(history, ENDED)
     second.finish()
     assert first.run_id == second.run_id
     assert [m.value for m in tracker.client.get_metric_history(first.run_id, "val/top1")] == [50.0, 60.0]
@@ -54,7 +59,7 @@ def test_prepare_twice_makes_one_parent(open_small_job: Callable[..., Job]) -> N
 def test_finished_trials_are_found_from_everywhere(grid: str, profile: str, open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     finished, begun, failed = (job.tracker.open(trial) for trial in job.trials)
-    finished.log([EPOCH])
+    finished.log([EPOCH], ENDED)
     finished.finish()
     failed.finish("the loss is not finite")
     elsewhere = Tracker(job.workspace.tracking_uri, grid, profile).results()
@@ -63,6 +68,35 @@ def test_finished_trials_are_found_from_everywhere(grid: str, profile: str, open
     assert job.tracker.results().keys() == {trial.key for trial in job.trials}
     begun.finish()
     assert Tracker(job.workspace.tracking_uri, grid, profile).results().keys() == {trial.key for trial in job.trials[:2]}
+
+
+def test_runs_are_listed(
+    open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_small_job()
+    runs = [job.tracker.open(trial) for trial in job.trials]
+    runs[0].describe(job.trials[0], COUNTS)
+    runs[0].log([EPOCH], ENDED)
+    runs[1].finish()
+    runs[2].finish("the loss is not finite")
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["san", "runs", *arguments, "--runs", str(job.workspace.runs)])
+        main()
+        return capsys.readouterr().out
+
+    listed = {run["name"]: run for run in json.loads(said("--json"))}
+    assert {name: (run["state"], run["epoch"], run["top1"], run["error"]) for name, run in listed.items()} == {
+        "pairwise_3": ("running", 1, 50.0, None),
+        "resnet26_3": ("finished", None, None, None),
+        "patchwise_3": ("failed", None, None, "the loss is not finite"),
+    }
+    assert all(0 <= run["age"] < 600 for run in listed.values())
+    key = job.trials[0].key
+    assert re.search(rf"^running +1/18 +50\.0 % +\d+ s  {key}  small-digits pairwise_3$", said("small"), re.MULTILINE)
+    with pytest.raises(SystemExit, match="2"):
+        said("other")
+    assert "has no runs of a grid 'other'; `san runs` lists those of all grids" in capsys.readouterr().err
 
 
 def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) -> None:
@@ -156,3 +190,39 @@ def test_rejects_a_broken_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"these bytes are no database" * 100)
     with pytest.raises(UserError, match=r"mlflow.db cannot be used: .*not a database"):
         plan(open_job(SMALL_GRID, "digits", (), tmp_path))
+
+
+@pytest.mark.parametrize("command", [["plan", str(SMALL_GRID)], ["run", str(SMALL_GRID)], ["report", str(SMALL_GRID)], ["ui"]])
+@pytest.mark.parametrize(
+    ("uri", "shown", "way"),
+    [
+        ("http://user:s3cret@server:5000", "http://...@server:5000", "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"),
+        ("https://s3cret@server", "https://...@server", "or MLFLOW_TRACKING_TOKEN"),
+        ("http://user:with/s3cret@server", "http://...@server", "or MLFLOW_TRACKING_TOKEN"),
+        ("postgresql://user:s3cret@server/runs", "postgresql://...@server/runs", "such as PGPASSWORD or ~/.pgpass"),
+        ("postgresql://server/runs?user=me&password=s3cret", "postgresql://...@server/runs", "such as PGPASSWORD or ~/.pgpass"),
+    ],
+)
+def test_a_password_in_the_address_is_refused(
+    command: list[str],
+    uri: str,
+    shown: str,
+    way: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    out, err = capsys.readouterr()
+    assert err.startswith(f"san: MLFLOW_TRACKING_URI={shown}: an address must not hold a user's password")
+    assert way in err
+    assert "s3cret" not in out + err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
+def test_an_address_without_a_password_is_taken(uri: str) -> None:
+    tracking.require_no_secret(uri)

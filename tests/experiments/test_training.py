@@ -133,6 +133,11 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
         run.data.metrics
     )
     assert {"params", "flops_paper", "flops_actual"} <= set(run.data.metrics)
+    (result,) = reports
+    assert run.data.metrics["summary/best_top1"] == run.data.metrics["summary/last_top1"] == result["val/top1"]
+    assert run.data.metrics["summary/best_epoch"] == 1
+    assert run.data.metrics["summary/images_per_second"] == pytest.approx(result["train/images_per_second"])
+    assert run.data.metrics["summary/training_hours"] * 3600 == pytest.approx(1437 / result["train/images_per_second"])
     assert run.data.params["model.name"] == "san10_pairwise"
     assert run.data.params["data.size"] == "24"
     assert run.data.params["recipe.epochs"] == "1"
@@ -142,3 +147,15 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
     artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "environment.txt"}
     assert [report["epoch"] for report in reports] == [1]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_system_metrics(
+    wanted: bool, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", str(wanted).lower())
+    job = open_small_job("recipe.epochs=2", "recipe.batch=256")
+    run_trial(job.workspace, job.trials[1], silent)
+    metrics = job.tracker.results()[job.trials[1].key].metrics
+    assert ("system/cpu_utilization_percentage" in metrics) == wanted

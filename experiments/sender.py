@@ -1,0 +1,91 @@
+"""What lies between a trial that trains and a tracking server that may be away."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from experiments.grid import Trial
+from experiments.summary import read_ended, write_summary
+from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun
+from experiments.training.metrics import Epoch
+from san import Complexity
+
+
+class Sender:
+    """Brings a trial's records to its run, in order, from a thread of its own: training never waits for the tracker.
+
+    The checkpoint has every epoch, so nothing else has to be kept: whenever the tracker answers it is asked which epochs it
+    has, and is sent the others. An epoch is sent with the moment at which it ended, which `summary.csv` keeps; MLflow takes a
+    value with the same step and moment once only, so a request whose answer was lost may be sent again.
+
+    Args:
+        tracker: opens the tracker; called in the thread.
+        trial, complexity: what the run tells of itself.
+        images: how many an epoch trains on.
+        summary: the trial's `summary.csv`, written before anything is sent.
+    """
+
+    def __init__(
+        self, tracker: Callable[[], Tracker], trial: Trial, complexity: Complexity, images: int, summary: Path
+    ) -> None:
+        self.tracker, self.trial, self.complexity, self.images, self.summary = tracker, trial, complexity, images, summary
+        self._run: TrialRun | None = None
+        self._monitor: NodeMonitor | None = None
+        self._ended = read_ended(summary)
+        self._history: tuple[Epoch, ...] = ()
+        self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
+        self._given_up = threading.Event()
+        self._complete = False
+        self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
+        self._thread.start()
+
+    def log(self, history: Sequence[Epoch]) -> None:
+        """Writes the summary, and has sent what the run lacks of the epochs that the checkpoint holds."""
+        now = int(time.time() * 1000)
+        self._ended = {epoch.epoch: self._ended.get(epoch.epoch, now) for epoch in history}
+        self._history = tuple(history)
+        write_summary(self.summary, history, self._ended)
+        self._wanted.put(False)
+
+    def finish(self) -> bool:
+        """Ends the run; tries for `PATIENCE` seconds and tells whether all was sent. If not, the trial's next start does it."""
+        self._wanted.put(True)
+        self.close(PATIENCE)
+        return self._complete
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Sends what is waiting, for so long at most, and no more; nothing where `finish` came before."""
+        self._wanted.put(None)
+        self._thread.join(seconds)
+        self._given_up.set()
+
+    def _work(self) -> None:
+        try:
+            for complete in iter(self._wanted.get, None):
+                while not self._sent(complete):
+                    if self._given_up.wait(PAUSE):
+                        return
+                self._complete = complete
+        finally:
+            if self._monitor is not None:
+                self._monitor.finish()  # type: ignore[no-untyped-call]
+
+    def _sent(self, complete: bool) -> bool:
+        try:
+            if self._run is None:
+                run = self.tracker().open(self.trial)
+                run.describe(self.trial, self.complexity)
+                self._run = run
+            self._run.log(self._history, self._ended)
+            if complete:
+                self._run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
+                self._run.finish()
+            elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
+                self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
+        except (TrackerError, *UNUSABLE):
+            return False
+        return True

@@ -1,0 +1,41 @@
+"""A cell's `summary.csv`: a row for each epoch of its checkpoint, and when that epoch ended."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from experiments.training.metrics import Epoch
+
+
+def write_summary(path: Path, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
+    """Replaces the file in one step. `ended` gives each epoch's end in milliseconds since 1970."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        for epoch in history:
+            values = asdict(epoch)
+            if epoch is history[0]:
+                writer.writerow([*values, "ended"])
+            moment = datetime.fromtimestamp(ended[epoch.epoch] / 1000, UTC)
+            writer.writerow([*values.values(), moment.isoformat(timespec="milliseconds")])
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_ended(path: Path) -> dict[int, int]:
+    """When the epochs ended that the file tells of, in milliseconds since 1970; nothing where it cannot be read as ours."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return {
+                int(row["epoch"]): round(datetime.fromisoformat(row["ended"]).timestamp() * 1000)
+                for row in csv.DictReader(file)
+            }
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return {}

@@ -1,0 +1,122 @@
+"""Tracking servers for tests, in processes of their own on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """`mlflow server` on a database; it may be killed and started again, at the same address."""
+
+    def __init__(self, folder: Path, database: str, *options: str, environment: Mapping[str, str] = {}) -> None:
+        self.folder, self.port = folder, free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, *options]
+        self.command += ["--artifacts-destination", str(folder / "artifacts"), "--port", str(self.port), "--workers", "1"]
+        self.environment = {**os.environ, **environment}
+        self.environment.pop("MLFLOW_TRACKING_URI", None)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text()
+
+    def launch(self) -> None:
+        """Starts it; `wait` waits until it answers."""
+        with open(self.folder / "server.log", "a") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        limit = time.monotonic() + 90
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.uri}/health", timeout=5).close()
+                return
+            except OSError:
+                assert self.process is not None and self.process.poll() is None and time.monotonic() < limit, self.log
+                time.sleep(0.2)
+
+    def kill(self) -> None:
+        """At once, and all of its processes."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+def postgres_folder() -> Path:
+    """Where PostgreSQL's programs are; skips the test where anything is missing that a server with it needs."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    on_path = shutil.which("initdb")
+    if not found and not on_path:
+        pytest.skip("PostgreSQL is missing: no initdb in /usr/lib/postgresql/*/bin or on PATH (Debian's package postgresql)")
+    for module, package in {"psycopg": "psycopg[binary]", "flask_wtf": "Flask-WTF"}.items():
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{package} is missing, which the server needs: install requirements.txt")
+    if os.getuid() == 0:
+        try:
+            pwd.getpwnam("postgres")
+        except KeyError:
+            pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+    return found[-1].parent if found else Path(on_path or "").resolve().parent
+
+
+@contextmanager
+def postgres(password: str) -> Iterator[str]:
+    """An empty database of PostgreSQL on this machine: its address without the password, which PGPASSWORD must give."""
+    programs, port = postgres_folder(), free_port()
+    who = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
+    with tempfile.TemporaryDirectory(prefix="postgres-", dir="/tmp") as name:  # pytest's folders are closed to other users
+        folder = Path(name)
+        (folder / "password").write_text(password)
+        if who:
+            for path in (folder, folder / "password"):
+                shutil.chown(path, "postgres", "postgres")
+        data = folder / "data"
+        initdb = [programs / "initdb", "-D", data, "-A", "scram-sha-256", "-U", "tracker", "--no-sync"]
+        subprocess.run([*initdb, "--pwfile", folder / "password"], cwd=folder, check=True, capture_output=True, **who)
+        server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F"]
+        with open(folder / "log", "w") as log, subprocess.Popen(server, cwd=folder, stdout=log, stderr=log, **who) as process:
+            try:
+                limit = time.monotonic() + 30
+                while "ready to accept connections" not in (folder / "log").read_text():
+                    assert process.poll() is None and time.monotonic() < limit, (folder / "log").read_text()
+                    time.sleep(0.05)
+                yield f"postgresql://tracker@127.0.0.1:{port}/postgres"
+            finally:
+                process.send_signal(signal.SIGINT)  # ends sessions, then itself
+                process.wait(timeout=30)
+
+
+def commands() -> str:
+    """The process list, as everybody on this machine sees it."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # it has ended
+            continue
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""A tracking server that goes away: training goes on, and in the end nothing is missing or doubled."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from experiments import run as grids
+from experiments import sender
+from experiments.errors import UserError
+from experiments.run import Job, open_job
+from experiments.summary import read_ended, write_summary
+from experiments.trial import run_trial
+from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.servers import Server
+from tests.experiments.test_training import EPOCH
+
+
+@pytest.fixture
+def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
+    shutil.copy(empty_database, tmp_path / "server.db")
+    server = Server(tmp_path, f"sqlite:///{tmp_path / 'server.db'}")
+    server.launch()
+    server.wait()
+    yield server
+    server.kill()
+
+
+def steps(job: Job) -> list[tuple[str, list[int]]]:
+    """Status and epochs of each run of the grid's trials."""
+    experiment = job.tracker.client.get_experiment_by_name(job.name)
+    assert experiment is not None
+    runs = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+    histories = [(run.info.status, job.tracker.client.get_metric_history(run.info.run_id, "val/top1")) for run in runs]
+    assert all([m.timestamp for m in history] == sorted(m.timestamp for m in history) for _, history in histories)
+    return [(status, [metric.step for metric in history]) for status, history in histories]
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_costs_no_epoch(
+    server: Server, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in epoch 2, back in epoch 4, killed again in epoch 6 and away for longer than the trial's end waits."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    monkeypatch.setattr(sender, "PATIENCE", 1.0)
+    monkeypatch.setattr(sender, "PAUSE", 0.2)
+    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch=128"), tmp_path / "runs")
+    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    trial = job.trials[1]
+    waited: dict[int, float] = {}
+    epochs: list[int] = []
+
+    def disturb(metrics: Mapping[str, float]) -> None:
+        epochs.append(int(metrics["epoch"]))
+        if epochs[-1] in (2, 6):
+            server.kill()
+        if epochs[-1] == 4:
+            server.launch()
+            server.wait()
+            limit = time.monotonic() + 30
+            while steps(job) != [("RUNNING", [0, 1, 2, 3])]:  # what it missed comes by itself
+                assert time.monotonic() < limit
+                time.sleep(0.2)
+        waited[epochs[-1]] = time.monotonic()
+
+    run_trial(job.workspace, trial, disturb)
+    assert epochs == list(range(1, 9))
+    with_server, without = waited[2] - waited[1], waited[3] - waited[2]
+    assert without < with_server + 5  # an epoch does not wait for the server
+    with pytest.raises(UserError, match="cannot be used"):
+        grids.plan(job)
+
+    server.launch()
+    server.wait()
+    assert [status for status, _ in steps(job)] == ["RUNNING"]
+    again: list[Mapping[str, float]] = []
+    run_trial(job.workspace, trial, again.append)
+    assert again == []  # nothing was trained
+    assert steps(job) == [("FINISHED", list(range(8)))]
+    assert list(job.tracker.results()) == [trial.key]
+    with open(job.workspace.checkpoints(trial) / "summary.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["epoch"]) for row in rows] == list(range(8))
+    history = job.tracker.client.get_metric_history(job.tracker.results()[trial.key].run_id, "val/top1")
+    assert [metric.value for metric in history] == [float(row["top1"]) for row in rows]
+    assert [metric.timestamp for metric in history] == list(
+        read_ended(job.workspace.checkpoints(trial) / "summary.csv").values()
+    )
+
+
+def test_summary_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "key" / "summary.csv"
+    assert read_ended(path) == {}
+    write_summary(path, [], {})
+    assert read_ended(path) == {}
+    write_summary(path, [EPOCH], {0: 1_763_760_000_123})
+    assert read_ended(path) == {0: 1_763_760_000_123}
+    assert path.read_text().splitlines() == [
+        "epoch,lr,train_loss,images_per_second,wait_share,val_loss,top1,top5,ended",
+        "0,0.1,1.0,2.0,0.5,1.0,50.0,100.0,2025-11-21T21:20:00.123+00:00",
+    ]
+    path.write_text("what a person wrote")
+    assert read_ended(path) == {}
