@@ -29,10 +29,11 @@ __global__ void __launch_bounds__(kMomentThreads)
     __syncthreads();
     for_each_cell(pieces, kDepth, [&](int row, int c) {
       const View view = p.view(first_piece + row);
-      T sum = 0, square = 0;
+      // In double: a piece that never sees a bright border has a mean far from the shift, so squares cancel.
+      double sum = 0, square = 0;
       for (int h = 0; h < tile.rows(); ++h) {
         for (int w = 0; w < tile.columns(); ++w) {
-          const T value = patch[view.cell(h, w) * kPitch + c];
+          const double value = patch[view.cell(h, w) * kPitch + c];
           sum += value, square += value * value;
         }
       }

@@ -153,6 +153,17 @@ def test_statistics_do_not_hang_on_the_first_pixel(shim: Any) -> None:
     torch.testing.assert_close(var2, wanted.float(), rtol=1e-5, atol=0)
 
 
+def test_statistics_of_positions_that_do_not_see_a_bright_border(shim: Any) -> None:
+    """The mean of what they see is far from the map's: squares of distances from that would cancel."""
+    problem = Problem.sample(Case(2, 16, 16, 7, 4, 4, 2, 2, 16))
+    center, around = (0.01 * x for x in problem.maps[:2])
+    around[:, :3] += 10
+    problem = replace(problem, maps=(center.float().double(), around.float().double(), problem.maps[2]))
+    (_, _, _, var1, _, _), _ = run(shim, problem, True, torch.float32)
+    (_, _, _, wanted, _, _), _ = reference(problem, True)
+    torch.testing.assert_close(var1, wanted.float(), rtol=3e-6, atol=0)
+
+
 @every_mode
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float64_matches_reference(case: Case, training: bool, order: str, shim: Any) -> None:
