@@ -9,24 +9,35 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+from experiments.errors import UserError
 from experiments.training.metrics import Epoch
 
 
 def write_summary(path: Path, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
-    """Replaces the file in one step. `ended` gives each epoch's end in milliseconds since 1970."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces the file in one step. `ended` gives each epoch's end in milliseconds since 1970.
+
+    Raises:
+        UserError: the disk is full or gone.
+    """
     partial = path.with_suffix(".partial")
-    with open(partial, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        for epoch in history:
-            values = asdict(epoch)
-            if epoch is history[0]:
-                writer.writerow([*values, "ended"])
-            moment = datetime.fromtimestamp(ended[epoch.epoch] / 1000, UTC)
-            writer.writerow([*values.values(), moment.isoformat(timespec="milliseconds")])
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            for epoch in history:
+                values = asdict(epoch)
+                if epoch is history[0]:
+                    writer.writerow([*values, "ended"])
+                moment = datetime.fromtimestamp(ended[epoch.epoch] / 1000, UTC)
+                writer.writerow([*values.values(), moment.isoformat(timespec="milliseconds")])
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); see to the disk, "
+            "then the same command continues from the checkpoint"
+        ) from None
 
 
 def read_ended(path: Path) -> dict[int, int]:

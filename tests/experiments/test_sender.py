@@ -106,3 +106,9 @@ def test_summary_round_trip(tmp_path: Path) -> None:
     ]
     path.write_text("what a person wrote")
     assert read_ended(path) == {}
+
+
+def test_rejects_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "summary.partial").mkdir()  # as good as a disk that is full, for root too
+    with pytest.raises(UserError, match=r"summary\.csv: cannot be written \(Is a directory\); see to the disk"):
+        write_summary(tmp_path / "summary.csv", [EPOCH], {EPOCH.epoch: 0})

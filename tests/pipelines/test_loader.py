@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from itertools import chain
@@ -20,6 +21,7 @@ from sklearn.datasets import load_sample_images
 
 from pipelines import DataError, Dataset, Loader, Transform, order
 from pipelines.augment import MANIPULATIONS, crop_windows, draws, mirrored
+from pipelines.check import Broken, broken_images
 from pipelines.loader import threads_of
 
 COUNT = 23
@@ -339,6 +341,23 @@ def test_cut_off_jpeg_is_named_though_the_square_lies_above_the_break(tmp_path: 
     for epoch in range(5):
         with pytest.raises(DataError, match=r"a/1\.jpg cannot be used: it is damaged"):
             list(one.epoch(epoch))
+
+
+def test_only_jpegs_without_an_end_are_decoded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1.jpg", "2.jpg", "3.png"):
+        save(np.full((20, 20, 3), 90, np.uint8), tmp_path / "val/a" / name)
+    with open(tmp_path / "val/a/2.jpg", "ab") as file:
+        file.write(b"behind the end")
+    asked: list[int] = []
+
+    def note(dataset: Dataset, indices: list[int]) -> Iterator[Broken]:
+        asked.extend([-1, *indices])
+        return broken_images(dataset, indices)
+
+    monkeypatch.setattr("pipelines.loader.broken_images", note)
+    one = loader(tmp_path, "val", batch=1)
+    assert [len(list(one.epoch(number))) for number in range(2)] == [3, 3]
+    assert asked == [-1, 1], "once, and nothing is made ready for it where nothing is in doubt"
 
 
 def test_vanished_image_is_named(colours: Path) -> None:
