@@ -8,15 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from experiments.data_cli import data
 from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.tracking import Listed
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
 PROFILE = click.option(
@@ -207,7 +212,7 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
 @click.argument("grid", required=False)
 @RUNS
 @AS_JSON
-@click.option("--follow", is_flag=True, help="again every 5 seconds, until nothing runs")
+@click.option("--follow", is_flag=True, help="again every 5 seconds, on a terminal in place, until nothing runs")
 def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) -> None:
     """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
     from experiments.run import default_runs_dir, has_store, tracking_uri
@@ -221,15 +226,24 @@ def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) 
         if as_json:
             click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
             return
-        for run in listed:
-            epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
-            top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
-            name = f"{run.grid}-{run.profile} {run.name}"
-            click.echo(f"{run.state:8s}  {epoch:>9s}  {top1:>7s}  {_age(run.age):>6s}  {run.key}  {name}")
+        lines = [_listed(run) for run in listed]
+        in_place = follow and sys.stdout.isatty()
+        if in_place:  # what has ended longest ago does not fit a full screen
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in lines[: rows - 1]]
+            click.clear()
+        click.echo("".join(f"{line}\n" for line in lines), nl=False)
         if not follow or all(run.state != "running" for run in listed):
             return
         time.sleep(5)
-        click.echo()
+        if not in_place:
+            click.echo()
+
+
+def _listed(run: Listed) -> str:
+    epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
+    top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
+    return f"{run.state:8s}  {epoch:>9s}  {top1:>7s}  {_age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
 
 
 def _age(seconds: float) -> str:
