@@ -212,7 +212,7 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
     scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
     shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
     names = {key: trial.name for key, trial in missing.items()}
-    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()})
+    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace)
     try:
         return cluster.sweep(

@@ -25,6 +25,7 @@ from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.training.teller import Teller
 from experiments.training.watchdog import Watchdog
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path
@@ -151,8 +152,8 @@ def transform(config: DataConfig) -> Transform:
 def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
     """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
 
-    Every worker of the cell calls this. `report` is called in all of them after each epoch, with the epoch's metrics.
-    Returns the trained model, which is the same on every worker.
+    Every worker of the cell calls this. `report` is called in all of them, after each epoch and, inside long ones, after the
+    same steps; `Teller` says with what. Returns the trained model, which is the same on every worker.
 
     Raises:
         UserError: a checkpoint cannot be written, or is another trial's.
@@ -192,7 +193,8 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
         if rank == 0:
             checkpoints.save(Checkpoint(trial.key, history, running, state))
 
-    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save)
+    teller = Teller(report, config.recipe.epochs, train, history)
+    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
     try:
         while running.number < config.recipe.epochs:
             history = (*history, run_epoch(engine, train, val, running, between))
@@ -201,7 +203,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             save(running)
             if run is not None:
                 run.log(history)
-            report({"epoch": len(history), "epochs": config.recipe.epochs, **history[-1].metrics()})
+            teller.tell_epoch(history)
         if run is not None:
             run.finish()
     except FloatingPointError as error:

@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[...,
     with pytest.raises(
         FloatingPointError,
         match=r"^the loss of step [23] in epoch 0 is not finite, at learning rate .*e\+\d\d; "
-        r"last good checkpoint: none; lower recipe.lr$",
+        r"last good checkpoint: .*/epoch-0000-step-0000001.pt; lower recipe.lr$",
     ):
         run_trial(job.workspace, job.trials[0], lambda metrics: None)
 
