@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -25,8 +26,11 @@ class Screen:
         self._drawn: list[int] = []
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows; a terminal that does not know has 80 and 24."""
-        columns, rows = os.get_terminal_size(self.out.fileno())
+        """Columns and rows; a terminal that does not know, or is gone, has 80 and 24."""
+        try:
+            columns, rows = os.get_terminal_size(self.out.fileno())
+        except OSError:
+            return 80, 24
         return columns or 80, rows or 24
 
     def draw(self, lines: Sequence[str], said: str = "") -> None:
@@ -35,8 +39,7 @@ class Screen:
         up = sum(-(-max(length, 1) // columns) for length in self._drawn)  # a terminal made narrower has broken some
         self._drawn = [len(line) for line in lines]
         text = said + "".join(f"{line}\n" for line in lines)
-        self.out.write((f"\x1b[{up}A" if up else "") + f"\r\x1b[J{text}")
-        self.out.flush()
+        _write(self.out, (f"\x1b[{up}A" if up else "") + f"\r\x1b[J{text}")
 
 
 @dataclass(slots=True)
@@ -150,7 +153,7 @@ class Progress:
         if self.screen is not None:
             self.screen.draw(self._lines(), line)
         else:
-            print(line, end="", file=self.out, flush=True)
+            _write(self.out, line)
 
     def _words(self, cell: _Cell) -> list[str]:
         if cell.latest is None or cell.heard is None:
@@ -183,6 +186,12 @@ class Progress:
         width = min(columns - len(cells) - len(epochs) - 6, BAR)
         bar = "#" * int(width * done / total)
         return _cut(f"{cells}  [{bar:-<{width}s}]  {epochs}" if width > 0 else f"{cells}, {epochs}", columns)
+
+
+def _write(out: TextIO, text: str) -> None:
+    with suppress(OSError):  # nobody is there any more: no reason to stop training
+        out.write(text)
+        out.flush()
 
 
 def _pause(seconds: float) -> float:

@@ -11,7 +11,7 @@ import re
 import struct
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
 
 import pytest
@@ -276,6 +276,22 @@ def test_a_terminal_without_codes_is_a_log(monkeypatch: pytest.MonkeyPatch) -> N
         progress.started("a")
         progress.close()
         assert without_times(place.seen) == ["pairwise_3 starts", ""]
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_that_goes_away_stops_nothing(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    place = Terminal(80, 24)
+    progress = Progress(NAMES, EPOCHS, place.out)
+    progress.started("a")
+    os.close(place.reader)
+    with pytest.raises(OSError):
+        print("anything", file=place.out, flush=True)
+    progress.progress("a", whole(1))
+    progress.finished(Outcome("a"))
+    progress.close()
+    with suppress(OSError):
+        place.out.close()
 
 
 def test_a_cell_that_goes_on_does_not_count_what_was_done_before() -> None:
