@@ -87,8 +87,8 @@ class _Cell:
             self.done_before = self.done
 
     def seconds_left(self, now: float) -> float | None:
-        """By the speed of the latest attempt, None before there is one."""
-        if self.heard is None or self.done <= self.heard_at:
+        """By the speed of the latest attempt; None before there is one, and in the last validation, whose time is not known."""
+        if self.heard is None or self.done <= self.heard_at or self.done >= self.epochs:
             return None
         pace = (self.seen - self.heard) / (self.done - self.heard_at)
         return max((self.epochs - self.done) * pace - (now - self.seen), 0)

@@ -312,6 +312,17 @@ def test_a_cell_that_goes_on_does_not_count_what_was_done_before() -> None:
     assert progress.seconds_left() is None
 
 
+def test_the_last_validation_has_no_time_left() -> None:
+    clock, out = Clock(), io.StringIO()
+    progress = Progress({"a": "a"}, {"a": 4}, out, clock)
+    progress.started("a")
+    for step in (1, 100):
+        clock.now += 10
+        progress.progress("a", inside(3, step))
+    last = out.getvalue().splitlines()[-1]
+    assert last == "[  20 s, 0/1 done] a epoch 4/4, validating, loss 1.500, 812 images/s, waiting 3 %"
+
+
 def test_a_cell_that_was_complete_says_nothing_of_speed() -> None:
     clock, out = Clock(), io.StringIO()
     progress = Progress(NAMES, EPOCHS, out, clock)
