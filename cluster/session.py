@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +73,8 @@ def session(address: str | None = None) -> Iterator[Resources]:
         return
     _quieten()
     try:
-        _connect(address or os.environ.get("RAY_ADDRESS") or None)
+        with _same_meaning_of_sigterm():
+            _connect(address or os.environ.get("RAY_ADDRESS") or None)
         yield _resources()
     finally:
         # Ends the local cluster; for a joined one it ends what this driver started there.
@@ -88,6 +91,15 @@ def _quieten() -> None:
             _log.info("ray: %s", line)
 
     ray._private.worker.print_to_stdstream = complain
+
+
+@contextmanager
+def _same_meaning_of_sigterm() -> Iterator[None]:
+    """Ray would make it the end of this process without a word, whatever the caller wanted of it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():  # in others neither Ray nor anybody may change it
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(address: str | None) -> None:

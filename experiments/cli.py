@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -272,7 +273,8 @@ def ui(runs: Path | None, port: int) -> None:
 
 
 def main() -> None:
-    """Runs the command; a mistake of the user is shown as its text alone."""
+    """Runs the command; a mistake of the user is shown as its text alone. SIGTERM, as schedulers send it, is a Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cli(prog_name="san", standalone_mode=False)
     except click.ClickException as error:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +21,7 @@ from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.sender import Sender
 from experiments.tracking import Tracker
-from experiments.training.checkpoint import Checkpoint, Checkpoints
+from experiments.training.checkpoint import Checkpoint, Checkpoints, only_writer
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
@@ -156,13 +156,14 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     same steps; `Teller` says with what. Returns the trained model, which is the same on every worker.
 
     Raises:
-        UserError: a checkpoint cannot be written, or is another trial's.
+        UserError: a checkpoint cannot be written, or is another trial's, or another process trains the same.
         DataError: an image cannot be used.
         FloatingPointError: a loss is not finite.
     """
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
-    with _logging_to(workspace.log(trial), rank) as log, Watchdog(patience.total_seconds(), log) as watchdog:
+    alone = only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext()
+    with _logging_to(workspace.log(trial), rank) as log, alone, Watchdog(patience.total_seconds(), log) as watchdog:
         return _train(workspace, trial, report, watchdog)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
@@ -9,8 +10,8 @@ import pickle
 import time
 import uuid
 import zipfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,35 @@ class Checkpoints:
         for path in paths[: -self.keep]:
             if best is None or path.name != _name(best.epoch + 1, 0):
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_writer(folder: Path, seconds: float = 60.0) -> Iterator[None]:
+    """Inside, no other process writes the checkpoints in `folder`; waits so long for one that has lost its `san run` and is
+    about to end. The lock is gone with the process, however it ends.
+
+    Raises:
+        UserError: the other is still there, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")
+    except OSError as error:
+        raise UserError(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
+    limit = time.monotonic() + seconds
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise UserError(
+                        f"{folder}: another process trains this cell and has not ended within {seconds:.0f} s; "
+                        "wait for it or end it, then the same command continues"
+                    ) from None
+                time.sleep(0.1)
+        yield
 
 
 def _sync(folder: Path) -> None:

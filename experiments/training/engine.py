@@ -69,6 +69,9 @@ class Engine:
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=cosine, config=_deepspeed_config(micro_batch)
         )
+        if dist.get_world_size() == 1 and not self._engine.zero_optimization():
+            # There is nobody to average with, but DeepSpeed would copy all gradients to one buffer and back in every step.
+            self._engine.enable_backward_allreduce = False
         self.optimizer, self.schedule = optimizer, cosine
 
     @property

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.run import Job
-from experiments.training.checkpoint import Checkpoint, Checkpoints
+from experiments.training.checkpoint import Checkpoint, Checkpoints, only_writer
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.watchdog import EXIT_CODE
@@ -177,6 +179,41 @@ print(written, partials)
     written, partials = map(int, done.stdout.split())
     assert written > 20
     assert partials > 0, "no kill hit a write"
+
+
+def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path) -> None:
+    """One that is about to end is waited for, one that stays is told of."""
+    with only_writer(tmp_path / "abc"):
+        with pytest.raises(UserError, match=r"abc: another process trains this cell and has not ended within 0 s; wait for it"):
+            with only_writer(tmp_path / "abc", seconds=0.2):
+                pass
+        leaving = ExitStack()
+        leaving.enter_context(only_writer(tmp_path / "def"))
+        timer = threading.Timer(0.3, leaving.close)
+        timer.start()
+        with only_writer(tmp_path / "def"):
+            assert timer.finished.is_set()
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "ctypes.PyDLL(None).sleep(30)"])
+def test_a_process_whose_threads_cannot_run_is_killed(how: str) -> None:
+    """It is stopped, or keeps the interpreter's lock."""
+    code = f"""
+import ctypes, os, signal, sys, time
+from experiments.training.watchdog import Watchdog
+with Watchdog(30, sys.stderr):
+    pass
+with Watchdog(1, sys.stderr) as watchdog:
+    for step in range(15):
+        time.sleep(0.1)
+        watchdog.step_ended()
+    print("steps", flush=True)
+    {how}
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT_DIR, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-9, "steps\n", "")
+    assert time.monotonic() - began < 20
 
 
 @pytest.fixture
