@@ -12,6 +12,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 from experiments.tracking.listing import Listed, list_runs
+from experiments.tracking.registry import register
 from experiments.tracking.store import PATIENCE, PAUSE, UNUSABLE, TrackerError, require_no_secret
 from experiments.tracking.tracker import NodeMonitor, Result, Tracker, TrialRun
 
@@ -26,5 +27,6 @@ __all__ = [
     "TrackerError",
     "TrialRun",
     "list_runs",
+    "register",
     "require_no_secret",
 ]

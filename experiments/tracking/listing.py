@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass
 
@@ -46,7 +45,7 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
             if not experiments:
                 raise TrackerError(f"MLflow at {uri} has no runs of a grid {grid!r}; `san runs` lists those of all grids")
         everywhere = [experiment.experiment_id for experiment in experiments]
-        runs = pages(functools.partial(tracker.client.search_runs, everywhere, "tags.`san.role` = 'trial'"))
+        runs = pages(tracker.client.search_runs, everywhere, "tags.`san.role` = 'trial'")
     return sorted(map(_listed, runs), key=lambda listed: listed.age)
 
 

@@ -43,12 +43,12 @@ class TrackerError(UserError):
     """The tracker cannot be used, now or as it is addressed."""
 
 
-def pages(search: Callable[..., Any]) -> list[Any]:
+def pages(search: Callable[..., Any], *what: object) -> list[Any]:
     """Everything that a search of MLflow's client finds, which answers in pages."""
-    page = search(max_results=PAGE)
+    page = search(*what, max_results=PAGE)
     found = list(page)
     while page.token:
-        page = search(max_results=PAGE, page_token=page.token)
+        page = search(*what, max_results=PAGE, page_token=page.token)
         found += page
     return found
 

@@ -6,7 +6,6 @@ whatever grid, is never trained twice.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 import os
@@ -176,7 +175,7 @@ class Tracker:
         return self._runs([self._experiment_id()], f"{where} and tags.`san.profile` = '{self.profile}'")
 
     def _runs(self, experiments: list[str], where: str) -> list[Run]:
-        return pages(functools.partial(self.client.search_runs, experiments, where))
+        return pages(self.client.search_runs, experiments, where)
 
 
 def _by_key(runs: Iterable[Run]) -> dict[str, Result]:

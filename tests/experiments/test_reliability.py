@@ -17,7 +17,7 @@ import torch
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.run import Job
-from experiments.training.checkpoint import Checkpoint, Checkpoints
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.watchdog import EXIT_CODE
@@ -26,6 +26,7 @@ from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
 
 SHORT = ("recipe.epochs=2", "recipe.batch=50", "data.train_per_class=20")  # 4 steps an epoch
+ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 ALWAYS = ("reliability.look_steps=1", "reliability.checkpoint_minutes=1e-9")
 
 
@@ -34,6 +35,7 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
     history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
     return Checkpoint(
         key,
+        ORIGIN,
         history,
         RunningEpoch(epoch, 0.1, step, 1.5),
         {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]},
