@@ -209,6 +209,44 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
     sys.exit(0 if run_study(profile, seeds, runs, address, page or PROJECT_DIR / "docs" / "digits-study.md") else 1)
 
 
+@cli.command()
+@click.argument("checkpoint")
+@OVERRIDES
+@click.option("--profile", help="how images are treated, where the file does not tell  [default: imagenet]")
+@click.option("--split", help="val, train, val-split, or another folder of images  [default: what is validated on]")
+@RUNS
+@click.option("--json", "as_json", is_flag=True, help="an object")
+def evaluate(
+    checkpoint: str, overrides: tuple[str, ...], profile: str | None, split: str | None, runs: Path | None, as_json: bool
+) -> None:
+    """Tell top-1, top-5 and loss of a checkpoint on a split.
+
+    CHECKPOINT is a trial's (the file, or its folder or the trial's key, for the best epoch), which tells how its images are
+    treated; or a file of `san.save_checkpoint`; or one of the paper's authors. Overrides: data.*, recipe.batch, placement.cpus;
+    for a file of the authors' also what it does not tell, such as model.footprint=9.
+    """
+    from experiments.evaluate import checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images, shown
+    from experiments.run import default_runs_dir
+    from experiments.trial import transform
+
+    path = checkpoint_path(checkpoint, (runs or default_runs_dir()).resolve())
+    opened = open_checkpoint(path, overrides, profile)
+    images = open_images(opened, split)
+    with shown(len(images), opened.config.recipe.batch) as ended:
+        found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+    if found.own_images is False and split is None:
+        click.echo(f"note: the images of {found.split} in {found.root} are not those of the trial", err=True)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found)))
+        return
+    trained = "" if found.epoch is None else f", after epoch {found.epoch}"
+    click.echo(f"{found.checkpoint}: {found.model}{trained}")
+    click.echo(
+        f"top-1 {found.top1:.4f} %  top-5 {found.top5:.4f} %  loss {found.loss:.6f}  "
+        f"{found.images} images of {found.classes} classes, {found.split} in {found.root}"
+    )
+
+
 @cli.command("runs")
 @click.argument("grid", required=False)
 @RUNS

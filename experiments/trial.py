@@ -21,7 +21,7 @@ from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.sender import Sender
 from experiments.tracking import Tracker
-from experiments.training.checkpoint import Checkpoint, Checkpoints, only_writer
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
@@ -113,6 +113,27 @@ def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
 
 
+def open_split(config: DataConfig, name: str | None = None) -> Dataset:
+    """One split to evaluate on; without a name, the one that a trial with this config validates on.
+
+    `train` and `val-split` are the images that such a trial trains on, and those that val-split holds out of them; any other
+    name is that of a folder or a list in `root`, or of shards, such as `val`: of these nothing else needs to be there.
+
+    Raises:
+        DataError: as `open_data`.
+    """
+    name = name or ("val" if config.split == "val-original" else config.split)
+    if name == "train":
+        return open_data(config)[0]
+    if name == "val-split":
+        return open_data(config.model_copy(update={"split": name}))[1]
+    _require_fitting(config)
+    if config.source == "synthetic":
+        return Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class)
+    root, lists = _folders(config)
+    return _open_split(config.source, root, name, lists)
+
+
 @functools.cache
 def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Dataset:
     if source == "shards":
@@ -179,6 +200,8 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     engine = Engine(model.to(train.device), config.recipe, train.steps, -(-config.recipe.batch // world))
 
     checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
+    classes = train.dataset.classes
+    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
     saved = _saved(checkpoints, rank, world)
     history: tuple[Epoch, ...] = ()
     running = RunningEpoch(0, engine.lr)
@@ -192,7 +215,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
         if not engine.is_finite():
             raise FloatingPointError(f"weights are not finite after {running.steps} steps of epoch {running.number}")
         if rank == 0:
-            checkpoints.save(Checkpoint(trial.key, history, running, state))
+            checkpoints.save(Checkpoint(trial.key, origin, history, running, state))
 
     teller = Teller(report, config.recipe.epochs, train, history)
     between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
@@ -206,7 +229,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
                 run.log(history)
             teller.tell_epoch(history)
         if run is not None:
-            run.finish()
+            run.finish(_best(checkpoints, history))
     except FloatingPointError as error:
         good = checkpoints.newest()
         raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
@@ -223,6 +246,14 @@ def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, imag
     sender = Sender(tracker, trial, complexity, images, workspace.checkpoints(trial) / "summary.csv")
     sender.log(history)
     return sender
+
+
+def _best(checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> Checkpoint | None:
+    """The checkpoint whose weights are registered."""
+    best = best_in(checkpoints.folder)
+    if best is None or best.history[-1].top1 < max(epoch.top1 for epoch in history):
+        _log.warning("the best epoch's checkpoint cannot be read; %s is registered", best.name if best else "none")
+    return best
 
 
 def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -130,20 +131,28 @@ class Engine:
         workers = state["workers"]
         if len(workers) == dist.get_world_size():
             mine = workers[dist.get_rank()]
-            buffers = mine["buffers"]
+            weights = state["model"] | mine["buffers"]
             torch.set_rng_state(mine["random"])
             if mine["cuda_random"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(mine["cuda_random"])
         else:
-            buffers = {name: _mean([worker["buffers"][name] for worker in workers]) for name in workers[0]["buffers"]}
-        self.model.load_state_dict(state["model"] | buffers)
+            weights = validated_weights(state)
+        self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
 
+def validated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of what `Engine.state_dict` gave, the model's state dict as validation sees it: what a trial's accuracy is of."""
+    workers = state["workers"]
+    return state["model"] | {name: _mean([worker["buffers"][name] for worker in workers]) for name in workers[0]["buffers"]}
+
+
 def _mean(values: list[Tensor]) -> Tensor:
-    """Over the workers; counters are equal on all."""
-    return torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+    """Over the workers; what is equal on all, such as counters and statistics that were averaged, stays as it is."""
+    first = values[0]
+    same = all(map(first.equal, values)) or not first.is_floating_point()
+    return first if same else torch.stack(values).mean(0)
 
 
 def _import_deepspeed() -> Any:

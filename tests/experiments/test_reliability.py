@@ -19,7 +19,7 @@ import torch
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.run import Job
-from experiments.training.checkpoint import Checkpoint, Checkpoints, only_writer
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, only_writer
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.watchdog import EXIT_CODE
@@ -28,6 +28,7 @@ from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
 
 SHORT = ("recipe.epochs=2", "recipe.batch=50", "data.train_per_class=20")  # 4 steps an epoch
+ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 ALWAYS = ("reliability.look_steps=1", "reliability.checkpoint_minutes=1e-9")
 
 
@@ -36,6 +37,7 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
     history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
     return Checkpoint(
         key,
+        ORIGIN,
         history,
         RunningEpoch(epoch, 0.1, step, 1.5),
         {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]},

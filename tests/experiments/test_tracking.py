@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import tracking
 from experiments.cli import main
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
-from experiments.tracking import Tracker
+from experiments.tracking import Tracker, store
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
@@ -145,7 +144,7 @@ def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) 
 
 
 def test_results_come_from_every_page(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "PAGE", 1)
+    monkeypatch.setattr(store, "PAGE", 1)
     job = open_small_job()
     for trial in job.trials:
         job.tracker.open(trial).finish()
@@ -251,4 +250,4 @@ def test_a_password_in_the_address_is_refused(
 
 @pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
 def test_an_address_without_a_password_is_taken(uri: str) -> None:
-    tracking.require_no_secret(uri)
+    store.require_no_secret(uri)

@@ -154,7 +154,7 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
     assert run.data.tags["san.trial"] == job.trials[0].key
     assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(run.data.tags)
     artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
-    assert artifacts == {"config.yaml", "environment.txt"}
+    assert artifacts == {"config.yaml", "environment.txt", "model"}
     assert result["epoch"] == result["epochs"] == 1
 
 
