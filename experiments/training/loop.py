@@ -60,7 +60,7 @@ def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch,
 
 
 def _train(engine: Engine, loader: Loader, running: RunningEpoch, between: BetweenSteps) -> None:
-    engine.model.train()
+    engine.module.train()
     waited_before, start = running.waited, time.perf_counter()
     unseen: list[_Step] = []
     for images, labels in loader.epoch(running.number, loader.seen_after(running.steps)):
