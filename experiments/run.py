@@ -98,6 +98,9 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
         for row, config in expanded.configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
+    for scaling in dict.fromkeys(config.recipe.scaling for config in expanded.configs.values()):
+        if scaling is not None:
+            _say(scaling)
     return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
 
 

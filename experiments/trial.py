@@ -22,7 +22,7 @@ from experiments.grid import Trial
 from experiments.sender import Sender
 from experiments.tracking import Tracker
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
-from experiments.training.engine import Engine, device, join_process_group
+from experiments.training.engine import Engine, determinism, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.teller import Teller
@@ -174,7 +174,7 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
 
     Every worker of the cell calls this. `report` is called in all of them, after each epoch and, inside long ones, after the
-    same steps; `Teller` says with what. Returns the trained model, which is the same on every worker.
+    same steps; `Teller` says with what. Returns the model that was validated, which is the same on every worker.
 
     Raises:
         UserError: a checkpoint cannot be written, or is another trial's, or another process trains the same.
@@ -183,8 +183,12 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     """
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
-    alone = only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext()
-    with _logging_to(workspace.log(trial), rank) as log, alone, Watchdog(patience.total_seconds(), log) as watchdog:
+    with (
+        _logging_to(workspace.log(trial), rank) as log,
+        only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext(),
+        Watchdog(patience.total_seconds(), log) as watchdog,
+        determinism(trial.config.engine.deterministic),
+    ):
         return _train(workspace, trial, report, watchdog)
 
 
@@ -197,7 +201,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
     complexity = san.complexity(model, config.data.size)
-    engine = Engine(model.to(train.device), config.recipe, train.steps, -(-config.recipe.batch // world))
+    engine = _engine(config, model.to(train.device), train.steps)
 
     checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
     classes = train.dataset.classes
@@ -238,6 +242,14 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             run.close()
     dist.barrier()
     return engine.model
+
+
+def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
+    recipe = config.recipe
+    if recipe.scaling is not None and dist.get_rank() == 0:
+        _log.info(recipe.scaling)
+    micro_batch = -(-recipe.batch // (dist.get_world_size() * recipe.accumulate))
+    return Engine(model, recipe, steps, micro_batch, config.engine)
 
 
 def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, images: int, history: tuple[Epoch, ...]) -> Sender:
@@ -308,9 +320,19 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Load
 
     Raises:
         DataError: images, transform or batch cannot be used.
+        UserError: a step has fewer images than the recipe wants to make parts of them.
     """
-    train, val = open_data(config.data)
-    return _loader(config, train, True, seed, rank, world), _loader(config, val, False, seed, rank, world)
+    train, val = (
+        _loader(config, dataset, is_train, seed, rank, world)
+        for dataset, is_train in zip(open_data(config.data), (True, False), strict=True)
+    )
+    smallest = len(train.dataset) // train.steps // world
+    if smallest < config.recipe.accumulate:
+        raise UserError(
+            f"recipe.accumulate: {config.recipe.accumulate} parts cannot be made of the {smallest} images that each worker has "
+            f"in some steps (recipe.batch={config.recipe.batch}, placement.workers={world}); make them fewer"
+        )
+    return train, val
 
 
 def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int) -> Loader:

@@ -111,8 +111,12 @@ class Tracker:
         """
         with usable(self.uri):
             found = self._search(f"tags.`san.trial` = '{trial.key}'")
+            workers = str(trial.config.placement.workers)
             if found:
                 self.client.update_run(found[0].info.run_id, status="RUNNING")
+                numbers = found[0].data.tags.get("san.workers", workers).split(",")
+                if numbers[-1] != workers:
+                    self.client.set_tag(found[0].info.run_id, "san.workers", ",".join([*numbers, workers]))
                 if "san.error" in found[0].data.tags:
                     self.client.delete_tag(found[0].info.run_id, "san.error")
                 return TrialRun(self.uri, self.client, found[0].info.run_id)
@@ -127,6 +131,7 @@ class Tracker:
                 "san.profile": trial.profile,
                 "san.row": trial.row,
                 "san.data_digest": trial.data_digest,
+                "san.workers": workers,
                 "san.git_commit": git_commit(),
             }
             run = self.client.create_run(self._experiment_id(), tags=tags)
@@ -200,7 +205,9 @@ class TrialRun:
         run = self.client.get_run(self.run_id)
         if "params" in run.data.metrics:
             return
-        params = [Param(key, str(value)) for key, value in flat(trial.record).items()] + [Param("seed", str(trial.seed))]
+        values = flat(trial.record) | {"recipe.lr_used": trial.config.recipe.lr_used, "seed": trial.seed}
+        # Some are there where a worker was killed meanwhile; MLflow refuses another value, such as another number of workers.
+        params = [Param(key, str(value)) for key, value in values.items() if key not in run.data.params]
         for first in range(0, len(params), BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH])
         self.client.log_text(self.run_id, yaml.safe_dump(trial.record, sort_keys=False), "config.yaml")

@@ -69,7 +69,7 @@ def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch,
 
 
 def _train(engine: Engine, loader: Loader, running: RunningEpoch, between: BetweenSteps) -> None:
-    engine.model.train()
+    engine.module.train()
     waited_before, start = running.waited, time.perf_counter()
     unseen: list[_Step] = []
     first = running.steps + 1

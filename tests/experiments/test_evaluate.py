@@ -157,11 +157,15 @@ def test_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
     assert best_in(tmp_path) is None
 
 
-def test_validation_sees_the_mean_of_the_workers_statistics() -> None:
-    third = torch.tensor([1 / 3])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_validation_sees_the_mean_of_the_workers_statistics(averaged: bool) -> None:
+    """Of the average of the weights where the recipe keeps one, else of the weights that are trained."""
+    third, trained = torch.tensor([1 / 3]), [{"mean": torch.tensor([-9.0])}] * averaged
     means, counts = [torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([5.0])], [torch.tensor(7)] * 3
-    workers = [{"buffers": {"mean": m, "var": third, "count": c}} for m, c in zip(means, counts, strict=True)]
-    weights = validated_weights({"model": {"w": third, "mean": means[0], "var": third}, "workers": workers})
+    validated = [{"mean": m, "var": third, "count": c} for m, c in zip(means, counts, strict=True)]
+    kept = {"w": third, "mean": means[0], "var": third}
+    state = {"model": {"w": -third} if averaged else kept, "average": kept if averaged else None}
+    weights = validated_weights(state | {"workers": [{"buffers": [*trained, buffers]} for buffers in validated]})
     expected = {"w": third, "mean": torch.tensor([2.0]), "var": third, "count": torch.tensor(7)}
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], value) for name, value in expected.items())

@@ -218,20 +218,6 @@ with Watchdog(1, sys.stderr) as watchdog:
     assert time.monotonic() - began < 20
 
 
-@pytest.fixture
-def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str], Workspace]:
-    """A folder of runs with a tracker that knows the small grid."""
-
-    def make(name: str) -> Workspace:
-        job = open_small_job(*SHORT)
-        runs = tmp_path / name
-        runs.mkdir()
-        shutil.copy(job.workspace.runs / "mlflow.db", runs / "mlflow.db")
-        return Workspace(runs, f"sqlite:///{runs / 'mlflow.db'}")
-
-    return make
-
-
 def without_times(history: tuple[Epoch, ...]) -> list[tuple[float, ...]]:
     return [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0)) for epoch in history]
 
