@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study figures test lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
+.PHONY: demo study faults figures test lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -15,6 +15,10 @@ demo: setup
 # The paper's ablation tables on small images, five seeds: trains what is missing and writes docs/digits-study.md.
 study: setup
 	@$(STEP) "study" $(BIN)/san study --profile study --seeds 5
+
+# Faults on real processes, a quarter of an hour: writes the table of docs/reliability.md.
+faults: setup
+	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
 
 # The figures of docs/operators.md.
 figures: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
@@ -9,16 +10,19 @@ import pickle
 import time
 import uuid
 import zipfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.config import TrialConfig
 from experiments.errors import UserError
+from experiments.training.engine import validated_weights
 from experiments.training.metrics import Epoch, RunningEpoch
+from san.models.spec import Trunk
 
 _log = logging.getLogger(__name__)
 
@@ -27,11 +31,27 @@ DAMAGE = (zipfile.BadZipFile, RuntimeError, EOFError, pickle.UnpicklingError, OS
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint tells of its trial, so that it can be evaluated as it was validated."""
+
+    grid: str
+    profile: str
+    row: str
+    seed: int
+    record: dict[str, Any]
+    """The config as plain values."""
+    data_digest: str
+    """Of the training and of the validation images, with a dash between them."""
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The state of a trial after the last step of `running`, which follows the whole epochs of `history`."""
 
     key: str
     """Content hash of the trial."""
+    origin: Origin
     history: tuple[Epoch, ...]
     running: RunningEpoch
     engine: dict[str, Any]
@@ -47,9 +67,17 @@ class Checkpoint:
         """Of its file; names sort as the training goes."""
         return _name(self.running.number, self.running.steps)
 
+    def model(self) -> Trunk:
+        """The classifier with the weights that validation sees, in evaluation mode, on the CPU."""
+        spec = TrialConfig.model_validate(self.origin.record).model.spec()
+        model = spec.build(len(self.origin.classes))
+        model.load_state_dict(validated_weights(self.engine))
+        return model.eval()
+
     def as_bytes(self) -> bytes:
         content = {
             "key": self.key,
+            "origin": asdict(self.origin),
             "history": [asdict(epoch) for epoch in self.history],
             "running": asdict(self.running),
             "engine": self.engine,
@@ -68,11 +96,21 @@ class Checkpoint:
             raise zipfile.BadZipFile(f"checksum of {broken}")
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = tuple(Epoch(**epoch) for epoch in saved["history"])
-        return Checkpoint(saved["key"], history, RunningEpoch(**saved["running"]), saved["engine"])
+        running = RunningEpoch(**saved["running"])
+        return Checkpoint(saved["key"], Origin(**saved["origin"]), history, running, saved["engine"])
 
 
 def _name(epoch: int, step: int) -> str:
     return f"epoch-{epoch:04d}-step-{step:07d}.pt"
+
+
+def best_in(folder: Path) -> Checkpoint | None:
+    """Of a trial's checkpoints that can be read, the one after the best epoch by top-1; None where there is none."""
+    found = []
+    for path in sorted(folder.glob("epoch-*-step-0000000.pt")):
+        with suppress(*DAMAGE):
+            found.append(Checkpoint.read(path))
+    return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
 
 
 class Checkpoints:
@@ -170,6 +208,35 @@ class Checkpoints:
         for path in paths[: -self.keep]:
             if best is None or path.name != _name(best.epoch + 1, 0):
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_writer(folder: Path, seconds: float = 60.0) -> Iterator[None]:
+    """Inside, no other process writes the checkpoints in `folder`; waits so long for one that has lost its `san run` and is
+    about to end. The lock is gone with the process, however it ends.
+
+    Raises:
+        UserError: the other is still there, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")
+    except OSError as error:
+        raise UserError(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
+    limit = time.monotonic() + seconds
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise UserError(
+                        f"{folder}: another process trains this cell and has not ended within {seconds:.0f} s; "
+                        "wait for it or end it, then the same command continues"
+                    ) from None
+                time.sleep(0.1)
+        yield
 
 
 def _sync(folder: Path) -> None:

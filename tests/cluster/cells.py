@@ -1,6 +1,7 @@
 """What the tests let cells do, and an observer that remembers; importable, like a real caller's functions."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -73,6 +74,9 @@ def reducing(value: float, report: Report) -> None:
     total = torch.tensor([value + float(os.environ["RANK"])])
     distributed.all_reduce(total)
     report({"sum": total.item(), "workers": float(os.environ["WORLD_SIZE"])})
+    began = time.monotonic()
+    for _ in range(4):
+        report({"seconds": time.monotonic() - began})
     if os.environ["RANK"] == "1":
         raise RuntimeError("rank one gives up")
     distributed.barrier()
@@ -91,7 +95,8 @@ class Shouting(Memory):
 
 
 def main(storage: str) -> None:
-    """The driver that the signal tests start: two cells that sleep."""
+    """The driver that the signal tests start: two cells that sleep. SIGTERM means to it what Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with session():
             sweep(sleeping, {"a": 60.0, "b": 60.0}, Placement(), storage=storage, observer=Shouting())

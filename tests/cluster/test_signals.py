@@ -1,4 +1,4 @@
-"""Ctrl-C and the sudden death of the driver, with a driver that starts a local cluster of its own."""
+"""Ctrl-C, SIGTERM and the sudden death of the driver, with a driver that starts a local cluster of its own."""
 
 import os
 import signal
@@ -54,11 +54,14 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_no_cell_survives_the_driver(driver: subprocess.Popen[str], tmp_path: Path, name: str) -> None:
     assert len(marked(str(tmp_path))) > 3
-    if name == "SIGINT":
-        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
+    if name != "SIGKILL":
+        if name == "SIGINT":
+            os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
+        else:
+            driver.terminate()
         assert driver.wait(timeout=20) == 130
         assert not list(tmp_path.iterdir())
     else:

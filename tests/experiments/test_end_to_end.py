@@ -28,36 +28,9 @@ from experiments.grid import Trial
 from experiments.run import Job, open_job
 from experiments.trial import Workspace, run_trial
 from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.drivers import Driver
 
-SAN = [sys.executable, "-m", "experiments"]
 OVERRIDES = ("recipe.epochs=3", "recipe.batch=64")
-
-
-class Driver:
-    """A `san run` of the small grid in a process of its own, in a process group of its own."""
-
-    def __init__(self, runs: Path) -> None:
-        self.log = runs.with_suffix(f".{time.monotonic_ns()}.log")
-        command = [*SAN, "run", str(SMALL_GRID), *OVERRIDES, "--runs", str(runs)]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
-        with open(self.log, "w") as out:
-            self.process = subprocess.Popen(
-                command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def wait_for(self, pattern: str, seconds: float = 150) -> None:
-        limit = time.monotonic() + seconds
-        while not re.search(pattern, self.said):
-            assert self.process.poll() is None, f"ended before it said {pattern!r}:\n{self.said}"
-            assert time.monotonic() < limit, f"did not say {pattern!r} in {seconds} s:\n{self.said}"
-            time.sleep(0.05)
-
-    def finish(self) -> int:
-        return self.process.wait(timeout=240)
 
 
 @pytest.fixture
@@ -65,7 +38,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
     drivers: list[Driver] = []
 
     def launch() -> Driver:
-        drivers.append(Driver(tmp_path / "runs"))
+        drivers.append(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES))
         return drivers[-1]
 
     yield launch

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.run import Job
-from experiments.training.checkpoint import Checkpoint, Checkpoints
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, only_writer
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.watchdog import EXIT_CODE
@@ -26,6 +28,7 @@ from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
 
 SHORT = ("recipe.epochs=2", "recipe.batch=50", "data.train_per_class=20")  # 4 steps an epoch
+ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 ALWAYS = ("reliability.look_steps=1", "reliability.checkpoint_minutes=1e-9")
 
 
@@ -34,6 +37,7 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
     history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
     return Checkpoint(
         key,
+        ORIGIN,
         history,
         RunningEpoch(epoch, 0.1, step, 1.5),
         {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]},
@@ -179,18 +183,39 @@ print(written, partials)
     assert partials > 0, "no kill hit a write"
 
 
-@pytest.fixture
-def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str], Workspace]:
-    """A folder of runs with a tracker that knows the small grid."""
+def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path) -> None:
+    """One that is about to end is waited for, one that stays is told of."""
+    with only_writer(tmp_path / "abc"):
+        with pytest.raises(UserError, match=r"abc: another process trains this cell and has not ended within 0 s; wait for it"):
+            with only_writer(tmp_path / "abc", seconds=0.2):
+                pass
+        leaving = ExitStack()
+        leaving.enter_context(only_writer(tmp_path / "def"))
+        timer = threading.Timer(0.3, leaving.close)
+        timer.start()
+        with only_writer(tmp_path / "def"):
+            assert timer.finished.is_set()
 
-    def make(name: str) -> Workspace:
-        job = open_small_job(*SHORT)
-        runs = tmp_path / name
-        runs.mkdir()
-        shutil.copy(job.workspace.runs / "mlflow.db", runs / "mlflow.db")
-        return Workspace(runs, f"sqlite:///{runs / 'mlflow.db'}")
 
-    return make
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "ctypes.PyDLL(None).sleep(30)"])
+def test_a_process_whose_threads_cannot_run_is_killed(how: str) -> None:
+    """It is stopped, or keeps the interpreter's lock."""
+    code = f"""
+import ctypes, os, signal, sys, time
+from experiments.training.watchdog import Watchdog
+with Watchdog(30, sys.stderr):
+    pass
+with Watchdog(1, sys.stderr) as watchdog:
+    for step in range(15):
+        time.sleep(0.1)
+        watchdog.step_ended()
+    print("steps", flush=True)
+    {how}
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT_DIR, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-9, "steps\n", "")
+    assert time.monotonic() - began < 20
 
 
 def without_times(history: tuple[Epoch, ...]) -> list[tuple[float, ...]]:
@@ -257,7 +282,7 @@ def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[...,
     with pytest.raises(
         FloatingPointError,
         match=r"^the loss of step [23] in epoch 0 is not finite, at learning rate .*e\+\d\d; "
-        r"last good checkpoint: none; lower recipe.lr$",
+        r"last good checkpoint: .*/epoch-0000-step-0000001.pt; lower recipe.lr$",
     ):
         run_trial(job.workspace, job.trials[0], lambda metrics: None)
 

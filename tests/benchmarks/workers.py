@@ -1,0 +1,67 @@
+"""Final top-1 with 1, 2 and 4 workers at the same global batch, over seeds.
+
+    python -m tests.benchmarks.workers --folder DIR [--seeds 5] [--counts 1 2 4] [--minutes 4]
+
+The row `pairwise_7` of the footprint grid under the profile `digits`, `run_trial` in so many processes with one CPU each. What
+is finished in the folder is not trained again, so it may run in pieces: no cell begins after `--minutes`. Prints a table: mean
+and standard deviation over seeds, and the difference of means to the first count with its 95 % interval (Welch's t).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from experiments.report import interval
+from experiments.run import open_job
+from tests.experiments.processes import ended, start
+
+GRID = Path(__file__).parent / "workers.yaml"
+
+
+def top1(folder: Path, workers: int, seed: int) -> float:
+    """Percent, after the last epoch; trains what is missing."""
+    runs = folder / f"{workers}-workers"
+    job = open_job(GRID, "digits", (f"placement.workers={workers}",), runs, seed + 1)
+    (trial,) = (trial for trial in job.trials if trial.seed == seed)
+    summary = job.workspace.checkpoints(trial) / "summary.csv"
+    epochs = trial.config.recipe.epochs
+    if not summary.exists() or len(summary.read_text().splitlines()) <= epochs:
+        job.tracker.prepare(job.grid, runs / "artifacts")
+        assert ended(start(job.workspace, trial, workers), seconds=280) == [0] * workers
+    with open(summary, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == epochs
+    return float(rows[-1]["top1"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    options = parser.parse_args()
+    limit = time.monotonic() + 60 * options.minutes
+    found: dict[int, list[float]] = {count: [] for count in options.counts}
+    for seed in range(options.seeds):
+        for count in options.counts:
+            if time.monotonic() > limit:
+                sys.exit("not all is trained; the same command goes on")
+            found[count].append(top1(options.folder.resolve(), count, seed))
+            print(f"seed {seed}, {count} workers: {found[count][-1]:.2f} %", flush=True)
+    print("\n| workers | images per worker and step | top-1, mean | sd | difference to the first (95 %) |")
+    print("|---:|---:|---:|---:|---:|")
+    first = found[options.counts[0]]
+    for count, values in found.items():
+        difference = interval.of_difference(values, first) if values is not first else None
+        spread = f"{difference.middle:+.2f} ± {difference.half_width:.2f}" if difference else "-"
+        print(f"| {count} | {32 // count} | {statistics.mean(values):.2f} | {statistics.stdev(values):.2f} | {spread} |")
+
+
+if __name__ == "__main__":
+    main()

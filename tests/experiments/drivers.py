@@ -1,0 +1,54 @@
+"""`san run` in a process of its own, which a test can kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.config import PROJECT_DIR
+
+LEFT_OUT = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "SAN_RUNS")
+
+
+class Driver:
+    """A `san run` in a process group of its own; what it says goes to a file beside the folder of runs."""
+
+    def __init__(
+        self,
+        grid: Path,
+        runs: Path,
+        overrides: Sequence[str],
+        environment: Mapping[str, str] = {},
+        module: str = "experiments",
+    ) -> None:
+        self.log = runs.with_suffix(f".{time.monotonic_ns()}.log")
+        command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", str(runs)]
+        inherited = {key: value for key, value in os.environ.items() if key not in LEFT_OUT}
+        with open(self.log, "w") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=PROJECT_DIR,
+                env=inherited | environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 150) -> None:
+        limit = time.monotonic() + seconds
+        while not re.search(pattern, self.said):
+            assert self.process.poll() is None, f"ended before it said {pattern!r}:\n{self.said}"
+            assert time.monotonic() < limit, f"did not say {pattern!r} in {seconds} s:\n{self.said}"
+            time.sleep(0.05)
+
+    def finish(self, seconds: float = 240) -> int:
+        return self.process.wait(timeout=seconds)

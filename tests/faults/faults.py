@@ -1,0 +1,427 @@
+"""What `san run` survives: faults on real processes, and the table of docs/reliability.md.
+
+    make faults, or python -m tests.faults.faults [--only TEXT] [--folder DIR] [--page docs/reliability.md]
+
+Each row is a small cell on digits, trained by `san run` in processes of its own, disturbed, and continued with the same
+command where it does not go on by itself. Of every row it is asked that no more steps were trained twice than lie between two
+checkpoints (three, where one is damaged); that MLflow has one run with each epoch once; that the table is the one of an
+undisturbed `san run`, and with one worker the weights are too, bit for bit. The command fails where a row does not hold.
+Rows are kept in the folder and not run again from there; the page is written when all are there. Needs Linux; as another user
+than root the small disk takes `unshare -rm`, and is skipped where that is not allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from experiments.config import PROJECT_DIR
+from experiments.run import Job, open_job
+from experiments.training.checkpoint import Checkpoint
+from tests.cluster.test_signals import AGENTS, MARK, marked
+from tests.experiments.drivers import Driver
+from tests.experiments.servers import Server
+from tests.faults.witness import Step, steps_of
+
+GRID = Path(__file__).parent / "grid.yaml"
+LOOK = 5
+"""Steps between two checkpoints."""
+EPOCHS = 12
+SETTINGS = (
+    *(f"recipe.epochs={EPOCHS}", "recipe.batch=30"),  # 20 steps an epoch
+    *(f"reliability.look_steps={LOOK}", "reliability.checkpoint_minutes=1e-9"),
+)
+BEGIN, END = "<!-- faults: written by `make faults` -->", "<!-- /faults -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table."""
+
+    fault: str
+    done: str
+    lost: int
+    """Steps that were trained twice."""
+    runs: int
+    epochs: str
+    same: str
+    """What is equal to the undisturbed cell's."""
+    seconds: float
+
+
+class ImpossibleHereError(Exception):
+    """A fault that cannot be made here; the text tells why."""
+
+
+class Scene:
+    """A folder of runs, and the `san run`s that were started on it."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.runs, self.overrides = folder / "runs", (*SETTINGS, *overrides)
+        self.environment: dict[str, str] = {MARK: str(folder)}
+        self.drivers: list[Driver] = []
+        self.server: Server | None = None
+        self.damaged = 0
+        """Checkpoints that were made useless."""
+        self.began = time.monotonic()
+        self.runs.mkdir(parents=True, exist_ok=True)
+
+    def start(self, **environment: str) -> Driver:
+        self.drivers.append(Driver(GRID, self.runs, self.overrides, self.environment | environment, "tests.faults.witness"))
+        return self.drivers[-1]
+
+    def wait(self, holds: Callable[[], object], seconds: float = 120) -> float:
+        """Returns how long it took."""
+        began = time.monotonic()
+        while not holds():
+            said = "\n---\n".join(driver.said for driver in self.drivers)
+            assert time.monotonic() - began < seconds, f"not within {seconds} s; said until then:\n{said}"
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def step(self, number: int) -> Step:
+        """Waits for a step of training; returns the last that was done."""
+        self.wait(lambda: (steps := steps_of(self.runs)) and steps[-1].number >= number)
+        return steps_of(self.runs)[-1]
+
+    def finish(self, code: int = 0) -> str:
+        """Waits for the last `san run`; returns what it said."""
+        driver = self.drivers[-1]
+        ended = driver.finish()
+        assert ended == code, f"exit code {ended}, not {code}:\n{driver.said}"
+        assert "Traceback" not in driver.said, driver.said
+        return driver.said
+
+    def go_on(self) -> str:
+        """The same command again, to the end."""
+        self.start()
+        return self.finish()
+
+    def newest(self) -> Path:
+        return max(self.runs.glob("checkpoints/*/epoch-*.pt"))
+
+    def cell_log(self) -> str:
+        return "".join(path.read_text() for path in self.runs.glob("logs/*.log"))
+
+    def job(self) -> Job:
+        return open_job(GRID, "digits", self.overrides, self.runs)
+
+    def close(self) -> None:
+        for driver in self.drivers:
+            if driver.process.poll() is None:
+                driver.process.kill()
+                driver.process.wait()
+        for pid in marked(self.environment[MARK]):
+            os.kill(pid, signal.SIGKILL)
+        if self.server is not None:
+            self.server.kill()
+        if self.runs.is_mount():
+            subprocess.run(["umount", "--lazy", self.runs], check=True)
+
+
+# A fault disturbs a scene, brings it to its end, and tells what was done and seen.
+
+
+def worker_killed(scene: Scene) -> str:
+    scene.start()
+    os.kill(scene.step(133).pid, signal.SIGKILL)
+    assert "continues after a failure" in scene.finish()
+    return "SIGKILL at step 133; the same `san run` goes on by itself"
+
+
+def driver_killed(scene: Scene) -> str:
+    scene.start()
+    scene.step(133)
+    scene.drivers[-1].process.kill()
+    scene.drivers[-1].process.wait()
+    scene.start()  # at once, while the old cell may still be there
+    gone = scene.wait(lambda: len({step.pid for step in steps_of(scene.runs)}) > 1)
+    scene.finish()
+    _no_two_at_once(steps_of(scene.runs))
+    return f"SIGKILL of `san run` at step 133; the same command, given at once, trains after {gone:.0f} s"
+
+
+def driver_killed_and_left(scene: Scene) -> str:
+    scene.start()
+    scene.step(133)
+    scene.drivers[-1].process.kill()
+    scene.drivers[-1].process.wait()
+    gone = scene.wait(lambda: not marked(scene.environment[MARK], AGENTS), 60)
+    scene.go_on()
+    return f"SIGKILL of `san run`; all of its processes but idle agents are gone after {gone:.0f} s; the same command"
+
+
+def killed_in_a_write(scene: Scene) -> str:
+    scene.start(WITNESS_KILL_AT_WRITE="26")
+    scene.finish()
+    assert (scene.runs / "killed").exists()
+    return "SIGKILL with half of the 26th checkpoint on the disk; the same `san run` goes on by itself"
+
+
+def server_stopped(scene: Scene) -> str:
+    folder = scene.runs.parent / "server"
+    folder.mkdir()
+    scene.server = Server(folder, f"sqlite:///{folder / 'mlflow.db'}")
+    scene.server.launch()
+    scene.server.wait()
+    scene.environment["MLFLOW_TRACKING_URI"] = scene.server.uri
+    scene.start(WITNESS_PAUSE="0.5")
+    scene.step(30)
+    scene.server.kill()
+    away = time.monotonic()
+    time.sleep(60)
+    assert scene.drivers[-1].process.poll() is None, scene.drivers[-1].said
+    trained = steps_of(scene.runs)[-1].number
+    scene.server.launch()
+    scene.server.wait()
+    seconds = time.monotonic() - away
+    scene.finish()
+    return f"`mlflow server` killed at step 30, back after {seconds:.0f} s; meanwhile training went on to step {trained}"
+
+
+def disk_full(scene: Scene) -> str:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(scene.runs)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        raise ImpossibleHereError(f"no tmpfs can be mounted here ({mounted.stderr.strip()})")
+    scene.start()
+    scene.step(133)
+    ballast = scene.runs / "ballast"
+    with open(ballast, "wb") as file:
+        try:
+            while True:
+                file.write(bytes(65536))
+                file.flush()
+        except OSError:
+            pass
+    driver = scene.drivers[-1]
+    code = driver.finish()
+    assert code in (1, 2), f"exit code {code}\n{driver.said}"
+    assert "No space left" in driver.said or "full" in driver.said, driver.said
+    assert "Traceback" not in driver.said, driver.said
+    ballast.unlink()
+    scene.go_on()
+    return f"runs on a tmpfs of 48 MiB, filled at step 133; a sentence, exit code {code}; room made, the same command"
+
+
+def _damaged(scene: Scene, how: Callable[[bytes], bytes]) -> None:
+    scene.start()
+    scene.step(133)
+    os.killpg(scene.drivers[-1].process.pid, signal.SIGKILL)
+    scene.drivers[-1].process.wait()
+    scene.wait(lambda: not marked(scene.environment[MARK], AGENTS), 60)
+    newest = scene.newest()
+    newest.write_bytes(how(newest.read_bytes()))
+    scene.damaged = 1
+    scene.go_on()
+    assert f"{newest.name} cannot be read" in scene.cell_log(), scene.cell_log()
+    assert "training goes on from epoch-" in scene.cell_log()
+
+
+def a_bit_flipped(scene: Scene) -> str:
+    def flip(content: bytes) -> bytes:
+        middle = len(content) // 2
+        return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+    _damaged(scene, flip)
+    return "`san run` killed, one bit flipped in the middle; the file is set aside, the log tells, the one before is taken"
+
+
+def cut(scene: Scene) -> str:
+    _damaged(scene, lambda content: content[: 2 * len(content) // 3])
+    return "`san run` killed, cut to two thirds; the file is set aside, the log tells, the one before is taken"
+
+
+def two_at_once(scene: Scene) -> str:
+    first = scene.start()
+    scene.step(50)
+    scene.start()
+    said = scene.finish(2)
+    assert "another `san run` is at work on this grid" in said
+    scene.drivers.append(first)
+    scene.finish()
+    return "a second `san run` of the grid: a sentence and exit code 2, the first is not disturbed"
+
+
+def terminated(scene: Scene) -> str:
+    scene.start()
+    scene.step(133)
+    scene.drivers[-1].process.terminate()
+    said = scene.finish(1)
+    assert "the same command continues" in said
+    gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
+    scene.go_on()
+    return f"SIGTERM of `san run` at step 133: a sentence, exit code 1, no process left after {gone:.0f} s; the same command"
+
+
+def interrupted(scene: Scene) -> str:
+    scene.start()
+    scene.step(133)
+    os.killpg(scene.drivers[-1].process.pid, signal.SIGINT)
+    said = scene.finish(1)
+    assert "the same command continues" in said
+    gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
+    scene.go_on()
+    return f"Ctrl-C at step 133: a sentence, exit code 1, no process left after {gone:.0f} s; the same command"
+
+
+def hung(scene: Scene) -> str:
+    scene.start()
+    os.kill(scene.step(133).pid, signal.SIGSTOP)
+    seconds = scene.wait(lambda: "continues after a failure" in scene.drivers[-1].said, 100)
+    scene.finish()
+    return f"SIGSTOP at step 133, `hang_minutes=0.3`; noticed and started again by the same `san run` after {seconds:.0f} s"
+
+
+def _no_two_at_once(steps: Sequence[Step]) -> None:
+    """Once a process has begun, none that began before it does a step."""
+    order = list(dict.fromkeys(step.pid for step in steps))
+    places = [order.index(step.pid) for step in steps]
+    assert places == sorted(places), "two processes trained the same cell at once"
+
+
+FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
+    "worker of a cell killed": (worker_killed, ()),
+    "one of two workers killed": (worker_killed, ("placement.workers=2",)),
+    "driver killed, started at once": (driver_killed, ()),
+    "driver killed, left alone": (driver_killed_and_left, ()),
+    "killed while a checkpoint is written": (killed_in_a_write, ()),
+    "tracking server away for 60 s": (server_stopped, ()),
+    "disk full": (disk_full, ()),
+    "last checkpoint: a bit flipped": (a_bit_flipped, ()),
+    "last checkpoint: cut": (cut, ()),
+    "two `san run` of a grid": (two_at_once, ()),
+    "driver terminated": (terminated, ()),
+    "driver interrupted": (interrupted, ()),
+    "worker hangs": (hung, ("reliability.hang_minutes=0.3",)),
+    "one of two workers hangs": (hung, ("reliability.hang_minutes=0.3", "placement.workers=2")),
+}
+
+
+def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Scene:
+    """What a disturbed scene is compared with; trained once for all rows with the same recipe and workers."""
+    told = [override for override in overrides if not override.startswith("reliability.")]
+    scene = Scene(folder / "-".join(["undisturbed", *told]), *told)
+    if not (scene.runs / "grid-digits" / "table.csv").exists():
+        try:
+            scene.go_on()
+        finally:
+            scene.close()
+    return scene
+
+
+def run_row(name: str, folder: Path) -> Row:
+    """Raises AssertionError where the row does not hold."""
+    fault, overrides = FAULTS[name]
+    whole = undisturbed(folder, overrides)
+    at = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
+    shutil.rmtree(at, ignore_errors=True)
+    scene = Scene(at, *overrides)
+    try:
+        done = fault(scene)
+        return _judged(name, done, scene, whole)
+    except ImpossibleHereError as reason:
+        return Row(name, f"skipped: {reason}", 0, 0, "-", "-", 0.0)
+    finally:
+        scene.close()
+
+
+def _judged(name: str, done: str, scene: Scene, whole: Scene) -> Row:
+    seconds = time.monotonic() - scene.began
+    numbers = [step.number for step in steps_of(scene.runs) if step.rank == 0]
+    lost = len(numbers) - len(set(numbers))
+    assert set(numbers) == {step.number for step in steps_of(whole.runs)}, "steps are missing"
+    assert lost <= LOOK * (1 + scene.damaged), f"{lost} steps were trained twice"
+
+    runs, logged = _tracked(scene)
+    epochs = len(Checkpoint.read(scene.newest()).history)
+    assert runs == 1, f"{runs} runs in MLflow"
+    missing, doubled = len(set(range(epochs)) - set(logged)), len(logged) - len(set(logged))
+    assert missing == doubled == 0, f"epochs in MLflow: {logged}"
+
+    assert _table(scene) == _table(whole), f"{_table(scene)} is not {_table(whole)}"
+    ours, theirs = (Checkpoint.read(each.newest()).engine["model"] for each in (scene, whole))
+    equal = all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert equal or "placement.workers=2" in scene.overrides, "other weights"
+    return Row(name, done, lost, runs, f"{epochs} ({missing}/{doubled})", "table, weights" if equal else "table", seconds)
+
+
+def _tracked(scene: Scene) -> tuple[int, list[int]]:
+    """How many runs MLflow has of the cell, and the epochs of all of them."""
+    if scene.server is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = scene.server.uri
+    try:
+        client = scene.job().tracker.client
+    finally:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    experiment = client.get_experiment_by_name(GRID.stem)
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+    histories = [client.get_metric_history(run.info.run_id, "val/top1") for run in found]
+    return len(found), [metric.step for history in histories for metric in history]
+
+
+def _table(scene: Scene) -> str:
+    return (scene.runs / f"{GRID.stem}-digits" / "table.csv").read_text()
+
+
+def page_of(rows: Sequence[Row]) -> str:
+    """The table between its marks."""
+    head = "| fault | what was done | steps twice | MLflow runs | epochs there (missing/doubled) | as undisturbed | seconds |"
+    lines = [
+        f"| {row.fault} | {row.done} | {row.lost} | {row.runs} | {row.epochs} | {row.same} | {row.seconds:.0f} |"
+        for row in rows
+    ]
+    return "\n".join([BEGIN, "", head, "|---|---|---:|---:|---:|---|---:|", *lines, "", END])
+
+
+def write_page(page: Path, rows: Sequence[Row]) -> None:
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(before + page_of(rows) + rest.split(END)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose name contains this; the page is not written then")
+    parser.add_argument("--folder", type=Path, help="where rows are kept  [default: a new one, gone at the end]")
+    parser.add_argument("--page", type=Path, default=PROJECT_DIR / "docs" / "reliability.md")
+    options = parser.parse_args()
+    if os.getuid():
+        os.execvp(
+            "unshare", ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-m", __spec__.name, *sys.argv[1:]]
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder: Path = (options.folder or Path(scratch)).resolve()
+        rows, failed = [], []
+        for name in FAULTS:
+            kept = folder / f"{name}.json"
+            if options.only not in name:
+                continue
+            if not kept.exists():
+                try:
+                    kept.write_text(json.dumps(asdict(run_row(name, folder))))
+                except (AssertionError, subprocess.SubprocessError) as error:
+                    failed.append(name)
+                    print(f"FAILED {name}: {error}", file=sys.stderr, flush=True)
+                    continue
+            rows.append(Row(**json.loads(kept.read_text())))
+            print(page_of(rows[-1:]).splitlines()[4], flush=True)
+    if not failed and not options.only:
+        write_page(options.page, rows)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`python -m tests.faults.witness run ...` is `san run ...` whose cells keep a record of their steps.
+
+A line of `runs/steps.txt` is `rank pid step`, written after each step of training; steps count from 1 over the whole cell.
+With WITNESS_KILL_AT_WRITE=n in the environment a cell is killed in the middle of its n-th checkpoint, once; with
+WITNESS_PAUSE=s it waits for so many seconds after each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import experiments.run
+from experiments.cli import main
+from experiments.grid import Trial
+from experiments.training.engine import Engine
+from experiments.trial import Workspace, run_trial
+
+
+class Step(NamedTuple):
+    """A step of training that was done."""
+
+    rank: int
+    pid: int
+    number: int
+
+
+def steps_of(runs: os.PathLike[str]) -> list[Step]:
+    """The record so far, in order."""
+    try:
+        with open(os.path.join(runs, "steps.txt")) as record:
+            return [Step(*map(int, line.split())) for line in record if line.endswith("\n")]
+    except FileNotFoundError:
+        return []
+
+
+def watched_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
+    """`run_trial` with a record. Changes its process for good, which a cell has to itself."""
+    rank = os.environ.get("RANK", "0")
+    record = open(workspace.runs / "steps.txt", "a", buffering=1)
+    train_step, pause = Engine.train_step, float(os.environ.get("WITNESS_PAUSE", "0"))
+
+    def watched_step(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        loss = train_step(engine, images_NCHW, labels_N)
+        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch}\n")
+        time.sleep(pause)
+        return loss
+
+    Engine.train_step = watched_step  # type: ignore[method-assign]
+    _kill_in_a_write(workspace)
+    return run_trial(workspace, trial, report)
+
+
+def _kill_in_a_write(workspace: Workspace) -> None:
+    wanted, killed = int(os.environ.get("WITNESS_KILL_AT_WRITE", "0")), workspace.runs / "killed"
+    fsync, writes = os.fsync, 0
+
+    def deadly(descriptor: int) -> None:
+        nonlocal writes
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        writes += "/checkpoints/" in name and name.endswith(".partial") and "summary" not in name
+        if writes == wanted:
+            os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    if wanted and not killed.exists():
+        os.fsync = deadly
+
+
+if __name__ == "__main__":
+    from tests.faults import witness
+
+    experiments.run.run_trial = witness.watched_trial
+    main()
