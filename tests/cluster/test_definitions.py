@@ -267,5 +267,5 @@ def test_the_guides_commands_exist() -> None:
         if command[0] == "san" and command[1] in cli.commands:
             require_known(command)
     guide = (ROOT / "docs/cluster.md").read_text()
-    for path in set(re.findall(r"cluster/[\w./-]+\w", guide)):
+    for path in set(re.findall(r"(?<![\w/])(?:cluster|tests)/[\w./-]+\w", guide)):
         assert (ROOT / path).exists(), path
