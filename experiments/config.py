@@ -20,6 +20,7 @@ PROJECT_DIR = Path(__file__).resolve().parent.parent
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -116,7 +117,11 @@ class DataConfig(Strict):
 
 
 class RecipeConfig(Strict):
-    """How a model is trained: SGD with a cosine learning rate (section 5, "Implementation")."""
+    """How a model is trained: SGD with a cosine learning rate (section 5, "Implementation").
+
+    What has a default here goes beyond the paper and is off. Such a value counts in a trial's key only where it is another than
+    its default, so an option that is added changes no key; a default must never change.
+    """
 
     epochs: Count
     batch: Count
@@ -124,8 +129,50 @@ class RecipeConfig(Strict):
     lr: Positive
     """Learning rate of the first step; follows a half cosine to zero, step by step."""
     momentum: Fraction
-    weight_decay: Annotated[float, Field(ge=0)]
+    weight_decay: NotNegative
     label_smoothing: Fraction
+    lr_batch: Count | None = None
+    """`lr` is for so many images a step; with another `batch` it is scaled linearly. Never where it is null."""
+    warmup_epochs: NotNegative = 0.0
+    """The learning rate rises linearly from 0 for so long, step by step; the cosine has the rest."""
+    mixup: NotNegative = 0.0
+    """Images are blended in pairs, by shares drawn from Beta(mixup, mixup), and so are their labels; 0 does not."""
+    ema: Fraction = 0.0
+    """Decay per step of the average over weights and BatchNorm statistics that is then validated and kept; 0 keeps none."""
+    accumulate: Count = 1
+    """In so many parts the images of a step are worked through, to save memory; BatchNorm sees each part alone."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the layers that torch's autocast lists; weights, their updates and validation are always float32."""
+    sync_batchnorm: bool = False
+    """BatchNorm sees the images of all workers, not of its own; on GPUs only."""
+
+    @property
+    def lr_used(self) -> float:
+        """Learning rate at `batch` images a step (linear scaling: Goyal et al. 2017, arXiv 1706.02677)."""
+        return self.lr if self.lr_batch is None else self.lr * (self.batch / self.lr_batch)
+
+    @property
+    def scaling(self) -> str | None:
+        """What is to be said where the learning rate is not `lr`."""
+        if self.lr_used == self.lr:
+            return None
+        return (
+            f"learning rate {self.lr_used:.6g} for batches of {self.batch}: "
+            f"recipe.lr={self.lr:g} is for recipe.lr_batch={self.lr_batch}"
+        )
+
+
+class EngineConfig(Strict):
+    """How the recipe's steps are computed; changes speed, memory and roundings, and is no part of a trial's key."""
+
+    zero: Literal[0, 1, 2] = 0
+    """Stage of DeepSpeed's ZeRO: from 1 on each worker keeps a share of the momentum, from 2 on of the gradients too."""
+    compile: bool = False
+    """The model runs through `torch.compile`; an averaged model, which is validated only, does not."""
+    channels_last: bool = False
+    """Maps and weights lie in memory with channels last."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits each time, where torch knows of any; on a CPU that is so anyway."""
 
 
 class PlacementConfig(Strict):
@@ -154,13 +201,25 @@ class ReliabilityConfig(Strict):
 
 
 class TrialConfig(Strict):
-    """Everything that decides a trial's result, where it runs, and what is done about failures."""
+    """Everything that decides a trial's result, how and where it runs, and what is done about failures."""
 
     model: ModelConfig
     data: DataConfig
     recipe: RecipeConfig
+    engine: EngineConfig = EngineConfig()
     placement: PlacementConfig = PlacementConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
+
+
+def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+    """Values that are right alone but not together, as (path of the key, what is wrong)."""
+    recipe, engine, placement = config.recipe, config.engine, config.placement
+    if recipe.warmup_epochs >= recipe.epochs:
+        yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
+    if recipe.sync_batchnorm and not placement.gpus:
+        yield "recipe.sync_batchnorm", "torch has it for GPUs only, and placement.gpus is 0; leave it out"
+    if engine.channels_last and engine.zero:
+        yield "engine.channels_last", f"engine.zero={engine.zero} keeps all weights in one flat piece; leave out one of the two"
 
 
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
-from experiments.config import ModelConfig, Strict, TrialConfig, merged, mistakes, model_mistakes, value_at
+from experiments.config import ModelConfig, Strict, TrialConfig, contradictions, merged, mistakes, model_mistakes, value_at
 from experiments.errors import UserError
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
@@ -88,14 +88,14 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs) do not
-        count, nor how images were chosen: the digest names them."""
-        record = self.record
-        for place in PLACES:
-            del record["data"][place]
-        content = [record["model"], record["data"], record["recipe"], self.config.placement.workers]
-        text = json.dumps([*content, self.seed, self.data_digest], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs, number of
+        workers) do not count, nor how images were chosen: the digest names them. Options at their defaults do not count either,
+        so that a new one leaves finished runs as they are."""
+        config, recipe = self.config, self.config.recipe
+        data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
+        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch"}) | {"lr": recipe.lr_used}
+        content = [asdict(config.model.spec()), data, how, self.seed, self.data_digest]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +316,7 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
         mine: list[tuple[str, str]] = []
         try:
             found[row.id] = TrialConfig.model_validate(values)
+            mine += contradictions(found[row.id])
         except ValidationError as error:
             mine += mistakes(error, TrialConfig)
         if _fits_model(values.get("model")):

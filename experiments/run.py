@@ -98,6 +98,9 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
         for row, config in expanded.configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
+    for scaling in dict.fromkeys(config.recipe.scaling for config in expanded.configs.values()):
+        if scaling is not None:
+            _say(scaling)
     return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
 
 
@@ -212,7 +215,7 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
     scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
     shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
     names = {key: trial.name for key, trial in missing.items()}
-    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()})
+    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace)
     try:
         return cluster.sweep(

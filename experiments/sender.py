@@ -10,9 +10,10 @@ from pathlib import Path
 
 from experiments.grid import Trial
 from experiments.summary import read_ended, write_summary
-from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun
+from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun, register
+from experiments.training.checkpoint import Checkpoint
 from experiments.training.metrics import Epoch
-from san import Complexity
+from san import CheckpointError, Complexity
 
 
 class Sender:
@@ -37,6 +38,7 @@ class Sender:
         self._monitor: NodeMonitor | None = None
         self._ended = read_ended(summary)
         self._history: tuple[Epoch, ...] = ()
+        self._best: Checkpoint | None = None
         self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
         self._given_up = threading.Event()
         self._complete = False
@@ -51,8 +53,10 @@ class Sender:
         write_summary(self.summary, history, self._ended)
         self._wanted.put(False)
 
-    def finish(self) -> bool:
-        """Ends the run; tries for `PATIENCE` seconds and tells whether all was sent. If not, the trial's next start does it."""
+    def finish(self, best: Checkpoint | None) -> bool:
+        """Registers the best weights, and ends the run; tries for `PATIENCE` seconds and tells whether all was sent. If not,
+        the trial's next start does it."""
+        self._best = best
         self._wanted.put(True)
         self.close(PATIENCE)
         return self._complete
@@ -83,9 +87,11 @@ class Sender:
             self._run.log(self._history, self._ended)
             if complete:
                 self._run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
+                if self._best is not None:
+                    register(self._run.client, self._run.run_id, self._best)
                 self._run.finish()
             elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
                 self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
-        except (TrackerError, *UNUSABLE):
+        except (TrackerError, CheckpointError, *UNUSABLE):
             return False
         return True

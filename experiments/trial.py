@@ -21,10 +21,11 @@ from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.sender import Sender
 from experiments.tracking import Tracker
-from experiments.training.checkpoint import Checkpoint, Checkpoints, only_writer
-from experiments.training.engine import Engine, device, join_process_group
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
+from experiments.training.engine import Engine, determinism, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.training.teller import Teller
 from experiments.training.watchdog import Watchdog
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path
@@ -112,6 +113,27 @@ def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
 
 
+def open_split(config: DataConfig, name: str | None = None) -> Dataset:
+    """One split to evaluate on; without a name, the one that a trial with this config validates on.
+
+    `train` and `val-split` are the images that such a trial trains on, and those that val-split holds out of them; any other
+    name is that of a folder or a list in `root`, or of shards, such as `val`: of these nothing else needs to be there.
+
+    Raises:
+        DataError: as `open_data`.
+    """
+    name = name or ("val" if config.split == "val-original" else config.split)
+    if name == "train":
+        return open_data(config)[0]
+    if name == "val-split":
+        return open_data(config.model_copy(update={"split": name}))[1]
+    _require_fitting(config)
+    if config.source == "synthetic":
+        return Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class)
+    root, lists = _folders(config)
+    return _open_split(config.source, root, name, lists)
+
+
 @functools.cache
 def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Dataset:
     if source == "shards":
@@ -151,8 +173,8 @@ def transform(config: DataConfig) -> Transform:
 def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
     """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
 
-    Every worker of the cell calls this. `report` is called in all of them after each epoch, with the epoch's metrics.
-    Returns the trained model, which is the same on every worker.
+    Every worker of the cell calls this. `report` is called in all of them, after each epoch and, inside long ones, after the
+    same steps; `Teller` says with what. Returns the model that was validated, which is the same on every worker.
 
     Raises:
         UserError: a checkpoint cannot be written, or is another trial's, or another process trains the same.
@@ -161,8 +183,12 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     """
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
-    alone = only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext()
-    with _logging_to(workspace.log(trial), rank) as log, alone, Watchdog(patience.total_seconds(), log) as watchdog:
+    with (
+        _logging_to(workspace.log(trial), rank) as log,
+        only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext(),
+        Watchdog(patience.total_seconds(), log) as watchdog,
+        determinism(trial.config.engine.deterministic),
+    ):
         return _train(workspace, trial, report, watchdog)
 
 
@@ -175,9 +201,11 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
     complexity = san.complexity(model, config.data.size)
-    engine = Engine(model.to(train.device), config.recipe, train.steps, -(-config.recipe.batch // world))
+    engine = _engine(config, model.to(train.device), train.steps)
 
     checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
+    classes = train.dataset.classes
+    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
     saved = _saved(checkpoints, rank, world)
     history: tuple[Epoch, ...] = ()
     running = RunningEpoch(0, engine.lr)
@@ -191,9 +219,10 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
         if not engine.is_finite():
             raise FloatingPointError(f"weights are not finite after {running.steps} steps of epoch {running.number}")
         if rank == 0:
-            checkpoints.save(Checkpoint(trial.key, history, running, state))
+            checkpoints.save(Checkpoint(trial.key, origin, history, running, state))
 
-    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save)
+    teller = Teller(report, config.recipe.epochs, train, history)
+    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
     try:
         while running.number < config.recipe.epochs:
             history = (*history, run_epoch(engine, train, val, running, between))
@@ -202,9 +231,9 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             save(running)
             if run is not None:
                 run.log(history)
-            report({"epoch": len(history), "epochs": config.recipe.epochs, **history[-1].metrics()})
+            teller.tell_epoch(history)
         if run is not None:
-            run.finish()
+            run.finish(_best(checkpoints, history))
     except FloatingPointError as error:
         good = checkpoints.newest()
         raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
@@ -215,12 +244,28 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     return engine.model
 
 
+def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
+    recipe = config.recipe
+    if recipe.scaling is not None and dist.get_rank() == 0:
+        _log.info(recipe.scaling)
+    micro_batch = -(-recipe.batch // (dist.get_world_size() * recipe.accumulate))
+    return Engine(model, recipe, steps, micro_batch, config.engine)
+
+
 def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, images: int, history: tuple[Epoch, ...]) -> Sender:
     """The trial's records on their way to the tracker, begun with what a checkpoint held."""
     tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
     sender = Sender(tracker, trial, complexity, images, workspace.checkpoints(trial) / "summary.csv")
     sender.log(history)
     return sender
+
+
+def _best(checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> Checkpoint | None:
+    """The checkpoint whose weights are registered."""
+    best = best_in(checkpoints.folder)
+    if best is None or best.history[-1].top1 < max(epoch.top1 for epoch in history):
+        _log.warning("the best epoch's checkpoint cannot be read; %s is registered", best.name if best else "none")
+    return best
 
 
 def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None:
@@ -275,9 +320,19 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Load
 
     Raises:
         DataError: images, transform or batch cannot be used.
+        UserError: a step has fewer images than the recipe wants to make parts of them.
     """
-    train, val = open_data(config.data)
-    return _loader(config, train, True, seed, rank, world), _loader(config, val, False, seed, rank, world)
+    train, val = (
+        _loader(config, dataset, is_train, seed, rank, world)
+        for dataset, is_train in zip(open_data(config.data), (True, False), strict=True)
+    )
+    smallest = len(train.dataset) // train.steps // world
+    if smallest < config.recipe.accumulate:
+        raise UserError(
+            f"recipe.accumulate: {config.recipe.accumulate} parts cannot be made of the {smallest} images that each worker has "
+            f"in some steps (recipe.batch={config.recipe.batch}, placement.workers={world}); make them fewer"
+        )
+    return train, val
 
 
 def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int) -> Loader:

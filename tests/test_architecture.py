@@ -22,7 +22,7 @@ DOORS = {
     "nvidia": "pipelines/",
     "ray": "cluster/",
     "deepspeed": "experiments/training/engine.py",
-    "mlflow": "experiments/tracking.py",
+    "mlflow": "experiments/tracking/",
     "click": ("experiments/cli.py", "experiments/data_cli.py"),
     "sklearn": "pipelines/digits.py",
     "matplotlib": "experiments/report/figures.py",

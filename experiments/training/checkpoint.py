@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
+from experiments.config import TrialConfig
 from experiments.errors import UserError
+from experiments.training.engine import validated_weights
 from experiments.training.metrics import Epoch, RunningEpoch
+from san.models.spec import Trunk
 
 _log = logging.getLogger(__name__)
 
@@ -28,11 +31,27 @@ DAMAGE = (zipfile.BadZipFile, RuntimeError, EOFError, pickle.UnpicklingError, OS
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint tells of its trial, so that it can be evaluated as it was validated."""
+
+    grid: str
+    profile: str
+    row: str
+    seed: int
+    record: dict[str, Any]
+    """The config as plain values."""
+    data_digest: str
+    """Of the training and of the validation images, with a dash between them."""
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The state of a trial after the last step of `running`, which follows the whole epochs of `history`."""
 
     key: str
     """Content hash of the trial."""
+    origin: Origin
     history: tuple[Epoch, ...]
     running: RunningEpoch
     engine: dict[str, Any]
@@ -48,9 +67,17 @@ class Checkpoint:
         """Of its file; names sort as the training goes."""
         return _name(self.running.number, self.running.steps)
 
+    def model(self) -> Trunk:
+        """The classifier with the weights that validation sees, in evaluation mode, on the CPU."""
+        spec = TrialConfig.model_validate(self.origin.record).model.spec()
+        model = spec.build(len(self.origin.classes))
+        model.load_state_dict(validated_weights(self.engine))
+        return model.eval()
+
     def as_bytes(self) -> bytes:
         content = {
             "key": self.key,
+            "origin": asdict(self.origin),
             "history": [asdict(epoch) for epoch in self.history],
             "running": asdict(self.running),
             "engine": self.engine,
@@ -69,11 +96,21 @@ class Checkpoint:
             raise zipfile.BadZipFile(f"checksum of {broken}")
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = tuple(Epoch(**epoch) for epoch in saved["history"])
-        return Checkpoint(saved["key"], history, RunningEpoch(**saved["running"]), saved["engine"])
+        running = RunningEpoch(**saved["running"])
+        return Checkpoint(saved["key"], Origin(**saved["origin"]), history, running, saved["engine"])
 
 
 def _name(epoch: int, step: int) -> str:
     return f"epoch-{epoch:04d}-step-{step:07d}.pt"
+
+
+def best_in(folder: Path) -> Checkpoint | None:
+    """Of a trial's checkpoints that can be read, the one after the best epoch by top-1; None where there is none."""
+    found = []
+    for path in sorted(folder.glob("epoch-*-step-0000000.pt")):
+        with suppress(*DAMAGE):
+            found.append(Checkpoint.read(path))
+    return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
 
 
 class Checkpoints:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from experiments.config import RecipeConfig
+from experiments.config import EngineConfig, RecipeConfig
+from experiments.training.recipe import averaged, mixup, schedule
+
+PLAIN = EngineConfig()
 
 
 def join_process_group(patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
@@ -48,36 +51,72 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Inside the block torch takes only algorithms that give the same bits each time; RuntimeError where it has none.
+    On a GPU it must be entered before the first product of matrices of the process."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
 class Engine:
     """Trains one model in step with the other workers.
 
     Args:
-        model: on any device; moved to this worker's.
-        recipe: learning rate, momentum, weight decay, label smoothing, epochs.
+        model: on this worker's device; it is trained itself, not a copy.
+        recipe: what decides the result.
         steps: optimizer steps per epoch, for the schedule.
-        micro_batch: images per step of this worker.
+        micro_batch: images of this worker in a step, or in a part of it where the recipe accumulates.
+        config: how the steps are computed.
     """
 
-    def __init__(self, model: nn.Module, recipe: RecipeConfig, steps: int, micro_batch: int) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: RecipeConfig, steps: int, micro_batch: int, config: EngineConfig = PLAIN
+    ) -> None:
         deepspeed = _import_deepspeed()
-        self.label_smoothing = recipe.label_smoothing
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+        self.recipe = recipe
+        if recipe.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self._average = averaged(model, recipe.ema) if recipe.ema else None
+        self.optimizer = torch.optim.SGD(
+            model.parameters(), lr=recipe.lr_used, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )
-        total = steps * recipe.epochs
-        cosine = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / total)) / 2)
+        self.schedule = schedule(self.optimizer, recipe, steps)
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=cosine, config=_deepspeed_config(micro_batch)
+            model=model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.schedule,
+            config=_deepspeed_config(recipe, config, micro_batch, sum(weight.numel() for weight in model.parameters())),
         )
-        if dist.get_world_size() == 1 and not self._engine.zero_optimization():
+        self._zero = config.zero > 0
+        if dist.get_world_size() == 1 and not self._zero:
             # There is nobody to average with, but DeepSpeed would copy all gradients to one buffer and back in every step.
             self._engine.enable_backward_allreduce = False
-        self.optimizer, self.schedule = optimizer, cosine
+        if config.channels_last:
+            for each in self._models():
+                _lay_channels_last(each)
+        if config.compile:
+            self.module.compile()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that is trained."""
+        return self._engine.module
 
     @property
     def model(self) -> nn.Module:
-        """The model itself."""
-        return self._engine.module
+        """The model that is validated and kept: the average where the recipe asks for one, else the one that is trained."""
+        return self.module if self._average is None else self._average.module
 
     @property
     def lr(self) -> float:
@@ -85,41 +124,49 @@ class Engine:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """One optimizer step with gradients averaged over the workers; returns this worker's mean loss."""
-        loss = cross_entropy(self._engine(images_NCHW), labels_N, label_smoothing=self.label_smoothing)
-        self._engine.backward(loss)
-        self._engine.step()
-        return loss.detach()
+        """One optimizer step with gradients averaged over the workers; returns this worker's mean loss, of mixed labels where
+        the recipe mixes."""
+        mean = torch.zeros((), device=labels_N.device)
+        for part in mixup(images_NCHW, labels_N, self.recipe.mixup).parts(self.recipe.accumulate):
+            loss = part.loss(self._engine(part.images_NCHW), self.recipe.label_smoothing)
+            loss = loss * (len(part.labels_N) / len(labels_N))  # parts may differ by an image
+            self._engine.backward(loss, scale_wrt_gas=False)
+            self._engine.step()  # DeepSpeed counts the parts and does nothing before the last
+            mean += loss.detach()
+        if self._average is not None:
+            self._average.update_parameters(self.module)
+        return mean
 
     def is_finite(self) -> bool:
         """Whether all weights are; a step whose loss was finite may have ruined them."""
-        return all(bool(weight.isfinite().all()) for weight in self.model.parameters())
+        return all(bool(weight.isfinite().all()) for weight in self.module.parameters())
 
     def average_buffers(self) -> None:
         """Makes BatchNorm statistics the mean over the workers. DeepSpeed averages gradients only, so every worker has
         statistics of its own images; without this, validation would depend on who does it."""
-        for buffer in self.model.buffers():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer /= dist.get_world_size()
+        for model in self._models():
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer)
+                    buffer /= dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, the same on every worker; all of them must ask for it together.
+        """All that a resumed run needs, the same on every worker and for every stage of ZeRO; all must ask for it together.
 
         Inside an epoch each worker has BatchNorm statistics of its own: `workers` holds every one's, and its random numbers.
-        Python's and NumPy's are not there, for nothing draws from them.
+        Python's and NumPy's are not there, for nothing draws from them. `average` is the averaged model, where there is one.
         """
-        model = self.model.state_dict()
         mine = {
-            "buffers": {name: model[name].cpu() for name, _ in self.model.named_buffers() if name in model},
+            "buffers": [_buffers(model) for model in self._models()],
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         }
         workers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(workers, mine)
         return {
-            "model": model,
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.module.state_dict(),
+            "average": None if self._average is None else self._average.module.state_dict(),
+            "optimizer": self._optimizer_state(),
             "schedule": self.schedule.state_dict(),
             "workers": workers,
         }
@@ -135,15 +182,87 @@ class Engine:
             if mine["cuda_random"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(mine["cuda_random"])
         else:
-            buffers = {name: _mean([worker["buffers"][name] for worker in workers]) for name in workers[0]["buffers"]}
-        self.model.load_state_dict(state["model"] | buffers)
-        self.optimizer.load_state_dict(state["optimizer"])
+            buffers = _mean_buffers(workers)
+        for model, weights, its_buffers in zip(self._models(), (state["model"], state["average"]), buffers, strict=False):
+            model.load_state_dict(weights | its_buffers)
+        if self._average is not None:
+            self._average.n_averaged.fill_(1)  # any but 0, after which the next update would copy
+        self._load_optimizer_state(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+
+    def _models(self) -> list[nn.Module]:
+        """The one that is trained, and its average where there is one."""
+        return [self.module] if self._average is None else [self.module, self._average.module]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """As torch's SGD has it, when its momentum lies in shares with the workers too."""
+        state = self.optimizer.state_dict()
+        if not self._zero:
+            return state
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        weights = list(self.module.parameters()) if self.recipe.momentum else []
+        momenta = [safe_get_full_optimizer_state(weight, "momentum_buffer") for weight in weights]
+        (group,) = state["param_groups"]
+        return {
+            "state": {number: {"momentum_buffer": momentum} for number, momentum in enumerate(momenta)},
+            "param_groups": [group | {"params": [number for number, _ in enumerate(self.module.parameters())]}],
+        }
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """After the weights are loaded: from stage 1 of ZeRO on, DeepSpeed has a copy of this worker's share."""
+        if not self._zero:
+            self.optimizer.load_state_dict(state)
+            return
+        zero = self._engine.optimizer
+        zero.refresh_fp32_params()
+        ((mine,), (saved,)) = self.optimizer.param_groups, state["param_groups"]
+        mine.update({name: value for name, value in saved.items() if name != "params"})
+        if not self.recipe.momentum:
+            return
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        (share,) = mine["params"]
+        self.optimizer.state[share]["momentum_buffer"] = torch.zeros_like(share)
+        zero._lazy_init_hp_params_optimizer_state()  # finds each weight's place in it, as the first step would do
+        for number, weight in enumerate(self.module.parameters()):
+            momentum = state["state"][number]["momentum_buffer"].to(weight.device)
+            safe_set_full_optimizer_state(weight, momentum, "momentum_buffer")
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those of its state dict, on the CPU."""
+    state = model.state_dict()
+    return {name: state[name].cpu() for name, _ in model.named_buffers() if name in state}
+
+
+def _lay_channels_last(model: nn.Module) -> None:
+    """Weights, and whatever images the model is called with."""
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_forward_pre_hook(_channels_last)
+
+
+def _channels_last(model: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0].contiguous(memory_format=torch.channels_last)
+
+
+def validated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of what `Engine.state_dict` gave, the state dict of the model that is validated: what a trial's accuracy is of."""
+    weights = state["model"] if state["average"] is None else state["average"]
+    return dict(weights | _mean_buffers(state["workers"])[-1])
+
+
+def _mean_buffers(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+    """Of the model that is trained, and of its average where there is one."""
+    everyones = zip(*(worker["buffers"] for worker in workers), strict=True)
+    return [{name: _mean([each[name] for each in same]) for name in same[0]} for same in everyones]
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """Over the workers; counters are equal on all."""
-    return torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+    """Over the workers; what is equal on all, such as counters and statistics that were averaged, stays as it is."""
+    first = values[0]
+    same = all(map(first.equal, values)) or not first.is_floating_point()
+    return first if same else torch.stack(values).mean(0)
 
 
 def _import_deepspeed() -> Any:
@@ -159,12 +278,19 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
-def _deepspeed_config(micro_batch: int) -> dict[str, Any]:
+def _deepspeed_config(recipe: RecipeConfig, config: EngineConfig, micro_batch: int, weights: int) -> dict[str, Any]:
     """Every default that changes results is written out."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": recipe.accumulate,
         "gradient_clipping": 0.0,  # DeepSpeed >= 0.19.3 clips at 1.0 when this is absent; the paper does not clip
-        "zero_optimization": {"stage": 0},
+        # DeepSpeed would take 2 GB for what it reduces at once, whatever the model's size.
+        "zero_optimization": {"stage": config.zero, "reduce_bucket_size": weights, "allgather_bucket_size": weights},
+        "zero_allow_untested_optimizer": True,  # torch's SGD is none of those that DeepSpeed lists
+        "torch_autocast": {
+            "enabled": recipe.precision == "bfloat16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # DeepSpeed would average their gradients in bfloat16
+        },
         "steps_per_print": 1_000_000_000,
     }

@@ -24,17 +24,26 @@ class BetweenSteps:
     ended: Callable[[], None]
     """A step has ended, of training or of validation."""
     look_steps: int
-    """After so many steps of training the workers look at their losses and at the first worker's clock."""
-    due: Callable[[], bool]
+    """After the first step of training, and after each so many, the workers look at their losses and the first one's clock."""
+    save_due: Callable[[], bool]
     """Whether to save, by the first worker's clock."""
     save: Callable[[RunningEpoch], None]
     """Called in all workers after the same step, and only where all losses up to it are finite."""
+    tell_due: Callable[[bool], bool]
+    """Whether to tell how far the epoch is, by the first worker's clock, after its last step of training or another."""
+    tell: Callable[[RunningEpoch], None]
+    """Called as `save` is."""
 
 
 class _Step(NamedTuple):
     lr: float
     loss: Tensor
     images: int
+
+
+class _Due(NamedTuple):
+    save: bool
+    tell: bool
 
 
 def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch, between: BetweenSteps) -> Epoch:
@@ -60,44 +69,49 @@ def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch,
 
 
 def _train(engine: Engine, loader: Loader, running: RunningEpoch, between: BetweenSteps) -> None:
-    engine.model.train()
+    engine.module.train()
     waited_before, start = running.waited, time.perf_counter()
     unseen: list[_Step] = []
+    first = running.steps + 1
     for images, labels in loader.epoch(running.number, loader.seen_after(running.steps)):
         unseen.append(_Step(engine.lr, engine.train_step(images, labels), len(labels)))
         between.ended()
         running.steps += 1
-        is_last = running.steps == loader.steps
-        if is_last or running.steps % between.look_steps == 0:
-            due = _look(unseen, running, between, loader.device)
+        is_first, is_last = running.steps == first, running.steps == loader.steps
+        if is_first or is_last or running.steps % between.look_steps == 0:
+            due = _look(unseen, running, between, is_last, loader.device)
             unseen.clear()
             running.seconds += time.perf_counter() - start
             running.waited = waited_before + loader.waited
-            if due and not is_last:
+            if due.save and not is_last:
                 between.save(running)
+            if due.tell:
+                between.tell(running)
             start = time.perf_counter()
 
 
-def _look(steps: list[_Step], running: RunningEpoch, between: BetweenSteps, device: torch.device) -> bool:
-    """Adds the losses of the latest steps, over all workers, to the epoch's; returns whether it is time to save.
+def _look(steps: list[_Step], running: RunningEpoch, between: BetweenSteps, is_last: bool, device: torch.device) -> _Due:
+    """Adds the losses of the latest steps, over all workers, to the epoch's; returns what it is time for.
 
-    The one place where a GPU is waited for and where workers talk about anything but gradients.
+    The one place where a GPU is waited for and where workers talk about anything but gradients. The sum is the same however
+    often it is looked: a resumed epoch looks after other steps.
     """
     losses = torch.stack([step.loss for step in steps]).double().tolist()
     finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    total = sum(loss * step.images for loss, step in zip(losses, steps, strict=True))
-    mine = torch.tensor([finite, total, between.due()], dtype=torch.float64, device=device)
+    sums = [loss * step.images for loss, step in zip(losses, steps, strict=True)]
+    mine = torch.tensor([finite, between.save_due(), between.tell_due(is_last), *sums], dtype=torch.float64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    finites, totals, dues = torch.stack(everyone).T.tolist()
+    finites, saves, tells, *totals = torch.stack(everyone).T.tolist()
     first = int(min(finites))
     if first < len(steps):
         number = running.steps - len(steps) + first + 1
         raise FloatingPointError(
             f"the loss of step {number} in epoch {running.number} is not finite, at learning rate {steps[first].lr:.4g}"
         )
-    running.loss += sum(totals)
-    return bool(dues[0])
+    for total in totals:
+        running.loss += sum(total)
+    return _Due(bool(saves[0]), bool(tells[0]))
 
 
 @torch.no_grad()

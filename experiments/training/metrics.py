@@ -68,7 +68,8 @@ class Accuracy:
         self.sums += torch.stack((loss, hits[:, 0].sum(), hits.sum(), hits.new_tensor(len(hits), dtype=torch.int64)))
 
     def over_workers(self) -> tuple[float, float, float, int]:
-        """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers."""
-        dist.all_reduce(self.sums)
+        """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers, or of this process alone."""
+        if dist.is_initialized():
+            dist.all_reduce(self.sums)
         loss, top1, top5, images = self.sums.tolist()
         return loss / images, 100 * top1 / images, 100 * top5 / images, int(images)

@@ -93,6 +93,8 @@ class Turns:
         self.began = time.perf_counter()
 
     def report(self, metrics: Mapping[str, float]) -> None:
+        if "step" in metrics:  # the epoch has not ended
+            return
         seconds = time.perf_counter() - self.began
         computed = time.process_time()
         time.sleep(SETTLE)

@@ -74,6 +74,9 @@ def reducing(value: float, report: Report) -> None:
     total = torch.tensor([value + float(os.environ["RANK"])])
     distributed.all_reduce(total)
     report({"sum": total.item(), "workers": float(os.environ["WORLD_SIZE"])})
+    began = time.monotonic()
+    for _ in range(4):
+        report({"seconds": time.monotonic() - began})
     if os.environ["RANK"] == "1":
         raise RuntimeError("rank one gives up")
     distributed.barrier()

@@ -76,5 +76,7 @@ def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory,
         pytest.skip("needs 2 CPUs")
     pair = Placement(workers=2)
     outcomes = sweep(cells.reducing, {"cell": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
-    assert memory.of("cell") == [{"sum": 3.0, "workers": 2.0}]
+    sums, *waited = memory.of("cell")
+    assert sums == {"sum": 3.0, "workers": 2.0}
+    assert waited[-1]["seconds"] < 2, "workers wait for Ray to take their reports"
     assert outcomes["cell"].error == "RuntimeError: rank one gives up"

@@ -12,6 +12,7 @@ import pytest
 from experiments.run import Job, open_job
 from experiments.tracking import Tracker
 from experiments.training.engine import join_process_group
+from experiments.trial import Workspace
 
 SMALL_GRID = Path(__file__).parent / "small.yaml"
 
@@ -56,6 +57,20 @@ def open_small_job(small_grid: Path, tmp_path: Path, empty_database: Path) -> Ca
         return job
 
     return open_it
+
+
+@pytest.fixture
+def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str], Workspace]:
+    """A folder of runs with a tracker that knows the small grid."""
+
+    def make(name: str) -> Workspace:
+        job = open_small_job()
+        runs = tmp_path / name
+        runs.mkdir()
+        shutil.copy(job.workspace.runs / "mlflow.db", runs / "mlflow.db")
+        return Workspace(runs, f"sqlite:///{runs / 'mlflow.db'}")
+
+    return make
 
 
 @pytest.fixture(scope="session")

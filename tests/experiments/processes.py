@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -69,6 +70,12 @@ def weights(workspace: Workspace, rank: int = 0) -> dict[str, torch.Tensor]:
     return torch.load(workspace.runs / f"rank{rank}.pt", weights_only=True)
 
 
+def reports(workspace: Workspace, rank: int = 0) -> list[dict[str, float]]:
+    """What a worker has told until its end."""
+    told: list[dict[str, float]] = json.loads((workspace.runs / f"told{rank}.json").read_text())
+    return told
+
+
 def _work(
     workspace: Workspace, trial: Trial, group: Mapping[str, str], kill: Kill | None, body: Callable[..., None] | None
 ) -> None:
@@ -79,7 +86,9 @@ def _work(
         setattr(place, name, _deadly(getattr(place, name), kill.when))
     if body is not None:
         body()
-    model = run_trial(workspace, trial, lambda metrics: None)
+    told: list[Mapping[str, float]] = []
+    model = run_trial(workspace, trial, told.append)
+    (workspace.runs / f"told{group['RANK']}.json").write_text(json.dumps(told))
     torch.save(model.state_dict(), workspace.runs / f"rank{group['RANK']}.pt")
 
 

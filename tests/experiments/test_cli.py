@@ -59,6 +59,7 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         ["study"],
         ["complexity"],
         ["convert"],
+        ["evaluate"],
     ],
 )
 def test_help(command: list[str], san: San) -> None:

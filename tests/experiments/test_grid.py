@@ -57,9 +57,10 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
     assert len(set(keys.values())) == 3
     places = ("data.source=shards", "data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
-    for same in (*places, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
+    hows = ("placement.workers=2", "engine.zero=2", "engine.compile=true", "engine.deterministic=true")
+    for same in (*places, *hows, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
         assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
-    for other in ("recipe.lr=0.01", "data.flip=true", "model.width_factor=1", "placement.workers=2"):
+    for other in ("recipe.lr=0.01", "data.flip=true", "model.width_factor=1"):
         assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
     first = expand(small_grid)["pairwise_3"]
     seeds = [Trial(first.grid, first.profile, first.row, seed, first.config, "digest") for seed in (0, 1)]
@@ -238,7 +239,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             ["row d: model.footprint:", "integer", "'seven'"],
             ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
-            ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: batch, epochs"],
+            ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: accumulate, batch, ema, epochs"],
         ],
         strict=True,
     ):

@@ -19,7 +19,7 @@ import torch
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.run import Job
-from experiments.training.checkpoint import Checkpoint, Checkpoints, only_writer
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, only_writer
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.watchdog import EXIT_CODE
@@ -28,6 +28,7 @@ from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
 
 SHORT = ("recipe.epochs=2", "recipe.batch=50", "data.train_per_class=20")  # 4 steps an epoch
+ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 ALWAYS = ("reliability.look_steps=1", "reliability.checkpoint_minutes=1e-9")
 
 
@@ -36,6 +37,7 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
     history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
     return Checkpoint(
         key,
+        ORIGIN,
         history,
         RunningEpoch(epoch, 0.1, step, 1.5),
         {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]},
@@ -216,20 +218,6 @@ with Watchdog(1, sys.stderr) as watchdog:
     assert time.monotonic() - began < 20
 
 
-@pytest.fixture
-def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str], Workspace]:
-    """A folder of runs with a tracker that knows the small grid."""
-
-    def make(name: str) -> Workspace:
-        job = open_small_job(*SHORT)
-        runs = tmp_path / name
-        runs.mkdir()
-        shutil.copy(job.workspace.runs / "mlflow.db", runs / "mlflow.db")
-        return Workspace(runs, f"sqlite:///{runs / 'mlflow.db'}")
-
-    return make
-
-
 def without_times(history: tuple[Epoch, ...]) -> list[tuple[float, ...]]:
     return [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0)) for epoch in history]
 
@@ -294,7 +282,7 @@ def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[...,
     with pytest.raises(
         FloatingPointError,
         match=r"^the loss of step [23] in epoch 0 is not finite, at learning rate .*e\+\d\d; "
-        r"last good checkpoint: none; lower recipe.lr$",
+        r"last good checkpoint: .*/epoch-0000-step-0000001.pt; lower recipe.lr$",
     ):
         run_trial(job.workspace, job.trials[0], lambda metrics: None)
 

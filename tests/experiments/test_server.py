@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow
+import numpy as np
 import pytest
 
 from experiments.cli import main
@@ -116,6 +117,12 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
             history = client.get_metric_history(run.info.run_id, name)
             assert {metric.step: metric.value for metric in history} == {e.epoch: e.metrics()[name] for e in epochs}
             assert len(history) == 3
+
+    registered = {version.tags["san.trial"]: version for version in client.search_model_versions()}
+    assert registered.keys() == results.keys()
+    for version in registered.values():
+        model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}")
+        assert model.predict(np.zeros((2, 3, 24, 24), np.float32)).shape == (2, 10)
 
     assert f"--port {guarded.server.port}" in seen  # the list is read
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import tracking
 from experiments.cli import main
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
-from experiments.tracking import Tracker
+from experiments.tracking import Tracker, store
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
@@ -99,6 +98,32 @@ def test_runs_are_listed(
     assert "has no runs of a grid 'other'; `san runs` lists those of all grids" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_runs_are_followed(
+    is_terminal: bool, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal each list takes the place of the one before, as far as it fits; in a pipe it is appended."""
+    job = open_small_job()
+    runs = [job.tracker.open(trial) for trial in job.trials]
+    runs[1].finish()
+    runs[2].finish()
+    monkeypatch.setattr(sys, "argv", ["san", "runs", "--follow", "--runs", str(job.workspace.runs)])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("time.sleep", lambda seconds: runs[0].finish())
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("LINES", "3")
+    main()
+    out = capsys.readouterr().out
+    if is_terminal:
+        _, first, second = out.split("\x1b[2J\x1b[1;1H")
+        assert [first.count("\n"), second.count("\n")] == [2, 2]
+        assert max(map(len, first.splitlines())) == 20
+    else:
+        first, second = out.split("\n\n")
+        assert (first.count("running "), second.count("running ")) == (1, 0)
+        assert all(len(line) > 60 for line in (first + "\n" + second).splitlines())
+
+
 def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     other = Tracker(job.workspace.tracking_uri, "other", "digits")
@@ -119,7 +144,7 @@ def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) 
 
 
 def test_results_come_from_every_page(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "PAGE", 1)
+    monkeypatch.setattr(store, "PAGE", 1)
     job = open_small_job()
     for trial in job.trials:
         job.tracker.open(trial).finish()
@@ -225,4 +250,4 @@ def test_a_password_in_the_address_is_refused(
 
 @pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
 def test_an_address_without_a_password_is_taken(uri: str) -> None:
-    tracking.require_no_secret(uri)
+    store.require_no_secret(uri)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +134,15 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
         run.data.metrics
     )
     assert {"params", "flops_paper", "flops_actual"} <= set(run.data.metrics)
-    (result,) = reports
+    first, result = reports
+    assert (first["epoch"], first["epochs"], first["step"], first["steps"]) == (0, 1, 1, 3)
+    assert len(job.tracker.client.get_metric_history(run.info.run_id, "train/loss")) == 1
+    assert not {"step", "steps"} & set(run.data.metrics)
+    said = job.workspace.log(job.trials[0]).read_text()
+    assert re.findall(r"worker 0: (epoch \S+ (?:step \S+, )?loss|epoch \S+ top-1)", said) == [
+        "epoch 1/1, step 1/3, loss",
+        "epoch 1/1, top-1",
+    ]
     assert run.data.metrics["summary/best_top1"] == run.data.metrics["summary/last_top1"] == result["val/top1"]
     assert run.data.metrics["summary/best_epoch"] == 1
     assert run.data.metrics["summary/images_per_second"] == pytest.approx(result["train/images_per_second"])
@@ -145,8 +154,8 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
     assert run.data.tags["san.trial"] == job.trials[0].key
     assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(run.data.tags)
     artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
-    assert artifacts == {"config.yaml", "environment.txt"}
-    assert [report["epoch"] for report in reports] == [1]
+    assert artifacts == {"config.yaml", "environment.txt", "model"}
+    assert result["epoch"] == result["epochs"] == 1
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -1,0 +1,248 @@
+"""`san evaluate`: what a checkpoint's network makes of a split, exactly: every image counts once."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from tqdm import tqdm
+
+from experiments.config import TrialConfig, flat, merged, mistakes, model_mistakes
+from experiments.errors import UserError
+from experiments.grid import parse_override, profile_path, read_yaml
+from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
+from experiments.training.engine import device
+from experiments.training.loop import evaluate
+from experiments.trial import open_split
+from pipelines import Dataset, Loader, Transform
+from pipelines.loader import threads_of
+from san.models import checkpoint, released
+from san.models.spec import Trunk
+
+TAKEN = ("recipe.batch", "placement.cpus")
+"""Overrides besides those of `data` that an evaluation has a use for."""
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A classifier, and what its images go through before it sees them."""
+
+    path: Path
+    model: Trunk
+    config: TrialConfig
+    epoch: int | None = None
+    """Whole epochs that a trial has trained it for."""
+    classes: tuple[str, ...] | None = None
+    """Names; None where the file tells none."""
+    data_digest: str = ""
+    """Of the trial's training and validation images."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How a checkpoint does on a split."""
+
+    checkpoint: str
+    model: str
+    """Name of the variant."""
+    epoch: int | None
+    """Whole epochs that it was trained for, where the file tells."""
+    root: str
+    split: str
+    own_images: bool | None
+    """Whether the trial trained or validated on these images, by their names and sizes; None where the file is of no trial."""
+    images: int
+    classes: int
+    top1: float
+    """Percent."""
+    top5: float
+    """Percent."""
+    loss: float
+    """Mean cross entropy, without label smoothing."""
+
+
+def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Opened:
+    """A trial's checkpoint, or its folder and of that the best epoch's; a file of `save_checkpoint`; one of the authors'.
+
+    A trial's tells how its images are to be treated. Of the others, a profile does, `imagenet` where none is given.
+    `overrides` such as `data.root=/data` change `data`, `recipe.batch` and `placement.cpus`; for a file of the authors', also
+    what that does not tell, such as `model.footprint=9`.
+
+    Raises:
+        UserError: there is no such file, or it is none of these, or it does not fit the overrides.
+    """
+    changes = _changes(overrides)
+    found = _trial_checkpoint(path)
+    if found is None:
+        return _other_checkpoint(path, changes, profile)
+    if profile is not None:
+        raise UserError(f"{path}: is of a trial, which tells its data; leave out --profile, and change it by overrides")
+    _require_no_model(path, changes)
+    origin = found.origin
+    config = _config(merged(origin.record, changes))
+    file = path / found.name if path.is_dir() else path
+    return Opened(file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed)
+
+
+def _changes(overrides: Sequence[str]) -> dict[str, Any]:
+    changes = merged({}, *map(parse_override, overrides))
+    for key in flat(changes):
+        if not key.startswith(("data.", "model.")) and key not in TAKEN:
+            raise UserError(f"override {key}: an evaluation takes data.*, {', '.join(TAKEN)} and, for some files, model.*")
+    return changes
+
+
+def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
+    if "model" in changes:
+        raise UserError(f"{path}: tells its model; leave out {', '.join(flat({'model': changes['model']}))}")
+
+
+def _trial_checkpoint(path: Path) -> Checkpoint | None:
+    """None for a file that is no trial's."""
+    if path.is_dir():
+        best = best_in(path)
+        if best is None:
+            raise UserError(f"{path}: has no checkpoint epoch-*-step-0000000.pt of a whole epoch that can be read")
+        return best
+    if "engine" not in _read(path):
+        return None
+    try:
+        return Checkpoint.read(path)
+    except DAMAGE as error:
+        raise UserError(
+            f"{path}: this checkpoint is damaged, or of an older version ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return checkpoint.read(path)
+    except checkpoint.CheckpointError as error:
+        raise UserError(str(error)) from None
+
+
+def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> Opened:
+    values = merged(read_yaml(profile_path(profile or "imagenet")), changes)
+    try:
+        if checkpoint.is_checkpoint(_read(path)):
+            _require_no_model(path, changes)
+            model = checkpoint.load_checkpoint(path)
+        else:
+            fields = dict(values.get("model", {}))
+            model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
+    except ValueError as error:  # CheckpointError and UserError are
+        raise UserError(str(error)) from None
+    return Opened(path, model, _config(values | {"model": asdict(model.spec)}))
+
+
+def _config(values: Mapping[str, Any]) -> TrialConfig:
+    try:
+        config = TrialConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{key}: {what}" for key, what in mistakes(error, TrialConfig))) from None
+    if wrong := [f"{key}: {what}" for key, what in model_mistakes(config.model, config.data.size)]:
+        raise UserError("\n".join(wrong))
+    return config
+
+
+def open_images(opened: Opened, split: str | None = None) -> Dataset:
+    """The images of a split (`open_split`) with the classes that the network knows.
+
+    Raises:
+        DataError: they cannot be used.
+        UserError: they have other classes.
+    """
+    images = open_split(opened.config.data, split)
+    where = images.root / images.split
+    count = checkpoint.classes(opened.model)
+    if len(images.classes) != count:
+        raise UserError(
+            f"{opened.path}: answers with {count} classes, but {where} has {len(images.classes)}; "
+            "give the images that it was trained for: data.root=..., --split or --profile"
+        )
+    if opened.classes is not None and images.classes != opened.classes:
+        theirs, ours = next(pair for pair in zip(images.classes, opened.classes, strict=True) if pair[0] != pair[1])
+        raise UserError(f"{opened.path}: was trained on other classes than those of {where}, such as {ours!r}, not {theirs!r}")
+    return images
+
+
+def evaluate_checkpoint(
+    opened: Opened, images: Dataset, transform: Transform, ended: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Exact accuracy and loss over all images, on a GPU where torch sees one; `ended` is called after each batch.
+
+    With the images and the transform of its trial, and on the same hardware, what the trial's validation gave.
+
+    Raises:
+        DataError: an image cannot be used.
+    """
+    config = opened.config
+    torch.set_num_threads(config.placement.cpus)
+    loader = Loader(
+        images,
+        transform,
+        train=False,
+        batch=config.recipe.batch,
+        seed=opened.seed,
+        threads=threads_of(config.placement.cpus),
+        device=device(),
+    )
+    loss, top1, top5, count = evaluate(opened.model.to(loader.device), loader, ended)
+    return Evaluation(
+        checkpoint=str(opened.path),
+        model=opened.model.spec.name,
+        epoch=opened.epoch,
+        root=str(images.root),
+        split=images.split,
+        own_images=images.digest() in opened.data_digest.split("-") if opened.data_digest else None,
+        images=count,
+        classes=len(images.classes),
+        top1=top1,
+        top5=top5,
+        loss=loss,
+    )
+
+
+@contextmanager
+def shown(images: int, batch: int) -> Iterator[Callable[[], None]]:
+    """Shows how far an evaluation is, with each call of what it yields: a bar on a terminal, lines in a log."""
+    steps, start = -(-images // batch), time.monotonic()
+    if sys.stderr.isatty():
+        with tqdm(total=steps, unit="batch", dynamic_ncols=True, leave=False) as bar:
+            yield bar.update
+        return
+    done, told = 0, start
+
+    def ended() -> None:
+        nonlocal done, told
+        done += 1
+        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            print(f"[{told - start:4.0f} s] {done} of {steps} batches", file=sys.stderr, flush=True)
+
+    yield ended
+
+
+def checkpoint_path(name: str, runs: Path) -> Path:
+    """A path as it is; a trial's key, where there is no such file, as the folder of its checkpoints.
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(name)
+    if path.exists() or not re.fullmatch("[0-9a-f]{12}", name):
+        return path
+    folder = runs / "checkpoints" / name
+    if not folder.is_dir():
+        raise UserError(f"{name}: there is no such file, and no trial of that key in {runs}; `san runs` lists the keys")
+    return folder

@@ -1,0 +1,118 @@
+"""The best weights of a trial as a version of a registered model, which `mlflow.pyfunc.load_model` loads."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from pathlib import Path
+
+import mlflow.pyfunc
+import numpy as np
+import torch
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
+from mlflow.tracking import MlflowClient
+from mlflow.types import Schema, TensorSpec
+
+from experiments.config import TrialConfig
+from experiments.tracking.store import pages
+from experiments.training.checkpoint import Checkpoint, Origin
+from san import save_checkpoint
+from san.models import served
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "model"
+"""Of the model among the artifacts of its run."""
+WEIGHTS = "weights.pt"
+AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "UNAUTHENTICATED")
+"""What a store answers that may answer otherwise later; of the rest is that it has no registry, or not for this user."""
+
+
+def register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
+    """Makes a trial's weights a version of the model `<grid>-<profile>-<row>`, unless they are one.
+
+    A store that has no registry, or refuses, is left without, and the log tells.
+
+    Raises:
+        MlflowException, SQLAlchemyError, OSError: the store cannot be used now.
+        CheckpointError: there is no room for temporary files.
+    """
+    try:
+        _register(client, run_id, best)
+    except MlflowException as error:
+        if error.error_code in AWAY:
+            raise
+        _log.warning("the model is not registered: %s", str(error).splitlines()[0])
+
+
+def _register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
+    name = model_name(best.origin)
+    # The search before the version is made, and not the version's making, tells of one whose answer was lost.
+    if pages(client.search_model_versions, f"name = '{name}' and tags.`san.trial` = '{best.key}'"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _write(Path(folder), run_id, best)
+        client.log_artifacts(run_id, folder, FOLDER)
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    source = f"{client.get_run(run_id).info.artifact_uri}/{FOLDER}"
+    client.create_model_version(name, source, run_id, tags=_tags(best), description=_description(best), await_creation_for=0)
+
+
+def model_name(origin: Origin) -> str:
+    """The registered model whose versions are a row's trials, with a seed or a change of the config each."""
+    return re.sub("[^A-Za-z0-9_.-]", "-", f"{origin.grid}-{origin.profile}-{origin.row}")[:250]
+
+
+def _write(folder: Path, run_id: str, best: Checkpoint) -> None:
+    """The files of the model: weights without any code, and what MLflow wants to know of them."""
+    save_checkpoint(best.model(), folder / WEIGHTS)
+    origin, size = best.origin, _config(best).data.size
+    signature = ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(origin.classes)))
+    told = Model(FOLDER, run_id, signature=signature, metadata={"classes": list(origin.classes)})
+    mlflow.pyfunc.add_to_model(told, loader_module=served.__name__, data=WEIGHTS)
+    told.save(folder / "MLmodel")
+    versions = {"mlflow": mlflow.__version__, "numpy": np.__version__, "torch": torch.__version__.partition("+")[0]}
+    (folder / "requirements.txt").write_text("".join(f"{package}=={version}\n" for package, version in versions.items()))
+
+
+def _schema(*shape: int) -> Schema:
+    return Schema([TensorSpec(np.dtype("float32"), shape)])
+
+
+def _tags(best: Checkpoint) -> dict[str, str]:
+    origin, epoch = best.origin, best.history[-1]
+    return {
+        "san.trial": best.key,
+        "san.grid": origin.grid,
+        "san.profile": origin.profile,
+        "san.row": origin.row,
+        "san.seed": str(origin.seed),
+        "san.data_digest": origin.data_digest,
+        "san.epoch": str(epoch.epoch + 1),
+        "san.top1": str(epoch.top1),
+        "san.top5": str(epoch.top5),
+    }
+
+
+def _description(best: Checkpoint) -> str:
+    config, origin, epoch = _config(best), best.origin, best.history[-1]
+    data = config.data
+    return (
+        f"{config.model.name}: row {origin.row} of grid {origin.grid} under profile {origin.profile}, seed {origin.seed}, "
+        f"after epoch {epoch.epoch + 1} of {config.recipe.epochs}; top-1 {epoch.top1:.2f} %, top-5 {epoch.top5:.2f} % of the "
+        f"validation images.\n\n"
+        f"Input: RGB images, float32, [N, 3, {data.size}, {data.size}]: values in 0..1, minus {list(data.mean)}, divided by "
+        f"{list(data.std)}. In validation the shorter side was resized to {data.resize} pixels (linear, antialiased), and the "
+        f"centre taken. Output: logits [N, {len(origin.classes)}]; the classes are in the model's metadata.\n\n"
+        f"Needs the package `san`; {WEIGHTS} is a file for `san.load_checkpoint`."
+    )
+
+
+def _config(best: Checkpoint) -> TrialConfig:
+    return TrialConfig.model_validate(best.origin.record)
