@@ -234,7 +234,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
-        "model: san10_pairwise",
+        "model: stage 1 of san10_pairwise at input size 2: ",
     ),
     "no images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], "There is no data folder "),
     "no such split": (lambda trained, tmp: [str(trained.folder), "--split", "test"], "has no folder test/"),
