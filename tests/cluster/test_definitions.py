@@ -96,12 +96,12 @@ def require_known(command: list[str]) -> None:
         group: Any = cli
         arguments = command[3:] if command[0] == "python" else command[1:]
     elif command[0] == "ray":
-        from ray.scripts.scripts import cli as group  # type: ignore[no-redef]
+        from ray.scripts.scripts import cli as group
 
         arguments = command[1:]
     else:
         assert command[0] == "mlflow", command
-        from mlflow.cli import cli as group  # type: ignore[no-redef]
+        from mlflow.cli import cli as group
 
         arguments = command[1:]
     while isinstance(group, click.Group):
