@@ -45,7 +45,7 @@ class Sender:
         self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
         self._given_up = threading.Event()
         self._complete = False
-        self._refusal = ""
+        self._refused = False
         self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
         self._thread.start()
 
@@ -97,10 +97,11 @@ class Sender:
             elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
                 self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
         except (TrackerError, CheckpointError, *UNUSABLE) as error:
-            refusal = str(error).partition("\n")[0]
-            if refusal != self._refusal:  # it is asked again every `PAUSE` seconds
-                _log.warning("MLflow does not take what it is sent, it is sent again later: %s", refusal)
-            self._refusal = refusal
+            if not self._refused:  # once, for it is asked again every `PAUSE` seconds
+                _log.warning(
+                    "MLflow does not take what it is sent, it is sent again later: %s", str(error).partition("\n")[0][:400]
+                )
+            self._refused = True
             return False
-        self._refusal = ""
+        self._refused = False
         return True
