@@ -149,7 +149,7 @@ def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) 
     for tracker, run in ((other, theirs), (job.tracker, ours)):
         assert tracker.results()[trial.key].run_id == run.run_id  # neither is finished: each sees its own
     theirs.finish()
-    job.tracker.interrupted([trial])
+    job.tracker.interrupted([(trial, None)])
     assert job.tracker.results()[trial.key].run_id == theirs.run_id  # a finished one wins
     assert [job.tracker.client.get_run(run.run_id).info.status for run in (theirs, ours)] == ["FINISHED", "KILLED"]
     assert job.tracker.open(trial).run_id == ours.run_id
@@ -209,11 +209,30 @@ def test_the_environment_names_the_store(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "runs" / "mlflow.db").exists()
 
 
+def test_a_trial_goes_on_in_the_run_in_which_its_checkpoints_began(open_small_job: Callable[..., Job]) -> None:
+    """Of whatever grid; a name that is of no use, or of another trial's run, is as none."""
+    job = open_small_job()
+    other = Tracker(job.workspace.tracking_uri, "other", "digits")
+    other.prepare(job.grid, job.workspace.runs / "artifacts")
+    trial, second = job.trials[:2]
+    begun = job.tracker.open(trial)
+    other.interrupted([(trial, begun.run_id)])
+    assert job.tracker.client.get_run(begun.run_id).info.status == "KILLED"
+    assert other.open(trial, begun.run_id).run_id == begun.run_id
+    other.failed(trial, begun.run_id, "no disk")
+    assert job.tracker.client.get_run(begun.run_id).data.tags["san.error"] == "no disk"
+    assert other.open(second, begun.run_id).run_id != begun.run_id
+    anew = other.open(trial, "0" * 32)
+    assert anew.run_id != begun.run_id
+    job.tracker.client.delete_run(begun.run_id)
+    assert other.open(trial, begun.run_id).run_id == anew.run_id
+
+
 def test_interrupted_trials_are_marked(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     done, stopped = (job.tracker.open(trial) for trial in job.trials[:2])
     done.finish()
-    job.tracker.interrupted(job.trials)
+    job.tracker.interrupted((trial, None) for trial in job.trials)
     status = [job.tracker.client.get_run(run.run_id).info.status for run in (done, stopped)]
     assert status == ["FINISHED", "KILLED"]
 
