@@ -55,7 +55,7 @@ class Tracker:
     def __init__(self, uri: str, grid: str, profile: str) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback for a full disk, which `usable` tells
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it shows what `usable` tells in a sentence
         self.uri, self.grid, self.profile = uri, grid, profile
         with usable(uri):
             self.client = MlflowClient(tracking_uri=uri)

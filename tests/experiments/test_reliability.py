@@ -308,6 +308,21 @@ def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[...,
         run_trial(job.workspace, job.trials[0], lambda metrics: None)
 
 
+def test_a_validation_loss_that_is_not_finite_stops_the_trial(
+    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch is neither saved nor logged."""
+    job = open_small_job(*SHORT)
+    trial = job.trials[0]
+    monkeypatch.setattr("experiments.training.loop.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360))
+    with pytest.raises(
+        FloatingPointError, match=r"^the validation loss after epoch 0 is not finite; last good checkpoint: none;"
+    ):
+        run_trial(job.workspace, trial, lambda metrics: None)
+    assert not list(job.workspace.checkpoints(trial).glob("*.pt"))
+    assert not job.tracker.results()[trial.key].metrics.keys() & {"val/loss", "val/top1"}
+
+
 def test_weights_that_are_not_finite_are_not_saved(
     open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
