@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,6 +42,8 @@ class Result:
     metrics: Mapping[str, float]
     seconds: float = 0.0
     """From the start of the run to its end."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Values of the config by dotted path, as text."""
 
 
 class Tracker:
@@ -189,7 +191,7 @@ def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
 
 def _result(run: Run) -> Result:
     seconds = ((run.info.end_time or run.info.start_time) - run.info.start_time) / 1000
-    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics), seconds)
+    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics), seconds, dict(run.data.params))
 
 
 @dataclass(frozen=True, slots=True)
