@@ -1,0 +1,275 @@
+"""The definitions of clusters in `cluster/`, read; what refuses a wrong one, and what finds an unsafe one."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import ray
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from referencing import Registry, Resource
+
+ROOT = Path(__file__).parent.parent.parent
+CLUSTER = ROOT / "cluster"
+SCHEMAS = Path(__file__).parent / "schemas"
+LAUNCHERS = ("ray/aws.yaml", "ray/local.yaml")
+COMPOSE = "compose.yaml"
+MANIFESTS = tuple(sorted(path.relative_to(CLUSTER).as_posix() for path in (CLUSTER / "kuberay").glob("*.yaml")))
+DEFINITIONS = (*LAUNCHERS, COMPOSE, *MANIFESTS)
+
+# What EC2 is asked for when a node starts: the names that Ray's autoscaler hands on to boto3's create_instances.
+NODE_CONFIG = {"BlockDeviceMappings", "IamInstanceProfile", "ImageId", "InstanceMarketOptions", "InstanceType", "KeyName"}
+API_VERSIONS = {
+    "Namespace": "v1",
+    "Service": "v1",
+    "PersistentVolumeClaim": "v1",
+    "Deployment": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+}
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The documents of a definition."""
+    return list(yaml.safe_load_all((CLUSTER / name).read_text()))
+
+
+def _packed(name: str) -> Any:
+    return json.loads(gzip.decompress((SCHEMAS / name).read_bytes()))
+
+
+KUBERNETES = _packed("kubernetes.json.gz")
+KINDS = yaml.safe_load((SCHEMAS / "kinds.yaml").read_text())
+REGISTRY: Registry[Any] = Registry().with_resources(
+    [("kubernetes", Resource.from_contents(KUBERNETES)), ("kinds", Resource.from_contents(KINDS))]
+)
+COMPOSE_SCHEMA = jsonschema.Draft202012Validator(_packed("compose-spec.json.gz"))
+
+
+def validate(name: str, document: Any) -> None:
+    """Raises ValidationError or ValueError where `ray up`, Kubernetes or Compose would not know what a document says."""
+    if name in LAUNCHERS:
+        _validate_launcher(document)
+    elif name == COMPOSE:
+        COMPOSE_SCHEMA.validate(document)
+        for service, content in document["services"].items():
+            _require_known(f"services.{service}.depends_on", content.get("depends_on", {}), document["services"])
+    else:
+        _validate_manifest(document)
+
+
+def _validate_launcher(document: dict[str, Any]) -> None:
+    validate_config(prepare_config(copy.deepcopy(document)))
+    # Ray lets every key pass here, and ignores what it does not know.
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    _require_known("provider", document["provider"], schema["properties"]["provider"]["properties"])
+    for name, kind in document.get("available_node_types", {}).items():
+        _require_known(f"available_node_types.{name}.node_config", kind["node_config"], NODE_CONFIG)
+
+
+def _require_known(place: str, found: dict[str, Any], known: Any) -> None:
+    strangers = set(found) - set(known)
+    if strangers:
+        raise ValueError(f"{place} has unknown keys: {sorted(strangers)}")
+
+
+def _validate_manifest(document: dict[str, Any]) -> None:
+    kind = document["kind"]
+    if kind in API_VERSIONS and document["apiVersion"] != API_VERSIONS[kind]:
+        raise ValueError(f"{kind} is of {API_VERSIONS[kind]}, not of {document['apiVersion']}")
+    place = f"kubernetes#/$defs/V1{kind}" if kind in API_VERSIONS else f"kinds#/$defs/{kind}"
+    jsonschema.Draft202012Validator({"$ref": place}, registry=REGISTRY).validate(document)
+
+
+def published(folder: Path, kind: str) -> jsonschema.Draft202012Validator:
+    """What refuses all that the definition of a kind in KubeRay's own file does not name."""
+    definition = yaml.safe_load((folder / f"ray.io_{kind.lower()}s.yaml").read_text())
+    (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
+    schema = _closed(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(schema)
+
+
+def _closed(schema: Any) -> Any:
+    """A schema as Kubernetes means it: what is not named is unknown, unless the schema preserves unknown fields."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items() if key != "properties"}
+    if schema.get("x-kubernetes-int-or-string"):
+        closed["type"] = ["integer", "string"]
+    if "properties" in schema:
+        closed["properties"] = {key: _closed(value) for key, value in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            closed.setdefault("additionalProperties", False)
+    return closed
+
+
+# Mappings whose keys are names that the author of a definition chooses.
+CHOSEN = {
+    "available_node_types", "clusterSelector", "env_vars", "environment", "file_mounts", "labels", "limits", "matchLabels",
+    "rayStartParams", "requests", "resources", "selector", "services", "volumes",
+}  # fmt: skip
+
+
+def misspelt(document: Any) -> Iterator[tuple[str, Any]]:
+    """The document again and again, each time with another key misspelt, and which."""
+    for path in list(_keys(document, ())):
+        changed = copy.deepcopy(document)
+        *parents, key = path
+        place = changed
+        for part in parents:
+            place = place[part]
+        place[f"{key}s"] = place.pop(key)
+        yield ".".join(map(str, path)), changed
+
+
+def _keys(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _keys(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            chosen = (path and path[-1] in CHOSEN) or str(key).startswith("x-")
+            # What Ray hands to Amazon, and what is read by Compose's merge only.
+            if not chosen and "node_config" not in path[:-1] and not any(str(part).startswith("x-") for part in path):
+                yield (*path, key)
+            yield from _keys(item, (*path, key))
+
+
+def commands(name: str, document: dict[str, Any]) -> Iterator[list[str]]:
+    """What a definition starts, as arguments: `ray ...`, `mlflow ...`, `python -m experiments ...`."""
+    if name in LAUNCHERS:
+        for line in (*document["head_start_ray_commands"], *document["worker_start_ray_commands"]):
+            yield from (shlex.split(part) for part in re.findall(r"\bray (?:start|stop)[^;&|]*", line))
+    elif name == COMPOSE:
+        for service in document["services"].values():
+            if service.get("command", [""])[0] in ("ray", "mlflow"):
+                yield list(service["command"])
+            test = service["healthcheck"]["test"][1:] if "healthcheck" in service else []
+            yield from [test] if test[:1] == ["ray"] else []
+    elif document["kind"] == "RayJob":
+        yield shlex.split(document["spec"]["entrypoint"])
+    else:
+        for _, container in containers(document):
+            if container.get("command", [""])[0] == "mlflow":
+                yield list(container["command"])
+
+
+def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The pods that a manifest makes."""
+    spec = document.get("spec", {})
+    if document["kind"] == "Deployment":
+        yield spec["template"]["spec"]
+    elif document["kind"] == "RayCluster":
+        yield spec["headGroupSpec"]["template"]["spec"]
+        yield from (group["template"]["spec"] for group in spec["workerGroupSpecs"])
+
+
+def containers(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The containers of a manifest by name; that of Ray's autoscaler, which KubeRay adds, too."""
+    for pod in pods(document):
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            yield container["name"], container
+    if document["kind"] == "RayCluster" and document["spec"].get("enableInTreeAutoscaling"):
+        yield "autoscaler", document["spec"].get("autoscalerOptions", {})
+
+
+SECRET = re.compile(r"PASSWORD|TOKEN|SECRET|SESSION_KEY", re.IGNORECASE)
+FROM_ENVIRONMENT = re.compile(r"\$\{\w+:\?[^}]+\}")
+
+
+def weaknesses(name: str, document: dict[str, Any]) -> Iterator[str]:
+    """Everything in a document that makes a cluster less safe than ours are."""
+    text = json.dumps(document)
+    for word in ("privileged", "hostNetwork", "hostPath", "hostPID", "docker.sock", "network_mode", "NodePort", "LoadBalancer"):
+        if re.search(rf"\b{re.escape(word)}\b", text):
+            yield f"{word} is asked for"
+    if re.search(r"://[^/\s\"@:]+:[^/\s\"@]+@", text):
+        yield "an address has a password in it"
+    for command in commands(name, document):
+        if command[:2] == ["mlflow", "server"]:
+            if "--app-name=basic-auth" not in command:
+                yield "MLflow asks nobody for a password"
+            hosts = [argument for argument in command if argument.startswith("--allowed-hosts=")]
+            if not hosts or "*" in hosts[0]:
+                yield "MLflow answers to any host name"
+    if name in LAUNCHERS:
+        yield from _weak_launcher(document)
+    elif name == COMPOSE:
+        yield from _weak_compose(document)
+    else:
+        yield from _weak_manifest(document)
+
+
+def _weak_launcher(document: dict[str, Any]) -> Iterator[str]:
+    options = document.get("docker", {}).get("run_options", [])
+    lines = [*document["head_start_ray_commands"], *document["worker_start_ray_commands"]]
+    for line in lines:
+        if "ray start" in line and "RAY_AUTH_MODE=token" not in line and "--env=RAY_AUTH_MODE=token" not in options:
+            yield "Ray starts without tokens"
+        if "--head" in line and "--dashboard-host=127.0.0.1" not in line:
+            yield "the dashboard is open to the network"
+    if not any(place.endswith(".ray/auth_token") for place in document.get("file_mounts", {})):
+        yield "no node gets the token"
+    if "docker" in document and not {"--cap-drop=ALL", "--security-opt=no-new-privileges"} <= set(options):
+        yield "the container keeps privileges"
+    if document["auth"]["ssh_user"] == "root":
+        yield "root is used"
+
+
+def _weak_compose(document: dict[str, Any]) -> Iterator[str]:
+    for service, content in document["services"].items():
+        environment = content.get("environment", {})
+        if content.get("user", "root").split(":")[0] in ("root", "0"):
+            yield f"{service} runs as root"
+        if content.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in content.get("security_opt", []):
+            yield f"{service} keeps privileges"
+        if any(not str(port).startswith("127.0.0.1:") for port in content.get("ports", [])):
+            yield f"{service} is open to the network"
+        if content.get("command", [""])[0] == "ray" and environment.get("RAY_AUTH_MODE") != "token":
+            yield f"{service} starts Ray without tokens"
+        for key, value in environment.items():
+            if SECRET.search(key) and not FROM_ENVIRONMENT.fullmatch(str(value)):
+                yield f"{service} has the secret {key} in the file, or starts without it"
+
+
+def _weak_manifest(document: dict[str, Any]) -> Iterator[str]:
+    if document["kind"] == "Secret":
+        yield "a secret is in a file"
+    if document["kind"] == "RayCluster" and document["spec"].get("authOptions", {}).get("mode") != "token":
+        yield "Ray starts without tokens"
+    for pod in pods(document):
+        context = pod.get("securityContext", {})
+        if not context.get("runAsNonRoot") or not context.get("runAsUser"):
+            yield "a pod may run as root"
+        if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            yield "a pod has all system calls"
+    for container, content in containers(document):
+        context = content.get("securityContext", {})
+        if context.get("allowPrivilegeEscalation") is not False or context.get("capabilities") != {"drop": ["ALL"]}:
+            yield f"{container} keeps privileges"
+        for variable in content.get("env", []):
+            if SECRET.search(variable["name"]) and "secretKeyRef" not in variable.get("valueFrom", {}):
+                yield f"{container} has the secret {variable['name']} in the file"
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions, as (word, arguments)."""
+    text = re.sub(r"^#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def crds() -> Path | None:
+    """The folder with KubeRay's own definitions of its kinds, where the environment names one."""
+    return Path(os.environ["KUBERAY_CRDS"]) if "KUBERAY_CRDS" in os.environ else None

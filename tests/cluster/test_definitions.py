@@ -1,0 +1,271 @@
+"""The definitions of clusters in `cluster/`: known to what reads them, true to this project, and safe."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import pytest
+import yaml
+
+from cuda_ext import build
+from experiments.cli import cli
+from experiments.config import TrialConfig, keys_at
+from tests.cluster.definitions import (
+    CLUSTER,
+    COMPOSE,
+    DEFINITIONS,
+    MANIFESTS,
+    ROOT,
+    commands,
+    crds,
+    dockerfile,
+    misspelt,
+    pods,
+    published,
+    read,
+    validate,
+    weaknesses,
+)
+
+PINS = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
+every_definition = pytest.mark.parametrize("name", DEFINITIONS)
+
+
+@every_definition
+def test_what_reads_a_definition_knows_all_that_it_says(name: str) -> None:
+    for document in read(name):
+        validate(name, document)
+
+
+@every_definition
+def test_every_misspelt_key_is_refused(name: str) -> None:
+    let_pass = []
+    for document in read(name):
+        for path, wrong in misspelt(document):
+            try:
+                validate(name, wrong)
+            except (jsonschema.ValidationError, ValueError, KeyError, AssertionError, RuntimeError, click.ClickException):
+                continue
+            let_pass.append(path)
+    assert let_pass == []
+
+
+@pytest.mark.parametrize("name", ["kuberay/raycluster.yaml", "kuberay/rayjob.yaml"])
+def test_kuberay_knows_its_kinds(name: str) -> None:
+    folder = crds()
+    if folder is None:
+        pytest.skip("KUBERAY_CRDS does not name helm-chart/kuberay-operator/crds of a checkout of KubeRay")
+    (document,) = read(name)
+    known = published(folder, document["kind"])
+    known.validate(document)
+    for path, wrong in misspelt(document):
+        if not path.startswith("metadata."):
+            assert not known.is_valid(wrong), path
+
+
+def test_kustomize_fills_in_the_image() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(["kubectl", "kustomize", str(CLUSTER / "kuberay")], capture_output=True, text=True, check=True)
+    images = re.findall(r"image: (\S+)", done.stdout)
+    (filled,) = read("kuberay/kustomization.yaml")[0]["images"]
+    assert sorted(set(images)) == ["postgres:17", f"{filled['newName']}:{filled['newTag']}"]
+    for document in yaml.safe_load_all(done.stdout):
+        validate("kuberay", document)
+
+
+@every_definition
+def test_what_a_definition_starts_exists(name: str) -> None:
+    for document in read(name):
+        for command in commands(name, document):
+            require_known(command)
+
+
+def require_known(command: list[str]) -> None:
+    """Raises where a command of Ray, MLflow or ours does not take these arguments."""
+    if command[:3] == ["python", "-m", "experiments"] or command[0] == "san":
+        group: Any = cli
+        arguments = command[3:] if command[0] == "python" else command[1:]
+    elif command[0] == "ray":
+        from ray.scripts.scripts import cli as group
+
+        arguments = command[1:]
+    else:
+        assert command[0] == "mlflow", command
+        from mlflow.cli import cli as group
+
+        arguments = command[1:]
+    while isinstance(group, click.Group):
+        group, arguments = group.commands[arguments[0]], arguments[1:]
+    filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # as Compose does
+    context = group.make_context(command[0], filled)
+    if group is cli.commands["run"]:
+        assert (ROOT / context.params["grid"]).is_file(), context.params["grid"]
+        assert (ROOT / f"experiments/profiles/{context.params['profile']}.yaml").is_file()
+        for override in context.params["overrides"]:
+            section, _, key = override.partition("=")[0].rpartition(".")
+            assert key in keys_at(TrialConfig, (section,)), override
+
+
+def test_what_a_manifest_points_to_exists() -> None:
+    documents = [document for name in MANIFESTS for document in read(name)]
+    labels = [document["spec"]["template"]["metadata"]["labels"] for document in documents if document["kind"] == "Deployment"]
+    labels += [{"ray.io/cluster": document["metadata"]["name"]} for document in documents if document["kind"] == "RayCluster"]
+    claims = {document["metadata"]["name"] for document in documents if document["kind"] == "PersistentVolumeClaim"}
+    resources = {path.name for path in (CLUSTER / "kuberay").glob("*.yaml")} - {"kustomization.yaml", "rayjob.yaml"}
+    assert set(read("kuberay/kustomization.yaml")[0]["resources"]) == resources
+    for document in documents:
+        for selector in selectors(document):
+            assert selector in labels, f"{document['kind']} {document['metadata']['name']}"
+        for pod in pods(document):
+            mounted = {volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "emptyDir" not in volume}
+            assert mounted <= claims
+
+
+def selectors(value: Any) -> Iterator[dict[str, str]]:
+    """The labels by which a document points to pods."""
+    if isinstance(value, list):
+        for item in value:
+            yield from selectors(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("selector", "podSelector", "clusterSelector") and item:
+                yield item.get("matchLabels", item)
+            else:
+                yield from selectors(item)
+
+
+def test_versions_are_those_of_the_project() -> None:
+    (cluster,) = read("kuberay/raycluster.yaml")
+    assert cluster["spec"]["rayVersion"] == PINS["ray"]
+
+
+def test_settings_that_ray_reads_have_its_names() -> None:
+    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR, _get_default_token_path
+
+    assert AUTH_MODE_ENV_VAR == "RAY_AUTH_MODE"
+    assert _get_default_token_path() == Path.home() / ".ray" / "auth_token"
+
+
+INSTRUCTIONS = {"CMD", "COPY", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR"}
+
+
+def test_the_dockerfile_builds_from_what_is_there() -> None:
+    ignored = (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    assert ignored[1] == "*" and all((ROOT / path).exists() for path in kept)
+    for word, arguments in dockerfile():
+        assert word in INSTRUCTIONS, word
+        if word == "COPY":
+            *sources, _ = [part for part in arguments.split() if not part.startswith("--")]
+            assert all((ROOT / source).exists() and source.split("/")[0] in kept for source in sources), arguments
+        for module in re.findall(r"python -m (\S+)", arguments):
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file() or module == "venv", module
+
+
+def test_the_image_is_for_our_cuda_python_and_user() -> None:
+    instructions = dockerfile()
+    (base,) = [arguments for word, arguments in instructions if word == "FROM"]
+    version = re.fullmatch(r"nvidia/cuda:(12)\.(\d)\.\d+-cudnn-devel-ubuntu22\.04", base)
+    assert version is not None, base
+    runs = " ".join(arguments for word, arguments in instructions if word == "RUN")
+    assert f"whl/cu{version[1]}{version[2]} " in runs
+    assert re.findall(r"python3\.(\d+)", runs) and set(re.findall(r"python3\.(\d+)", runs)) == {"11"}
+    assert [arguments for word, arguments in instructions if word == "USER"][-1] == "san"
+    assert build.CUDA_ARCHITECTURES == ("80", "90") and "sm_80" in (CLUSTER / "Dockerfile").read_text()
+    names = [line for line in (CLUSTER / "image-requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all("==" in name and name.split("==")[0] not in PINS for name in names)
+
+
+@every_definition
+def test_no_weakness(name: str) -> None:
+    for document in read(name):
+        assert list(weaknesses(name, document)) == []
+
+
+AT_A_POD = ("spec", "workerGroupSpecs", 0, "template", "spec")
+WEAKENED: list[tuple[str, int, tuple[Any, ...], Any]] = [
+    ("ray/aws.yaml", 0, ("docker", "run_options"), ["--privileged"]),
+    ("ray/aws.yaml", 0, ("file_mounts",), {}),
+    ("ray/local.yaml", 0, ("worker_start_ray_commands",), ["ray start --address=$RAY_HEAD_IP:6379"]),
+    ("ray/local.yaml", 0, ("head_start_ray_commands",), ["RAY_AUTH_MODE=token ray start --head --dashboard-host=0.0.0.0"]),
+    ("ray/local.yaml", 0, ("auth", "ssh_user"), "root"),
+    (COMPOSE, 0, ("services", "head", "ports"), ["8265:8265"]),
+    (COMPOSE, 0, ("services", "head", "environment", "RAY_AUTH_MODE"), "disabled"),
+    (COMPOSE, 0, ("services", "worker", "environment", "RAY_AUTH_TOKEN"), "0123456789abcdef"),
+    (COMPOSE, 0, ("services", "worker", "environment", "RAY_AUTH_TOKEN"), "${RAY_AUTH_TOKEN:-}"),
+    (COMPOSE, 0, ("services", "objects", "user"), "0:0"),
+    (COMPOSE, 0, ("services", "objects", "cap_drop"), []),
+    (COMPOSE, 0, ("services", "database", "privileged"), True),
+    (COMPOSE, 0, ("services", "mlflow", "command"), ["mlflow", "server", "--allowed-hosts=*"]),
+    ("kuberay/raycluster.yaml", 0, ("spec", "authOptions", "mode"), "disabled"),
+    ("kuberay/raycluster.yaml", 0, ("spec", "headGroupSpec", "serviceType"), "LoadBalancer"),
+    ("kuberay/raycluster.yaml", 0, ("spec", "autoscalerOptions", "securityContext"), {}),
+    ("kuberay/raycluster.yaml", 0, (*AT_A_POD, "securityContext"), {"runAsNonRoot": False}),
+    ("kuberay/raycluster.yaml", 0, (*AT_A_POD, "containers", 0, "securityContext"), {"privileged": True}),
+    ("kuberay/raycluster.yaml", 0, (*AT_A_POD, "containers", 0, "env"), [{"name": "RAY_AUTH_TOKEN", "value": "0123"}]),
+    ("kuberay/raycluster.yaml", 0, (*AT_A_POD, "volumes"), [{"name": "runs", "hostPath": {"path": "/"}}]),
+    ("kuberay/tracking.yaml", 0, ("spec", "type"), "NodePort"),
+    ("kuberay/tracking.yaml", 1, ("spec", "template", "spec", "containers", 0, "command"), ["mlflow", "server"]),
+]
+
+
+@pytest.mark.parametrize(("name", "index", "path", "value"), WEAKENED, ids=lambda value: str(value)[:40])
+def test_a_weakness_is_found(name: str, index: int, path: tuple[Any, ...], value: Any) -> None:
+    document = copy.deepcopy(read(name)[index])
+    place: Any = document
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    assert list(weaknesses(name, document)) != []
+
+
+def test_values_that_are_the_users_are_marked() -> None:
+    """Nothing that exists only as an example stands unmarked."""
+    examples = re.compile(r"example\.org|fs-example|192\.168\.")
+    for name in DEFINITIONS:
+        lines = (CLUSTER / name).read_text().splitlines()
+        for before, line in zip(["", *lines], lines, strict=False):
+            if examples.search(line):
+                assert "FILL" in line or "FILL" in before or before.strip().startswith("#"), f"{name}: {line}"
+
+
+def documented() -> list[str]:
+    """The command lines of docs/cluster.md."""
+    found: list[str] = []
+    fence: str | None = None
+    for line in (ROOT / "docs/cluster.md").read_text().splitlines():
+        if line.startswith("```"):
+            fence = line if fence is None else None
+        elif fence == "```":
+            found.append(line)
+    return found
+
+
+def test_the_guide_tells_of_every_command_whether_it_was_tried() -> None:
+    assert [line for line in documented() if not re.search(r" # (not )?tried$", line)] == []
+
+
+def test_the_guides_commands_exist() -> None:
+    ours = [line for line in documented() if re.match(r"(san|ray) |.* python -m experiments ", line)]
+    assert ours
+    for line in ours:
+        command = shlex.split(line, comments=True)
+        if command[0] == "ray":
+            require_known(command)
+        if "python" in command:
+            require_known(command[command.index("python") :])
+        if command[0] == "san" and command[1] in cli.commands:
+            require_known(command)
+    guide = (ROOT / "docs/cluster.md").read_text()
+    for path in set(re.findall(r"(?<![\w/])(?:cluster|tests)/[\w./-]+\w", guide)):
+        assert (ROOT / path).exists(), path
