@@ -135,6 +135,7 @@ def _knock(address: str) -> None:
 def this_machine() -> Resources:
     """What a local cluster would have, without starting one."""
     gpus = get_accelerator_manager_for_resource("GPU")
+    assert gpus is not None, "Ray knows GPUs"
     visible = gpus.get_current_process_visible_accelerator_ids()
     number = gpus.get_current_node_num_accelerators()
     return Resources((Node(available_cpus(), number if visible is None else min(number, len(visible))),))

@@ -24,7 +24,7 @@ import ray
 import ray.train
 import ray.tune
 import ray.tune.search
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.errors import ClusterError
 from cluster.session import Resources, alive, resources, session
@@ -243,9 +243,9 @@ class _Queue(ray.tune.search.Searcher):
         """Tune's names of the trials."""
         self._room, self._looked_at = 0, -math.inf
 
-    def suggest(self, trial_id: str) -> dict[str, str] | str | None:
+    def suggest(self, trial_id: str) -> dict[str, str] | None:
         if not self.waiting:
-            return None if self.running else self.FINISHED
+            return None if self.running else self.FINISHED  # type: ignore[return-value]
         if len(self.running) >= self._room_now():
             return None
         self.running.add(trial_id)
@@ -313,9 +313,10 @@ class _Follower(ray.tune.Callback):
 def _is_lost(error: Exception | None) -> bool:
     """Whether a cell failed because a node was lost or taken back, not by what it did."""
     cause = getattr(error, "cause", None) or error
-    if isinstance(cause, RayActorError):
-        return cause.preempted or "its node has died" in str(cause)
-    return isinstance(cause, _NodeLostError)
+    # Unavailable: a worker does not answer, and for a second nobody could tell that it has died on a node that lives.
+    if isinstance(cause, _NodeLostError | ActorUnavailableError):
+        return True
+    return isinstance(cause, RayActorError) and (cause.preempted or "its node has died" in str(cause))
 
 
 def _reason(error: Exception | None, text: str) -> str:
