@@ -43,21 +43,21 @@ class ModelConfig(BaseModel):
 
     def spec(self) -> ModelSpec:
         """The record of the model. Raises ValueError where `model_mistakes` finds any."""
-        fields = _fields(type(model_spec(self.name)))
+        fields = _fields(self.name)
         values = self.overrides.items()
         return model_spec(self.name, {k: fields[k].validate_python(v) if k in fields else v for k, v in values})
 
 
 @functools.cache
-def _fields(record: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
-    """What reads each field of a model's record."""
-    return {field: TypeAdapter(hint) for field, hint in typing.get_type_hints(record).items()}
+def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
+    """What reads each field of a variant's record. Raises ValueError where there is no such variant."""
+    return {field: TypeAdapter(hint) for field, hint in typing.get_type_hints(type(model_spec(name))).items()}
 
 
 def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     """Everything that keeps a model from being built for images of `size` pixels, as (path of the key, what is wrong)."""
     try:
-        readers = _fields(type(model_spec(model.name)))
+        readers = _fields(model.name)
     except ValueError as error:
         yield "model.name", str(error)
         return
