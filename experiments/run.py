@@ -93,7 +93,7 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     workspace = Workspace(runs, tracking_uri(runs))
     expanded = expand(path, profile, overrides, table_names())
     # Once for the rows that differ in nothing that a loader looks at.
-    apart = {repr((c.data, c.recipe.batch, c.recipe.accumulate, c.placement)): c for c in expanded.configs.values()}
+    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
     for config in apart.values():
         loaders(config, seed=0, rank=0, world=config.placement.workers)
     trials = tuple(
