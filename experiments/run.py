@@ -23,6 +23,7 @@ from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
+from experiments.summary import read_run_id
 from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 from pipelines import DataError
@@ -253,9 +254,11 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
-                    _patiently(functools.partial(job.tracker.failed, missing[key], outcome.error))
-    _say(f"trained {len(claimed)} cells in {time.monotonic() - start:.0f} s")
-    return [key for key, outcome in outcomes.items() if outcome.error is None]
+                    run_id = read_run_id(job.workspace.checkpoints(missing[key]))
+                    _patiently(functools.partial(job.tracker.failed, missing[key], run_id, outcome.error))
+    trained = [key for key, outcome in outcomes.items() if outcome.error is None]
+    _say(f"trained {len(trained)} cells in {time.monotonic() - start:.0f} s")
+    return trained
 
 
 def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
@@ -278,7 +281,7 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
         )
     except KeyboardInterrupt:
         with suppress(TrackerError):
-            job.tracker.interrupted(missing.values())
+            job.tracker.interrupted((trial, read_run_id(job.workspace.checkpoints(trial))) for trial in missing.values())
         raise
     finally:
         progress.close()

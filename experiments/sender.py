@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -9,11 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from experiments.grid import Trial
-from experiments.summary import read_ended, write_summary
+from experiments.summary import read_ended, read_run_id, write_run_id, write_summary
 from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun, register
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.metrics import Epoch
 from san import CheckpointError, Complexity
+
+_log = logging.getLogger(__name__)
 
 
 class Sender:
@@ -27,7 +30,7 @@ class Sender:
         tracker: opens the tracker; called in the thread.
         trial, complexity: what the run tells of itself.
         images: how many an epoch trains on.
-        summary: the trial's `summary.csv`, written before anything is sent.
+        summary: the trial's `summary.csv`, written before anything is sent; `run_id` beside it names the run.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Sender:
         self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
         self._given_up = threading.Event()
         self._complete = False
+        self._refused = False
         self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
         self._thread.start()
 
@@ -53,12 +57,12 @@ class Sender:
         write_summary(self.summary, history, self._ended)
         self._wanted.put(False)
 
-    def finish(self, best: Checkpoint | None) -> bool:
-        """Registers the best weights, and ends the run; tries for `PATIENCE` seconds and tells whether all was sent. If not,
-        the trial's next start does it."""
+    def finish(self, best: Checkpoint | None, seconds: float = PATIENCE) -> bool:
+        """Registers the best weights, and ends the run; tries for so long and tells whether all was sent. If not, the trial's
+        next start does it."""
         self._best = best
         self._wanted.put(True)
-        self.close(PATIENCE)
+        self.close(seconds)
         return self._complete
 
     def close(self, seconds: float = 10.0) -> None:
@@ -81,7 +85,8 @@ class Sender:
     def _sent(self, complete: bool) -> bool:
         try:
             if self._run is None:
-                run = self.tracker().open(self.trial)
+                run = self.tracker().open(self.trial, read_run_id(self.summary.parent))
+                write_run_id(self.summary.parent, run.run_id)
                 run.describe(self.trial, self.complexity)
                 self._run = run
             self._run.log(self._history, self._ended)
@@ -92,6 +97,12 @@ class Sender:
                 self._run.finish()
             elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
                 self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
-        except (TrackerError, CheckpointError, *UNUSABLE):
+        except (TrackerError, CheckpointError, *UNUSABLE) as error:
+            if not self._refused:  # once, for it is asked again every `PAUSE` seconds
+                _log.warning(
+                    "MLflow does not take what it is sent, it is sent again later: %s", str(error).partition("\n")[0][:400]
+                )
+            self._refused = True
             return False
+        self._refused = False
         return True

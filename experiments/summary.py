@@ -50,3 +50,16 @@ def read_ended(path: Path) -> dict[int, int]:
             }
     except (FileNotFoundError, KeyError, TypeError, ValueError):
         return {}
+
+
+def read_run_id(folder: Path) -> str | None:
+    """The name of the tracker's run in which the checkpoints of a folder began, None where it is not known."""
+    try:
+        return (folder / "run_id").read_text(encoding="ascii").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def write_run_id(folder: Path, run_id: str) -> None:
+    """Keeps it. Grids share cells: another one that goes on with these checkpoints goes on with their run."""
+    (folder / "run_id").write_text(f"{run_id}\n", encoding="ascii")

@@ -20,7 +20,7 @@ from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.sender import Sender
-from experiments.tracking import Tracker
+from experiments.tracking import PATIENCE, Tracker
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, determinism, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
@@ -233,7 +233,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
                 run.log(history)
             teller.tell_epoch(history)
         if run is not None:
-            run.finish(_best(checkpoints, history))
+            run.finish(_best(checkpoints, history), min(PATIENCE, care.patience.total_seconds() / 2))  # while the others wait
     except FloatingPointError as error:
         good = checkpoints.newest()
         raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None

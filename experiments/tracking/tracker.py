@@ -12,8 +12,6 @@ import os
 import platform
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from pathlib import Path
 import torch
 import yaml
 from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
@@ -58,22 +57,18 @@ class Tracker:
     def __init__(self, uri: str, grid: str, profile: str) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback for a full disk, which `usable` tells
         self.uri, self.grid, self.profile = uri, grid, profile
         with usable(uri):
             self.client = MlflowClient(tracking_uri=uri)
 
     def check(self) -> None:
-        """Asks once, before anything starts, whether the store can be used: the client itself would try for minutes.
+        """Asks once, before anything starts, whether the store can be used.
 
         Raises:
             TrackerError: no server answers there, or it is no store of MLflow.
         """
         with usable(self.uri):
-            if self.uri.startswith("http"):
-                try:
-                    urllib.request.urlopen(f"{self.uri.rstrip('/')}/health", timeout=10).close()
-                except urllib.error.HTTPError:
-                    pass  # something answers; what it refuses, the client will tell
             self.client.get_experiment_by_name(self.grid)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:
@@ -105,14 +100,16 @@ class Tracker:
             own = self._own()
         return own | finished | {key: result for key, result in own.items() if result.finished}
 
-    def open(self, trial: Trial) -> TrialRun:
+    def open(self, trial: Trial, run_id: str | None = None) -> TrialRun:
         """The run of a trial: continued where there is one, else made.
+
+        `run_id` is that of the run in which its checkpoints began, which may be another grid's.
 
         Raises:
             TrackerError: the tracker cannot be used now.
         """
         with usable(self.uri):
-            found = self._search(f"tags.`san.trial` = '{trial.key}'")
+            found = self._known(trial, run_id) or self._search(f"tags.`san.trial` = '{trial.key}'")
             workers = str(trial.config.placement.workers)
             if found:
                 self.client.update_run(found[0].info.run_id, status="RUNNING")
@@ -139,19 +136,20 @@ class Tracker:
             run = self.client.create_run(self._experiment_id(), tags=tags)
             return TrialRun(self.uri, self.client, run.info.run_id)
 
-    def failed(self, trial: Trial, error: str) -> None:
+    def failed(self, trial: Trial, run_id: str | None, error: str) -> None:
         """Marks the run of a trial as failed; it carries the sentence."""
-        run = self.open(trial)
+        run = self.open(trial, run_id)
         with usable(self.uri):
             run.finish(error)
 
-    def interrupted(self, trials: Iterable[Trial]) -> None:
-        """Marks the runs of trials that were stopped on the way."""
+    def interrupted(self, trials: Iterable[tuple[Trial, str | None]]) -> None:
+        """Marks the runs of trials that were stopped on the way; each comes with its `run_id` where that is known."""
         with usable(self.uri):
             own = self._own()
-            for trial in trials:
-                if trial.key in own and not own[trial.key].finished:
-                    self.client.set_terminated(own[trial.key].run_id, status="KILLED")
+            for trial, run_id in trials:
+                known = _by_key(self._known(trial, run_id)) or own
+                if trial.key in known and not known[trial.key].finished:
+                    self.client.set_terminated(known[trial.key].run_id, status="KILLED")
 
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
         """Keeps the table and the plot with the grid's parent run, and ends that."""
@@ -176,6 +174,19 @@ class Tracker:
         if self.client.get_experiment_by_name(self.grid) is None:
             return {}
         return _by_key(self._search("tags.`san.role` = 'trial'"))
+
+    def _known(self, trial: Trial, run_id: str | None) -> list[Run]:
+        """The run of that name, nothing where it is gone or none of this trial's."""
+        if run_id is None:
+            return []
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return []
+        fits = run.data.tags.get("san.trial") == trial.key and run.info.lifecycle_stage == "active"
+        return [run] if fits else []
 
     def _search(self, where: str) -> list[Run]:
         """Runs of this grid and profile."""
@@ -278,8 +289,9 @@ class NodeMonitor(SystemMetricsMonitor):
 
 
 def git_commit() -> str:
-    """Commit of the project, `unknown` outside a checkout (as in a Ray job's copy)."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Commit of the project, and `-dirty` where files differ from it; `unknown` outside a checkout (as a Ray job's copy is)."""
+    where = ["git", "-C", str(Path(__file__).parent)]
+    command = [*where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:  # no git here

@@ -50,11 +50,13 @@ def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch,
     """Trains an epoch, or the rest of it, makes the workers' statistics one, validates.
 
     Raises:
-        FloatingPointError: a loss is not finite; raised in all workers after the same step.
+        FloatingPointError: a loss is not finite, of a step or of the validation; raised in all workers together.
     """
     _train(engine, train, running, between)
     engine.average_buffers()
     val_loss, top1, top5, _ = evaluate(engine.model, val, between.ended)
+    if not math.isfinite(val_loss):
+        raise FloatingPointError(f"the validation loss after epoch {running.number} is not finite")
     images = len(train.dataset)
     return Epoch(
         epoch=running.number,
