@@ -5,7 +5,7 @@ package takes any callable and any picklable values, and it is the only one that
 """
 
 from cluster.errors import ClusterError
-from cluster.session import Node, Resources, session
+from cluster.session import Node, Resources, session, this_machine
 from cluster.sweep import Observer, Outcome, Placement, Report, concurrency, sweep
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "concurrency",
     "session",
     "sweep",
+    "this_machine",
 ]

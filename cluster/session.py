@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import ray._private.worker
+from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from cluster.errors import ClusterError
 
@@ -25,6 +26,7 @@ _SETTINGS = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is a KeyboardInterrupt, not the request for a last snapshot
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard copies of every metric
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; set, or Ray warns about it
+    "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # cells start beside each other; how many run is bounded by the sweep
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the same in a cell as in the driver
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # How often several workers are asked for reports. They wait in `report` until the one before was taken: at Ray's 2 s a cell
@@ -66,16 +68,16 @@ def session(address: str | None = None) -> Iterator[Resources]:
     `RAY_ADDRESS`, which is set inside a Ray job; failing that, a local cluster is started with the CPUs and
     GPUs that this process may use, and is shut down at the end. Inside another session, that session is used.
 
-    An autoscaling cluster counts as what it is when it is asked.
+    A cluster counts as what it is when it is asked; nodes may come and go.
     """
     if ray.is_initialized():
-        yield _resources()
+        yield resources()
         return
     _quieten()
     try:
         with _same_meaning_of_sigterm():
             _connect(address or os.environ.get("RAY_ADDRESS") or None)
-        yield _resources()
+        yield resources()
     finally:
         # Ends the local cluster; for a joined one it ends what this driver started there.
         ray.shutdown()
@@ -130,10 +132,29 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _resources() -> Resources:
+def this_machine() -> Resources:
+    """What a local cluster would have, without starting one."""
+    gpus = get_accelerator_manager_for_resource("GPU")
+    assert gpus is not None, "Ray knows GPUs"
+    visible = gpus.get_current_process_visible_accelerator_ids()
+    number = gpus.get_current_node_num_accelerators()
+    return Resources((Node(available_cpus(), number if visible is None else min(number, len(visible))),))
+
+
+def resources() -> Resources:
+    """What the cluster of this session has now."""
+    nodes = [node["Resources"] for node in _nodes()]
+    return Resources(tuple(Node(int(has.get("CPU", 0)), int(has.get("GPU", 0))) for has in nodes))
+
+
+def alive() -> frozenset[str]:
+    """Names of the nodes that the cluster of this session has now."""
+    return frozenset(node["NodeID"] for node in _nodes())
+
+
+def _nodes() -> list[dict[str, Any]]:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    return Resources(tuple(Node(int(has.get("CPU", 0)), int(has.get("GPU", 0))) for has in alive))
+    return [node for node in nodes if node["Alive"]]
 
 
 def available_cpus() -> int:

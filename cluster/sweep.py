@@ -1,7 +1,8 @@
 """A sweep: one function called for each of many values, as many at a time as the cluster holds.
 
-Ray Tune runs the cells and bounds how many run at once; inside each cell Ray Train starts the workers and
-connects them. Tune does not see what Train takes in its trials: the bound is computed here, from the nodes.
+Ray Tune runs the cells; inside each cell Ray Train starts the workers and connects them. Tune does not see what
+Train takes in its trials, nor tells a lost node from a mistake: which cell is next, and whether one is started
+again, is decided here.
 """
 
 import functools
@@ -9,9 +10,11 @@ import math
 import pickle
 import tempfile
 import textwrap
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,9 +23,11 @@ from typing import Any, Protocol, TypeVar
 import ray
 import ray.train
 import ray.tune
+import ray.tune.search
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.errors import ClusterError
-from cluster.session import Resources, session
+from cluster.session import Resources, alive, resources, session
 
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
@@ -30,6 +35,13 @@ V = TypeVar("V")
 # A driver of several workers computes nothing: it takes a sliver of a resource that only the head node has,
 # which leaves all CPUs to the workers and keeps the driver away from nodes that may be taken back.
 _DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
+
+_LOSSES = 10
+"""So many nodes may be lost under a cell. Not without bound: a cell may be what brings its nodes down."""
+_SECONDS_TO_NOTICE = 30.0
+"""Ray misses a node whose processes are gone after 15 s; workers on others see their broken connections at once."""
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""At what the cluster has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +117,11 @@ def sweep(
     The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
     a report waits for all; it takes some 5 ms, several workers up to 0.2 s after another. A cell that raises or
     dies is started again up to `retries` times, from the beginning: continuing is the function's own business.
-    One that raises any of `final` is not: it would again. A cell that fails for good does not disturb the
-    others. Ctrl-C, or an observer that raises, ends the cells and the session, and is raised on.
+    One that raises any of `final` is not: it would again. One that loses a node, or is pre-empted, is started
+    again on other nodes, up to 10 times besides; it waits where there are none. A cell that fails for good does
+    not disturb the others. Ctrl-C, or an observer that raises, ends the cells and the session, and is raised on.
+
+    Cells start in the order of `values`, as many at a time as the cluster holds just then.
 
     `storage` is a directory that all nodes can reach. The sweep's own files there are gone when it returns:
     a later sweep with the same keys starts afresh.
@@ -118,20 +133,15 @@ def sweep(
         return {}
     storage = Path(storage).resolve()
     storage.mkdir(parents=True, exist_ok=True)
-    follower = _Follower(observer)
-    with session() as resources, tempfile.TemporaryDirectory(prefix="sweep-", dir=storage) as folder:
+    with session() as found, tempfile.TemporaryDirectory(prefix="sweep-", dir=storage) as folder:
+        concurrency(placement, found)
+        queue = _Queue(values, placement)
+        follower = _Follower(observer, queue, retries)
         trainable = _trainable(function, dict(values), placement, folder, final, patience)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
-            param_space={"key": ray.tune.grid_search(list(values))},
-            tune_config=ray.tune.TuneConfig(max_concurrent_trials=concurrency(placement, resources)),
-            run_config=ray.tune.RunConfig(
-                name="tune",
-                storage_path=folder,
-                verbose=0,
-                callbacks=[follower],
-                failure_config=ray.tune.FailureConfig(max_failures=retries),
-            ),
+            tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1),
+            run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower]),
         )
         try:
             tuner.fit()
@@ -161,13 +171,17 @@ def _trainable(
         key = config["key"]
         # Train resumes a run whose name it has seen, so each attempt has a name of its own.
         name = f"{key}-{uuid.uuid4().hex[:8]}"
+        nodes = alive() if placement.workers > 1 else frozenset()
         try:
             _train(functools.partial(function, values[key]), placement, name, folder, patience)
         except Exception as error:
-            if not isinstance(_cause(error), final):
+            if isinstance(_cause(error), final):
+                # For Tune the cell is complete, or it would start it again.
+                ray.tune.report({"failure": {"error": _sentence(error), "traceback": traceback.format_exc()}})
+            elif _loses_one(nodes):
+                raise _NodeLostError("a node was lost") from error
+            else:
                 raise
-            # For Tune the cell is complete, or it would start it again.
-            ray.tune.report({"failure": {"error": _sentence(error), "traceback": traceback.format_exc()}})
 
     return cell
 
@@ -205,14 +219,65 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     TorchTrainer(worker, torch_config=backend, scaling_config=scaling, run_config=run).fit()
 
 
-class _Follower(ray.tune.Callback):
-    """Translates what Tune says about trials into what the observer hears about cells."""
+class _NodeLostError(Exception):
+    """Several workers failed while a node of the cluster was lost."""
 
-    def __init__(self, observer: Observer) -> None:
-        self.observer = observer
+
+def _loses_one(nodes: frozenset[str]) -> bool:
+    """Whether one of several nodes is gone, or goes while the others' errors are ahead of the news."""
+    limit = time.monotonic() + (_SECONDS_TO_NOTICE if len(nodes) > 1 else 0)
+    while nodes <= alive():
+        if time.monotonic() >= limit:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+class _Queue(ray.tune.search.Searcher):
+    """The cells that wait, which Tune asks for the next one."""
+
+    def __init__(self, keys: Iterable[str], placement: Placement) -> None:
+        super().__init__()
+        self.waiting, self.placement = deque(keys), placement
+        self.running: set[str] = set()
+        """Tune's names of the trials."""
+        self._room, self._looked_at = 0, -math.inf
+
+    def suggest(self, trial_id: str) -> dict[str, str] | None:
+        if not self.waiting:
+            return None if self.running else self.FINISHED  # type: ignore[return-value]
+        if len(self.running) >= self._room_now():
+            return None
+        self.running.add(trial_id)
+        return {"key": self.waiting.popleft()}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        self.running.discard(trial_id)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: a sweep is not restored."""
+
+    def _room_now(self) -> int:
+        """Nodes come and go."""
+        if time.monotonic() - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
+            try:
+                self._room = concurrency(self.placement, resources())
+            except ClusterError:
+                self._room = 1  # it waits where an autoscaler sees what is missing
+            self._looked_at = time.monotonic()
+        return self._room
+
+
+class _Follower(ray.tune.Callback):
+    """Translates what Tune says about trials, of which each attempt at a cell is one, into what the observer hears."""
+
+    def __init__(self, observer: Observer, queue: _Queue, retries: int) -> None:
+        self.observer, self.queue, self.retries = observer, queue, retries
         self.outcomes: dict[str, Outcome] = {}
         self.failures: dict[str, Outcome] = {}
         """Of cells that are not started again."""
+        self._stories: defaultdict[str, str] = defaultdict(str)
+        self._failed, self._lost = Counter[str](), Counter[str]()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
@@ -231,16 +296,34 @@ class _Follower(ray.tune.Callback):
         # The trial's files on this machine; their copies in storage, for trial.get_error(), come later.
         text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
-        self._finish(Outcome(trial.config["key"], _reason(error, text), text))
+        key = trial.config["key"]
+        self._stories[key] += text
+        count, most = (self._lost, _LOSSES) if _is_lost(error) else (self._failed, self.retries)
+        count[key] += 1
+        if count[key] > most:
+            self._finish(Outcome(key, _reason(error, text), self._stories[key]))
+        else:
+            self.queue.waiting.appendleft(key)
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcomes[outcome.key] = outcome
         self.observer.finished(outcome)
 
 
+def _is_lost(error: Exception | None) -> bool:
+    """Whether a cell failed because a node was lost or taken back, not by what it did."""
+    cause = getattr(error, "cause", None) or error
+    # Unavailable: a worker does not answer, and for a second nobody could tell that it has died on a node that lives.
+    if isinstance(cause, _NodeLostError | ActorUnavailableError):
+        return True
+    return isinstance(cause, RayActorError) and (cause.preempted or "its node has died" in str(cause))
+
+
 def _reason(error: Exception | None, text: str) -> str:
-    """One line that says why a cell failed, from what Ray wrapped around it and the text of all attempts."""
-    if "Worker exit type" in text.rpartition("Failure #")[2]:
+    """One line that says why a cell failed, from what Ray wrapped around it and its text."""
+    if _is_lost(error):
+        return f"more than {_LOSSES} nodes were lost under this cell: it may be what brings them down"
+    if "Worker exit type" in text:
         return "a worker process died without an exception: it ran out of memory, was killed or crashed"
     return _sentence(error) if error else textwrap.shorten(text.strip().splitlines()[-1], 400)
 

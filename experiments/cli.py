@@ -22,6 +22,7 @@ from experiments.data_cli import data
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
+    from experiments.estimate import Hours
     from experiments.tracking import Listed
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
@@ -157,21 +158,39 @@ def run(
 @PROFILE
 @RUNS
 @SEEDS
+@ADDRESS
 @AS_JSON
-def plan(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, as_json: bool) -> None:
-    """Show the cells of a grid and which are finished; trains nothing, but writes an embedded data set that is missing."""
-    from experiments.run import open_job
+def plan(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | None,
+    seeds: int | None,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Show what would run: the cells of a grid in order and which are finished, how many at a time, and hours as measured.
+
+    Trains nothing, but writes an embedded data set that is missing.
+    """
+    from experiments.run import open_job, plan_in_words
     from experiments.run import plan as plan_job
 
-    cells = plan_job(open_job(grid, profile, overrides, runs, seeds))
+    job = open_job(grid, profile, overrides, runs, seeds)
+    cells = plan_job(job)
     if as_json:
-        click.echo(json.dumps(cells))
+        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
         return
-    width = max(len(str(cell["row"])) for cell in cells)
-    for cell in cells:
-        click.echo(
-            f"{cell['row']:{width}s}  seed {cell['seed']}  {cell['key']}  {'finished' if cell['finished'] else 'to train'}"
-        )
+    width = max(len(cell.row) for cell in cells)
+    lines = [
+        f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {'finished' if cell.finished else 'to train'}{_hours(cell.hours)}"
+        for cell in cells
+    ]
+    click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
+
+
+def _hours(hours: Hours | None) -> str:
+    return "" if hours is None else f"  {hours.wall:.3g} h"
 
 
 @cli.command()

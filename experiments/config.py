@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,19 +43,25 @@ class ModelConfig(BaseModel):
 
     def spec(self) -> ModelSpec:
         """The record of the model. Raises ValueError where `model_mistakes` finds any."""
-        hints = typing.get_type_hints(type(model_spec(self.name)))
+        fields = _fields(self.name)
         values = self.overrides.items()
-        return model_spec(self.name, {k: TypeAdapter(hints[k]).validate_python(v) if k in hints else v for k, v in values})
+        return model_spec(self.name, {k: fields[k].validate_python(v) if k in fields else v for k, v in values})
+
+
+@functools.cache
+def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
+    """What reads each field of a variant's record. Raises ValueError where there is no such variant."""
+    return {field: TypeAdapter(hint) for field, hint in typing.get_type_hints(type(model_spec(name))).items()}
 
 
 def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     """Everything that keeps a model from being built for images of `size` pixels, as (path of the key, what is wrong)."""
     try:
-        hints = typing.get_type_hints(type(model_spec(model.name)))
+        readers = _fields(model.name)
     except ValueError as error:
         yield "model.name", str(error)
         return
-    fields = [field for field in hints if field != "name"]
+    fields = [field for field in readers if field != "name"]
     found = False
     for key, value in model.overrides.items():
         if key not in fields:
@@ -62,7 +69,7 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
             yield f"model.{key}", _unknown(key, fields)
             continue
         try:
-            TypeAdapter(hints[key]).validate_python(value)
+            readers[key].validate_python(value)
         except ValidationError as error:
             found = True
             yield f"model.{key}", _wrong(error.errors()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -65,7 +66,7 @@ PLACES = (
 """Fields of `data` that tell where images are and how they were chosen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trial:
     """One cell of a grid: a value that can be trained anywhere and is known by the hash of what it depends on."""
 
@@ -86,7 +87,7 @@ class Trial:
         """The config as plain values, with every field of the model's record, whether it was written or is a default."""
         return self.config.model_dump(mode="json") | {"model": asdict(self.config.model.spec())}
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs, number of
         workers) do not count, nor how images were chosen: the digest names them. Options at their defaults do not count either,
@@ -311,6 +312,7 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
     """The config of every row that has no mistake; a mistake made in many rows is told once."""
     found: dict[str, TrialConfig] = {}
     told: dict[tuple[str, str, str], list[str]] = {}
+    known: dict[tuple[str, int], list[tuple[str, str]]] = {}  # large grids have few models
     for row in layers.grid.rows:
         values = layers.values(row)
         mine: list[tuple[str, str]] = []
@@ -321,7 +323,10 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
             mine += mistakes(error, TrialConfig)
         if _fits_model(values.get("model")):
             size = found[row.id].data.size if row.id in found else 2**20  # what is not known is taken as large enough
-            mine += model_mistakes(ModelConfig.model_validate(values["model"]), size)
+            model = repr(values["model"]), size
+            if model not in known:
+                known[model] = list(model_mistakes(ModelConfig.model_validate(values["model"]), size))
+            mine += known[model]
         for key, what in mine:
             told.setdefault((layers.place(key, row), key, what), []).append(row.id)
     for (place, key, what), rows in told.items():

@@ -8,8 +8,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +17,7 @@ from typing import TypeVar
 import cluster
 from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
+from experiments.estimate import Hours, Speeds
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
@@ -92,7 +93,9 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     runs = (runs or default_runs_dir()).resolve()
     workspace = Workspace(runs, tracking_uri(runs))
     expanded = expand(path, profile, overrides, table_names())
-    for config in expanded.configs.values():
+    # Once for the rows that differ in nothing that a loader looks at.
+    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
+    for config in apart.values():
         loaders(config, seed=0, rank=0, world=config.placement.workers)
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data))
@@ -105,13 +108,59 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
 
 
-def plan(job: Job) -> list[dict[str, object]]:
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a plan."""
+
+    row: str
+    seed: int
+    key: str
+    finished: bool
+    hours: Hours | None
+    """None where it is finished, and where no finished run is like it."""
+
+
+def plan(job: Job) -> list[Cell]:
     """The cells in order, each with its content hash and whether it is finished. Trains and tracks nothing."""
     results = known_results(job)
-    return [
-        {"row": trial.row, "seed": trial.seed, "key": trial.key, "finished": _is_finished(results, trial)}
-        for trial in job.trials
-    ]
+    speeds = Speeds(results.values())
+    cells, met = [], set()
+    for trial in job.trials:
+        finished = _is_finished(results, trial)
+        trains = not finished and trial.key not in met  # equal cells are trained once
+        met.add(trial.key)
+        hours = speeds.hours(trial, len(open_data(trial.config.data)[0])) if trains else None
+        cells.append(Cell(trial.row, trial.seed, trial.key, finished, hours))
+    return cells
+
+
+def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
+    """How many cells there are to train, how many at a time, what each takes, and for how long."""
+    missing = {cell.key: cell for cell in reversed(cells) if not cell.finished}  # the first of equal ones has the hours
+    first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train, in this order"
+    if not missing:
+        return [first]
+    here = cluster.this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
+    with nullcontext(here()) if here else cluster.session(address) as resources:
+        try:
+            at_once = min(cluster.concurrency(job.placement, resources), len(missing))
+        except cluster.ClusterError as error:
+            return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
+    where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
+    room = f"{where} has {resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell"
+    return [first, room, *_in_hours(missing.values(), at_once)]
+
+
+def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
+    known = [cell.hours for cell in missing if cell.hours is not None]
+    if not known:
+        return ["time: not known, no finished run has the same model, size and placement"]
+    cpu, gpu, wall = (sum(getattr(hours, unit) for hours in known) for unit in ("cpu", "gpu", "wall"))
+    text = f"training, by the speed of finished runs like them: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
+    if at_once is not None:
+        text += f", {max(wall / at_once, max(hours.wall for hours in known)):.3g} hours with {at_once} at a time"
+    unknown = len(missing) - len(known)
+    return [text + (f"; {unknown} cells of models, sizes or placements not met before are not counted" if unknown else "")]
 
 
 def run(job: Job, address: str | None) -> bool:

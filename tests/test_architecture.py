@@ -69,5 +69,6 @@ torchs = {"numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspe
 found = {name.split(".")[0] for name in set(sys.modules) - before} - ours - torchs - {"cython_runtime"}
 found = {name for name in found if not name.startswith("_")}
 assert not found, found
+assert "torch._dynamo" not in sys.modules  # the compiler takes a second to import
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

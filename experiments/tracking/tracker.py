@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,6 +41,8 @@ class Result:
     metrics: Mapping[str, float]
     seconds: float = 0.0
     """From the start of the run to its end."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Values of the config by dotted path, as text."""
 
 
 class Tracker:
@@ -200,7 +202,7 @@ def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
 
 def _result(run: Run) -> Result:
     seconds = ((run.info.end_time or run.info.start_time) - run.info.start_time) / 1000
-    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics), seconds)
+    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics), seconds, dict(run.data.params))
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,9 +221,9 @@ class Checkpoints:
 
 
 @contextmanager
-def only_writer(folder: Path, seconds: float = 60.0) -> Iterator[None]:
+def only_writer(folder: Path, seconds: float = 180.0) -> Iterator[None]:
     """Inside, no other process writes the checkpoints in `folder`; waits so long for one that has lost its `san run` and is
-    about to end. The lock is gone with the process, however it ends.
+    about to end. The lock is gone with the process, however it ends; on NFS, that of a node that was lost after 90 s.
 
     Raises:
         UserError: the other is still there, or the folder cannot be made.

@@ -116,7 +116,7 @@ def fuses(operator: str, x: Tensor) -> bool:
     return _fusion_chosen(operator, x.device.type)
 
 
-@torch.compiler.assume_constant_result
+@library.constant
 def _fusion_chosen(operator: str, device: str) -> bool:
     return _backend.get() == "auto" and device != "meta" and _kernels_chosen(device) and library.has(operator, device)
 
@@ -149,7 +149,7 @@ def _kernels_run(x: Tensor) -> bool:
     return _kernels_chosen(x.device.type)
 
 
-@torch.compiler.assume_constant_result
+@library.constant
 def _kernels_chosen(device: str) -> bool:
     """A compiled graph keeps the back end that was chosen when it was traced; an exported one runs where `san` is not."""
     if torch.compiler.is_exporting() or _backend.get() == "reference":

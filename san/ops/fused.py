@@ -98,12 +98,12 @@ def norm_relu_(x_NCHW: Tensor, norm: Normalization, eps: float) -> Tensor:
     return x_NCHW
 
 
-@torch.compiler.assume_constant_result
+@library.constant
 def _load() -> bool:
     return library.load()
 
 
-@torch.compiler.assume_constant_result
+@library.constant
 def _may_use_tf32() -> bool:
     """torch's setting for float32 products on GPUs, of which a compiled model keeps guard."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from torch.utils.flop_counter import register_flop_formula
 from cuda_ext.build import SOURCE_DIR
 from cuda_ext.build import load as load_kernels
 from san.ops.footprint import check_footprint
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant(function: F) -> F:
+    """What `torch.compiler.assume_constant_result` does, without importing the compiler, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @functools.cache

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlflow.entities import Metric, Param
 
 import cluster
+from experiments import grid as grid_files
 from experiments import run as grids
+from experiments.config import ModelConfig, flat, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import Trial
-from experiments.run import Job, known_results, open_job, plan, run, study, table_of
+from experiments.run import Job, known_results, open_job, plan, plan_in_words, run, study, table_of
 from experiments.tracking import Tracker
 from tests.experiments.test_training import EPOCH
 
@@ -99,11 +102,55 @@ def test_a_cell_of_another_grid_is_not_trained_again(
 ) -> None:
     assert run(open_text(EQUAL_ROWS), None)
     job = open_text("{question: q, product: {model.name: [san10_pairwise], model.footprint: [5, 3]}}", "second")
-    assert [cell["finished"] for cell in plan(job)] == [True, False]
+    assert [cell.finished for cell in plan(job)] == [True, False]
     assert run(job, None)
     assert trained == ["first/plain", "first/other", "second/namesan10_pairwise-footprint3"]
     assert "grid second, profile digits: 2 cells, 1 finished before (taken from MLflow), 1 to train" in capsys.readouterr().err
     assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 3.0]
+
+
+def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_text: Callable[..., Job]) -> None:
+    first = open_text("{question: q, rows: [{id: cell, model: {name: san10_pairwise}}]}")
+    (trial,) = first.trials
+    first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
+    finished = first.tracker.open(trial)
+    params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
+    finished.client.log_batch(finished.run_id, [Metric("summary/images_per_second", 100.0, 0, 0)], params)
+    finished.finish()
+
+    rows = [
+        "{id: cell}",
+        "{id: longer, recipe: {epochs: 36, lr: 0.1}}",
+        "{id: equal, recipe: {epochs: 36, lr: 0.1}}",
+        "{id: other, model: {footprint: 5}}",
+    ]
+    job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}", "second")
+    cells = plan(job)
+    assert [cell.finished for cell in cells] == [True, False, False, False]
+    done, longer, equal, other = (cell.hours for cell in cells)
+    assert longer is not None
+    assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
+    assert (longer.cpu, longer.gpu) == (longer.wall, 0)
+    assert done is equal is other is None
+
+    said = plan_in_words(job, cells, None)
+    assert said[0] == "grid second, profile digits: 4 cells, 2 to train, in this order"
+    assert said[1].endswith("cells at a time, 1 worker with 1 CPU per cell")
+    assert said[2].startswith("training, by the speed of finished runs like them: 0.144 CPU-hours and 0 GPU-hours, 0.144 hours")
+    assert said[2].endswith("; 1 cells of models, sizes or placements not met before are not counted")
+
+
+def test_a_plan_of_many_cells_builds_each_model_once(open_text: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+
+    def looking(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
+        looked.append(model)
+        return model_mistakes(model, size)
+
+    monkeypatch.setattr(grid_files, "model_mistakes", looking)
+    axes = f"model.footprint: [3, 5], recipe.lr: {[0.01 * (i + 1) for i in range(50)]}"
+    job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, product: {{{axes}}}}}")
+    assert (len(job.trials), len(looked)) == (100, 2)
 
 
 def test_a_cell_that_another_process_trains_is_left_to_it(

@@ -200,12 +200,12 @@ def test_the_environment_names_the_store(tmp_path: Path, monkeypatch: pytest.Mon
     elsewhere = tmp_path / "elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{elsewhere}")
     job = open_job(SMALL_GRID, "digits", (), tmp_path / "runs")
-    assert [cell["finished"] for cell in plan(job)] == [False] * 3
+    assert [cell.finished for cell in plan(job)] == [False] * 3
     assert not elsewhere.exists()
     shutil.copy(empty_database, elsewhere)
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     job.tracker.open(job.trials[1]).finish()
-    assert [cell["finished"] for cell in plan(job)] == [False, True, False]
+    assert [cell.finished for cell in plan(job)] == [False, True, False]
     assert not (tmp_path / "runs" / "mlflow.db").exists()
 
 

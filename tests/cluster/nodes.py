@@ -1,0 +1,186 @@
+"""A cluster of several nodes on one machine, which can be killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from ray._private.node import Node
+from ray.cluster_utils import Cluster
+
+from cluster import Placement, Report, session, sweep
+from tests.cluster.cells import Shouting
+
+# A lost node is missed within 2 s instead of 15.
+IMPATIENT = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+
+
+class Network:
+    """Namespaces of the kernel's network, wired to a bridge: what is in one has an address of its own."""
+
+    BRIDGE = "santest"
+    HOST = "10.213.77.254"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        _ip("link", "add", "name", self.BRIDGE, "type", "bridge")
+        _ip("addr", "add", f"{self.HOST}/24", "dev", self.BRIDGE)
+        _ip("link", "set", self.BRIDGE, "up")
+
+    def add(self) -> tuple[str, str]:
+        """Name and address of a new one."""
+        name, address = f"{self.BRIDGE}{len(self.names)}", f"10.213.77.{len(self.names) + 1}"
+        _ip("netns", "add", name)
+        self.names.append(name)
+        _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("link", "set", name, "master", self.BRIDGE, "up")
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", name, "link", "set", device, "up")
+        return name, address
+
+    @staticmethod
+    @contextmanager
+    def inside(name: str) -> Iterator[None]:
+        """This thread, and the processes that it starts."""
+        with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{name}") as there:
+            _enter(there)
+            try:
+                yield
+            finally:
+                _enter(home)
+
+    def close(self) -> None:
+        for name in self.names:
+            _ip("netns", "del", name)
+        _ip("link", "del", self.BRIDGE)
+
+
+def _enter(namespace: TextIO) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Nodes:
+    """A head and the nodes beside it; drivers join at `address`. With a network, each node has an address of its own."""
+
+    def __init__(self, head_cpus: int, network: Network | None) -> None:
+        self.network = network
+        head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": IMPATIENT}
+        if network is not None:
+            head["node_ip_address"] = network.HOST
+        with _interface(network and network.BRIDGE):
+            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address: str = self.cluster.address
+
+    def add(self, cpus: int = 1) -> Node:
+        if self.network is None:
+            return self.cluster.add_node(num_cpus=cpus)
+        name, address = self.network.add()
+        with self.network.inside(name), _interface("eth0"):
+            return self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
+
+    def of(self, pid: int) -> Node | None:
+        """The node, besides the head, of a worker process."""
+        return next((node for node in self.cluster.worker_nodes if _raylet(node) == _parent(pid)), None)
+
+    def kill(self, node: Node) -> None:
+        """At once, and all of its workers: what a power failure leaves of a node."""
+        raylet = _raylet(node)
+        workers = [pid for pid in _processes() if _parent(pid) == raylet]
+        for pid in (raylet, *workers):
+            os.kill(pid, signal.SIGKILL)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+def _raylet(node: Node) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def _processes() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return None
+
+
+@contextmanager
+def _interface(name: str | None) -> Iterator[None]:
+    """What the machine's name means is nothing inside a namespace: gloo is told where the others are."""
+    if name is None:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@contextmanager
+def nodes(head_cpus: int, network: Network | None = None) -> Iterator[Nodes]:
+    several = Nodes(head_cpus, network)
+    try:
+        yield several
+    finally:
+        several.cluster.shutdown()
+
+
+@contextmanager
+def separate_addresses() -> Iterator[Network]:
+    """Skips the test where that takes what this user or kernel has not."""
+    try:
+        network = Network()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', None) or error}")
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def outliving(folder: str, report: Report) -> None:
+    """Its third attempt comes to an end."""
+    attempts = Path(folder) / "attempts"
+    with open(attempts, "a") as file:
+        file.write("x")
+    report({"pid": os.getpid()})
+    time.sleep(0 if attempts.stat().st_size == 3 else 60)
+
+
+def main(folder: str, address: str) -> None:
+    """A driver whose cell may not fail even once; it may lose nodes."""
+    memory = Shouting()
+    with session(address):
+        outcomes = sweep(outliving, {"cell": folder}, Placement(), storage=f"{folder}/sweep", observer=memory, retries=0)
+    print(f"{len(memory.starts)} starts, error {outcomes['cell'].error}")
+
+
+if __name__ == "__main__":
+    # The cell must be able to import its function: not from __main__.
+    from tests.cluster import nodes as here
+
+    here.main(*sys.argv[1:])

@@ -1,0 +1,26 @@
+"""Nodes that are lost under a cell, and others that come: a driver of its own, because the tests share a session."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import nodes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
+def test_a_cell_outlives_two_nodes_and_waits_for_a_third(tmp_path: Path) -> None:
+    with nodes(head_cpus=0) as several:
+        node = several.add()
+        command = [sys.executable, "-m", "tests.cluster.nodes", str(tmp_path), several.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            for _ in range(2):
+                assert driver.stdout.readline().startswith("pid")
+                several.kill(node)
+                node = several.add()
+            said = driver.stdout.read()
+    assert driver.returncode == 0
+    assert said.splitlines()[-1] == "3 starts, error None"
