@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import ray
 import requests
-from ray.dashboard.modules import dashboard_sdk
-from ray.dashboard.modules.job import sdk
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient, JobType
 
@@ -32,8 +30,9 @@ PATIENCE = 600.0
 SILENCE = 120.0
 """Seconds without a word after which a log is asked for again: a connection that is cut somewhere on the way says nothing."""
 
-for module in (sdk, dashboard_sdk):
-    module.logger.setLevel(logging.WARNING)  # they tell of every upload and every connection
+# They tell of every package and every connection.
+for talker in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
+    logging.getLogger(f"ray.{talker}").setLevel(logging.WARNING)
 
 
 class UnreachableError(ClusterError):
