@@ -15,7 +15,7 @@ import grpc
 import ray
 import ray._private.worker
 from ray._private.grpc_utils import init_grpc_channel
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
@@ -154,9 +154,9 @@ def _knock(address: str) -> None:
         return
     reach(host, int(port))
     with init_grpc_channel(address) as channel:
-        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            head.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=10)
+            head.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=10)  # type: ignore[attr-defined]
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise AuthenticationError(error.details()) from None

@@ -108,7 +108,7 @@ class JobServer:
             self._client.submit_job(
                 entrypoint=shlex.join(command),
                 submission_id=job,
-                runtime_env={"working_dir": str(folder), "env_vars": settings | environment},
+                runtime_env={"working_dir": str(folder), "env_vars": settings | dict(environment)},
             )
 
     def jobs(self) -> list[Job]:
