@@ -285,7 +285,7 @@ def _deepspeed_config(recipe: RecipeConfig, config: EngineConfig, micro_batch: i
         "gradient_accumulation_steps": recipe.accumulate,
         "gradient_clipping": 0.0,  # DeepSpeed >= 0.19.3 clips at 1.0 when this is absent; the paper does not clip
         # DeepSpeed would take 2 GB for what it reduces at once, whatever the model's size.
-        "zero_optimization": {"stage": config.zero, "reduce_bucket_size": weights, "allgather_bucket_size": weights},
+        "zero_optimization": {"stage": config.zero, "reduce_bucket_size": weights},
         "zero_allow_untested_optimizer": True,  # torch's SGD is none of those that DeepSpeed lists
         "torch_autocast": {
             "enabled": recipe.precision == "bfloat16",

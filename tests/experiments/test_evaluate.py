@@ -113,7 +113,7 @@ def test_every_split(split: str, images: int, own: bool, trained: Trained) -> No
 
 def test_a_folder_of_other_images_needs_no_other(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "test").symlink_to(DIGITS / "val")
-    found = evaluated(trained.folder, f"data.root={tmp_path}", split="test")
+    found = evaluated(trained.folder, "data.source=folder", f"data.root={tmp_path}", split="test")
     assert measured(found) == measured(evaluated(trained.folder, split="val"))
 
 
@@ -130,7 +130,7 @@ def test_other_images_than_the_trials_are_told(
 ) -> None:
     (tmp_path / "train").symlink_to(DIGITS / "val")
     (tmp_path / "val").symlink_to(DIGITS / "val")
-    monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), f"data.root={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
     assert capsys.readouterr().err == f"note: the images of train in {tmp_path} are not those of the trial\n"
 
@@ -234,7 +234,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
-        "model: san10_pairwise",
+        "model: stage 1 of san10_pairwise at input size 2: ",
     ),
     "no images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], "There is no data folder "),
     "no such split": (lambda trained, tmp: [str(trained.folder), "--split", "test"], "has no folder test/"),

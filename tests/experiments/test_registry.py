@@ -35,12 +35,17 @@ def best_of(job: Job, trial: int) -> Checkpoint:
     return best
 
 
+@pytest.mark.parametrize("recipe", [(), ("recipe.ema=0.5",)], ids=["trained", "averaged"])
 def test_the_best_weights_are_a_registered_model(
-    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    recipe: tuple[str, ...],
+    open_small_job: Callable[..., Job],
+    process_group: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    job = open_small_job(*SHORT)
+    job = open_small_job(*SHORT, *recipe)
     trial = job.trials[2]
-    run_trial(job.workspace, trial, silent)
+    validated = run_trial(job.workspace, trial, silent).eval()
     (version,) = versions(job)
     best = best_of(job, 2)
     assert (version.name, version.version) == ("small-digits-patchwise_3", 1)
@@ -69,7 +74,8 @@ def test_the_best_weights_are_a_registered_model(
     images = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
     weights = next(tmp_path.rglob("weights.pt"))
     with torch.no_grad():
-        expected = best.model()(images)
+        expected = validated(images)
+        assert torch.equal(best.model()(images), expected)
         assert torch.equal(san.load_checkpoint(weights)(images), expected)
     logits = model.predict(images.numpy())
     assert logits.dtype == np.float32
