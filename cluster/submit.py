@@ -7,7 +7,7 @@ import shlex
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,31 +135,34 @@ class JobServer:
     def follow(self, job: str, say: Callable[[str], None]) -> Job:
         """Says the log from its beginning until the job is over; a connection that breaks is made again where it broke."""
         self.job(job)
-        said = 0
+        said, answered, was_over = 0, time.monotonic(), False
 
         async def tail() -> None:
-            nonlocal said
+            nonlocal said, answered
             place = 0
             pieces = self._client.tail_job_logs(job)
             while (piece := await asyncio.wait_for(anext(pieces, None), SILENCE)) is not None:
                 place += len(piece)
+                answered = time.monotonic()
                 if place > said:
                     say(piece[said - place :])
                     said = place
 
-        limit = time.monotonic() + PATIENCE
         while True:
+            whole = False
+            with suppress(aiohttp.ClientError, OSError, RuntimeError):  # TimeoutError is an OSError
+                asyncio.run(tail())
+                whole = True
             try:
-                asyncio.run(tail())  # its end is the job's, or the server's
                 state = self.job(job)
-                if state.over:
+            except UnreachableError:
+                if time.monotonic() - answered > PATIENCE:
+                    raise
+            else:
+                answered = time.monotonic()
+                if state.over and (whole or was_over):  # where its node is gone, nobody has the rest
                     return state
-                limit = time.monotonic() + PATIENCE
-            except (UnreachableError, aiohttp.ClientError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
-                if time.monotonic() > limit:
-                    raise UnreachableError(
-                        f"{self.address} has not answered for {PATIENCE / 60:.0f} minutes: {error}"
-                    ) from None
+                was_over = state.over
             time.sleep(0.5)
 
     def stop(self, job: str) -> Job:
