@@ -37,9 +37,13 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
     """Finds the mistakes that can be found here, before anything is sent; the images are on the cluster.
 
     Raises:
-        UserError: all mistakes in the grid, the profile and the overrides; a folder of runs that would be thrown away.
+        UserError: all mistakes in the grid, the profile and the overrides; folders that would be the job's own, which is thrown
+            away and has no images.
     """
-    expand(grid, profile, overrides, table_names())
+    for config in expand(grid, profile, overrides, table_names()).configs.values():
+        data = config.data
+        if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
+            raise UserError(f"data.root={data.root}: a folder of the cluster's, so it must be absolute")
     if runs is not None and not PurePosixPath(runs).is_absolute():
         raise UserError(
             f"--runs {runs}: a folder of the cluster's, so it must be absolute: the job's own folder is thrown away"

@@ -439,6 +439,9 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.check(grid, "digits", ["recipe.epoch=1"], None)
     with pytest.raises(UserError, match="--runs runs: a folder of the cluster's, so it must be absolute"):
         submit.check(grid, "digits", [], "runs")
+    with pytest.raises(UserError, match=r"data\.root=data/imagenet: a folder of the cluster's, so it must be absolute"):
+        submit.check(grid, "imagenet", [], None)
+    submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
     monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises(UserError, match="--env NOT_SET: not set here; export it first, or leave it out"):
         submit.environment(["NOT_SET"])
