@@ -265,7 +265,10 @@ def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) 
         click.echo("".join(f"{line}\n" for line in lines), nl=False)
         if not follow or all(run.state != "running" for run in listed):
             return
-        time.sleep(5)
+        try:
+            time.sleep(5)
+        except KeyboardInterrupt:  # how one leaves it
+            return
         if not in_place:
             click.echo()
 

@@ -123,7 +123,8 @@ class RecipeConfig(Strict):
     its default, so an option that is added changes no key; a default must never change.
     """
 
-    epochs: Count
+    epochs: Annotated[int, Field(ge=1, le=9999)]
+    """At most what four digits hold, by which checkpoints are sorted."""
     batch: Count
     """Images per step over all workers."""
     lr: Positive
@@ -192,7 +193,7 @@ class ReliabilityConfig(Strict):
     """How many of the last checkpoints are kept, besides the best."""
     look_steps: Count = 20
     """After so many steps it is looked whether losses are finite and whether a checkpoint is due."""
-    hang_minutes: Positive = 30.0
+    hang_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
     """A worker that ends no step for so long is ended, and so long it waits for the others."""
 
     @property

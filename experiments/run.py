@@ -205,8 +205,9 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
                     _patiently(functools.partial(job.tracker.failed, missing[key], outcome.error))
-    _say(f"trained {len(claimed)} cells in {time.monotonic() - start:.0f} s")
-    return [key for key, outcome in outcomes.items() if outcome.error is None]
+    trained = [key for key, outcome in outcomes.items() if outcome.error is None]
+    _say(f"trained {len(trained)} cells in {time.monotonic() - start:.0f} s")
+    return trained
 
 
 def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -14,6 +15,8 @@ from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.metrics import Epoch
 from san import CheckpointError, Complexity
+
+_log = logging.getLogger(__name__)
 
 
 class Sender:
@@ -42,6 +45,7 @@ class Sender:
         self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
         self._given_up = threading.Event()
         self._complete = False
+        self._refused = False
         self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
         self._thread.start()
 
@@ -92,6 +96,12 @@ class Sender:
                 self._run.finish()
             elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
                 self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
-        except (TrackerError, CheckpointError, *UNUSABLE):
+        except (TrackerError, CheckpointError, *UNUSABLE) as error:
+            if not self._refused:  # once, for it is asked again every `PAUSE` seconds
+                _log.warning(
+                    "MLflow does not take what it is sent, it is sent again later: %s", str(error).partition("\n")[0][:400]
+                )
+            self._refused = True
             return False
+        self._refused = False
         return True

@@ -37,7 +37,6 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
         TrackerError: the tracker cannot be used, or has no such grid.
     """
     tracker = Tracker(uri, grid or "", "")
-    tracker.check()
     with usable(uri):
         experiments = pages(tracker.client.search_experiments)
         if grid is not None:

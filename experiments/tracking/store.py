@@ -23,19 +23,18 @@ def require_no_secret(uri: str) -> None:
     """An address is printed, kept with runs and handed to other processes, so it must hold no password.
 
     Raises:
-        UserError: it does; the text shows the address without it.
+        UserError: it does; the text shows no more of the address than its kind, for a password may hold an @ or a ? too.
     """
     scheme, _, rest = uri.partition("://")
     if scheme in ("sqlite", "file"):
         return
     server = scheme in ("http", "https")
-    if not re.search("@" if server else "^[^@]*:[^@]*@|password=", rest):
+    if not re.search("@" if server else "^[^@]*:[^@]*@|passw(or)?d=", rest):
         return
-    hidden = f"{scheme}://...@{re.split('[@?]', rest)[1 if '@' in rest else 0]}"
     way = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     raise UserError(
-        f"MLFLOW_TRACKING_URI={hidden}: an address must not hold a user's password, for it is printed and kept; leave it out "
-        f"and give {way if server else 'it as the database wants it, such as PGPASSWORD or ~/.pgpass'}"
+        f"MLFLOW_TRACKING_URI={scheme}://...: an address must not hold a user's password, for it is printed and kept; leave it "
+        f"out and give {way if server else 'it as the database wants it, such as PGPASSWORD or ~/.pgpass'}"
     )
 
 

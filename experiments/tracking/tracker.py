@@ -12,8 +12,6 @@ import os
 import platform
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,17 +59,12 @@ class Tracker:
             self.client = MlflowClient(tracking_uri=uri)
 
     def check(self) -> None:
-        """Asks once, before anything starts, whether the store can be used: the client itself would try for minutes.
+        """Asks once, before anything starts, whether the store can be used.
 
         Raises:
             TrackerError: no server answers there, or it is no store of MLflow.
         """
         with usable(self.uri):
-            if self.uri.startswith("http"):
-                try:
-                    urllib.request.urlopen(f"{self.uri.rstrip('/')}/health", timeout=10).close()
-                except urllib.error.HTTPError:
-                    pass  # something answers; what it refuses, the client will tell
             self.client.get_experiment_by_name(self.grid)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:

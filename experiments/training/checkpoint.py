@@ -177,14 +177,24 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def load(self) -> Checkpoint | None:
-        """The last checkpoint that can be read, None where there is none; those that cannot are set aside, and the log tells.
+        """The last checkpoint that can be read, None where there is none; damaged ones are set aside, and the log tells.
 
         Raises:
-            UserError: it is another trial's.
+            UserError: it is another trial's, or of another version, or the disk does not give it; the file stays as it is.
         """
         for path in sorted(self.folder.glob("epoch-*.pt"), reverse=True):
             try:
                 checkpoint = Checkpoint.read(path)
+            except OSError as error:
+                raise UserError(
+                    f"{path}: cannot be read ({error.strerror}); see to the disk, then the same command continues from there, "
+                    "or move the file away to continue from the one before"
+                ) from None
+            except (KeyError, TypeError):
+                raise UserError(
+                    f"{path}: is whole, but not what this version of the project writes; continue with the version that wrote "
+                    "it, or move the cell's checkpoints away to train it anew"
+                ) from None
             except DAMAGE as error:
                 self._set_aside(path, error)
                 continue

@@ -232,6 +232,10 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [str(trained.folder), "data.rot=x"],
         "data.rot: unknown key; did you mean 'root'?",
     ),
+    "a field that is none": (
+        lambda trained, tmp: [written(tmp / "a.pt", {"fc.bias": torch.zeros(10)}), "model.path=x"],
+        "model.path: not a field of a model",
+    ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
         "model: stage 1 of san10_pairwise at input size 2: ",

@@ -313,6 +313,11 @@ def test_options_that_are_off_do_not_count_in_a_key() -> None:
         (["recipe.warmup_epochs=18"], "recipe.warmup_epochs: must be less than recipe.epochs=18, not 18"),
         (["recipe.warmup_epochs=-1"], "recipe.warmup_epochs: input should be greater than or equal to 0, not -1"),
         (["recipe.mixup=-0.1"], "recipe.mixup: input should be greater than or equal to 0, not -0.1"),
+        (["recipe.epochs=10000"], "recipe.epochs: input should be less than or equal to 9999, not 10000"),
+        (
+            ["reliability.hang_minutes=1e20"],
+            "reliability.hang_minutes: input should be less than or equal to 100000, not '1e20'",
+        ),
         (["recipe.ema=1"], "recipe.ema: input should be less than 1, not 1"),
         (["recipe.accumulate=0"], "recipe.accumulate: input should be greater than or equal to 1, not 0"),
         (["recipe.precision=float16"], "recipe.precision: input should be 'float32' or 'bfloat16', not 'float16'"),

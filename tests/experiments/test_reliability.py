@@ -78,6 +78,27 @@ def test_a_checkpoint_of_another_trial_is_refused(tmp_path: Path) -> None:
         checkpoints.load()
 
 
+def of_another_version(path: Path) -> None:
+    torch.save({"key": "abc", "history": [{"epoch": 0, "renamed": 1.0}], "running": {}}, path)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (Path.mkdir, r"cannot be read \(Is a directory\); see to the disk"),
+        (of_another_version, "is whole, but not what this ver"),
+    ],
+)
+def test_a_checkpoint_that_is_not_damaged_is_not_set_aside(what: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
+    checkpoints = kept(tmp_path)
+    checkpoints.save(of_step(1))
+    path = checkpoints.folder / of_step(2).name
+    what(path)
+    with pytest.raises(UserError, match=rf"epoch-0002-step-0000000.pt: {reason}"):
+        checkpoints.load()
+    assert path.exists()
+
+
 def flip_a_bit(content: bytes) -> bytes:
     at = content.index(b"\x00\x00\x80\x3f" * 100) + 40  # in the weights: 1.0
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]

@@ -161,6 +161,18 @@ def test_what_the_tracker_lacks_after_training_is_told(
         run(job, None)
 
 
+def test_cells_that_failed_are_not_counted_as_trained(
+    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, cluster.Outcome]:
+        first, *others = trials
+        return {first: cluster.Outcome(first, "it broke"), **{key: cluster.Outcome(key) for key in others}}
+
+    monkeypatch.setattr(cluster, "sweep", sweep)
+    assert not run(open_text(EQUAL_ROWS), None)
+    assert "trained 1 cells" in capsys.readouterr().err
+
+
 def test_a_question_without_a_table_has_no_numbers_of_the_paper(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

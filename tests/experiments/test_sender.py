@@ -15,6 +15,7 @@ from experiments import sender
 from experiments.errors import UserError
 from experiments.run import Job, open_job
 from experiments.summary import read_ended, write_summary
+from experiments.tracking import list_runs
 from experiments.trial import run_trial
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.servers import Server
@@ -80,6 +81,8 @@ def test_a_server_that_goes_away_costs_no_epoch(
     server.launch()
     server.wait()
     assert [status for status, _ in steps(job)] == ["RUNNING"]
+    assert [(run.state, run.epoch) for run in list_runs(server.uri, None)] == [("running", steps(job)[0][1][-1] + 1)]
+    assert job.workspace.log(trial).read_text().count("MLflow does not take what it is sent, it is sent again later: ") == 2
     again: list[Mapping[str, float]] = []
     run_trial(job.workspace, trial, again.append)
     assert again == []  # nothing was trained

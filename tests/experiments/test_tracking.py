@@ -124,6 +124,21 @@ def test_runs_are_followed(
         assert all(len(line) > 60 for line in (first + "\n" + second).splitlines())
 
 
+def test_following_ends_with_ctrl_c(
+    open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_small_job()
+    job.tracker.open(job.trials[0])
+    monkeypatch.setattr(sys, "argv", ["san", "runs", "--follow", "--runs", str(job.workspace.runs)])
+
+    def leave(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", leave)
+    main()
+    assert "interrupted" not in capsys.readouterr().err
+
+
 def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     other = Tracker(job.workspace.tracking_uri, "other", "digits")
@@ -203,7 +218,7 @@ def test_interrupted_trials_are_marked(open_small_job: Callable[..., Job]) -> No
     assert status == ["FINISHED", "KILLED"]
 
 
-@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "foo://bar", "file:///nowhere/mlruns"])
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "http://127.0.0.1:port", "foo://bar", "file:///nowhere/mlruns"])
 def test_rejects_a_store_that_cannot_be_used(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     job = open_job(SMALL_GRID, "digits", (), tmp_path / "runs")
@@ -221,11 +236,13 @@ def test_rejects_a_broken_database(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "shown", "way"),
     [
-        ("http://user:s3cret@server:5000", "http://...@server:5000", "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"),
-        ("https://s3cret@server", "https://...@server", "or MLFLOW_TRACKING_TOKEN"),
-        ("http://user:with/s3cret@server", "http://...@server", "or MLFLOW_TRACKING_TOKEN"),
-        ("postgresql://user:s3cret@server/runs", "postgresql://...@server/runs", "such as PGPASSWORD or ~/.pgpass"),
-        ("postgresql://server/runs?user=me&password=s3cret", "postgresql://...@server/runs", "such as PGPASSWORD or ~/.pgpass"),
+        ("http://user:s3cret@server:5000", "http://...", "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"),
+        ("https://s3cret@server", "https://...", "or MLFLOW_TRACKING_TOKEN"),
+        ("http://user:with/s3cret@server", "http://...", "or MLFLOW_TRACKING_TOKEN"),
+        ("postgresql://user:s3cret@server/runs", "postgresql://...", "such as PGPASSWORD or ~/.pgpass"),
+        ("postgresql://user:with@s3cret@server/runs", "postgresql://...", "such as PGPASSWORD or ~/.pgpass"),
+        ("mysql://server/runs?user=me&passwd=s3cret", "mysql://...", "such as PGPASSWORD or ~/.pgpass"),
+        ("postgresql://server/runs?user=me&password=s3cret", "postgresql://...", "such as PGPASSWORD or ~/.pgpass"),
     ],
 )
 def test_a_password_in_the_address_is_refused(

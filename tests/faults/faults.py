@@ -398,10 +398,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where rows are kept  [default: a new one, gone at the end]")
     parser.add_argument("--page", type=Path, default=PROJECT_DIR / "docs" / "reliability.md")
     options = parser.parse_args()
-    if os.getuid():
-        os.execvp(
-            "unshare", ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-m", __spec__.name, *sys.argv[1:]]
-        )
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    if os.getuid() and shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+        os.execvp("unshare", [*unshare, sys.executable, "-m", __spec__.name, *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as scratch:
         folder: Path = (options.folder or Path(scratch)).resolve()
         rows, failed = [], []
