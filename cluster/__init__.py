@@ -1,4 +1,4 @@
-"""Where things run: Ray sessions, and sweeps of a function over many values.
+"""Where things run: Ray sessions, sweeps of a function over many values, and jobs on a cluster elsewhere.
 
 Here belongs what knows about processes, CPUs, GPUs and nodes. What is computed in them never does: this
 package takes any callable and any picklable values, and it is the only one that imports Ray.
@@ -6,10 +6,13 @@ package takes any callable and any picklable values, and it is the only one that
 
 from cluster.errors import ClusterError
 from cluster.session import Node, Resources, session, this_machine
+from cluster.submit import Job, JobServer
 from cluster.sweep import Observer, Outcome, Placement, Report, concurrency, sweep
 
 __all__ = [
     "ClusterError",
+    "Job",
+    "JobServer",
     "Node",
     "Observer",
     "Outcome",

@@ -18,25 +18,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from experiments import jobs_cli
 from experiments.data_cli import data
 from experiments.errors import UserError
+from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS, SEEDS, age
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
     from experiments.tracking import Listed
-
-GRID = click.argument("grid", type=click.Path(path_type=Path))
-PROFILE = click.option(
-    "--profile",
-    default="digits",
-    show_default=True,
-    help="digits (laptop), study (harder digits) or imagenet (the paper's setting)",
-)
-RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
-OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="seeds 0 to N-1 instead of the grid's")
-ADDRESS = click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,6 +34,8 @@ def cli() -> None:
 
 
 cli.add_command(data)
+for command in (jobs_cli.submit, jobs_cli.status, jobs_cli.logs, jobs_cli.stop):
+    cli.add_command(command)
 
 
 @cli.command()
@@ -304,14 +295,7 @@ def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) 
 def _listed(run: Listed) -> str:
     epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
     top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
-    return f"{run.state:8s}  {epoch:>9s}  {top1:>7s}  {_age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return f"{run.state:8s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
 
 
 @cli.command()

@@ -23,7 +23,7 @@ DOORS = {
     "ray": "cluster/",
     "deepspeed": "experiments/training/engine.py",
     "mlflow": "experiments/tracking/",
-    "click": ("experiments/cli.py", "experiments/data_cli.py"),
+    "click": ("experiments/cli.py", "experiments/data_cli.py", "experiments/jobs_cli.py", "experiments/options.py"),
     "sklearn": "pipelines/digits.py",
     "matplotlib": "experiments/report/figures.py",
     "scipy": "experiments/report/interval.py",

@@ -108,7 +108,7 @@ def require_known(command: list[str]) -> None:
         group, arguments = group.commands[arguments[0]], arguments[1:]
     filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # as Compose does
     context = group.make_context(command[0], filled)
-    if group is cli.commands["run"]:
+    if group in (cli.commands["run"], cli.commands["submit"]):
         assert (ROOT / context.params["grid"]).is_file(), context.params["grid"]
         assert (ROOT / f"experiments/profiles/{context.params['profile']}.yaml").is_file()
         for override in context.params["overrides"]:

@@ -1,0 +1,28 @@
+"""What several commands of `san` share: arguments, options, and how an age is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+GRID = click.argument("grid", type=click.Path(path_type=Path))
+PROFILE = click.option(
+    "--profile",
+    default="digits",
+    show_default=True,
+    help="digits (laptop), study (harder digits) or imagenet (the paper's setting)",
+)
+RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="seeds 0 to N-1 instead of the grid's")
+ADDRESS = click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
+
+
+def age(seconds: float) -> str:
+    """Such as `3 h`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,470 @@
+"""`san submit`, `status`, `logs` and `stop`, against a real head with a token; and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from ray.job_submission import JobSubmissionClient
+
+from cluster import ClusterError, JobServer
+from cluster.submit import UnreachableError
+from cuda_ext import build
+from experiments import submit
+from experiments.config import PROJECT_DIR
+from experiments.errors import UserError
+from tests.cluster.test_join import JOIN
+from tests.cluster.test_signals import MARK, marked
+from tests.experiments.servers import free_port
+
+GRID = """\
+question: Does it run?
+rows:
+  - {id: only, model: {name: san10_pairwise, footprint: 3}, recipe: {batch: 128}}
+"""
+ODD_NAME = 'it\'s; $(touch gotcha) "x" -- `y`.yaml'
+LEFT_OUT = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+OTHERS = ("MLFLOW_TRACKING_URI", "SAN_RUNS")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray head: addresses of its job server and of itself, its token, and its folder."""
+
+    address: str
+    gcs: str
+    token: str
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """As of a user who has the token, and has not set RAY_AUTH_MODE."""
+        plain = {name: value for name, value in os.environ.items() if name not in (*LEFT_OUT, *OTHERS)}
+        return plain | {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN": self.token, "PYTHONPATH": str(PROJECT_DIR)}
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    """A head with dashboard and token, on ports and in a folder of its own; all of its processes end with it."""
+    folder = Path(tempfile.mkdtemp(prefix="san-"))  # a short path: Ray keeps sockets below it
+    ray = Path(sys.executable).parent / "ray"
+    token = secrets.token_hex(32)
+    port, dashboard, agent, client = (str(free_port()) for _ in range(4))
+    command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--temp-dir={folder}", f"--port={port}"]
+    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+    command += [f"--ray-client-server-port={client}", "--min-worker-port=0", "--max-worker-port=0"]
+    environment = {name: value for name, value in os.environ.items() if name not in (*LEFT_OUT, *OTHERS)}
+    environment |= {"PATH": f"{ray.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0", MARK: str(folder)}
+    # Ray writes a job's environment to a log of the node, unless it is told to write warnings only.
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_LOGGER_LEVEL": "warning"}
+    with open(folder / "head.log", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        limit = time.monotonic() + 90
+        while answer(f"http://127.0.0.1:{dashboard}/api/version") == 0:
+            assert process.poll() is None and time.monotonic() < limit, (folder / "head.log").read_text()
+            time.sleep(0.3)
+        yield Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", token, folder)
+    finally:
+        process.terminate()  # `ray start --block` ends what it started
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for pid in marked(str(folder)):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def answer(url: str, **headers: str) -> int:
+    """The status that a server answers with, 0 where there is none."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+@pytest.fixture
+def server(head: Head, monkeypatch: pytest.MonkeyPatch) -> JobServer:
+    for name in LEFT_OUT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", head.token)
+    return JobServer(head.address)
+
+
+San = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def san(head: Head, tmp_path: Path) -> San:
+    """`san` in a process of its own, in a folder that is not the project's."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "experiments", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=head.environment, capture_output=True, text=True, timeout=200)
+
+    return call
+
+
+def runs_of(database: Path) -> list[str]:
+    """Status of each trial's run in a store."""
+    with sqlite3.connect(database) as store:
+        question = "SELECT status FROM runs JOIN tags USING (run_uuid) WHERE key = 'san.role' AND value = 'trial'"
+        return [status for (status,) in store.execute(question)]
+
+
+def holders(secret: str, file: str) -> set[str]:
+    """Names of processes that have a secret in a file of theirs in /proc."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if secret.encode() in (folder / file).read_bytes():
+                found.add((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_grid_with_an_odd_name_runs_and_is_found_finished(head: Head, san: San, tmp_path: Path) -> None:
+    (tmp_path / ODD_NAME).write_text(GRID)
+    secret = secrets.token_hex(16)
+    arguments = [ODD_NAME, "--runs", str(tmp_path / "runs"), "recipe.epochs=1", "--env", "MLFLOW_TRACKING_PASSWORD"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments", "submit", *arguments],
+        cwd=tmp_path,
+        env=head.environment | {"MLFLOW_TRACKING_PASSWORD": secret},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    knowing: set[str] = set()
+    seen: set[str] = set()
+    while process.poll() is None:
+        knowing |= holders(secret, "environ")
+        seen |= holders(secret, "cmdline")
+        time.sleep(0.5)
+    assert process.stdout is not None
+    said = process.stdout.read()
+    assert process.returncode == 0, said
+    assert (
+        "1 cells, 1 to train" in said
+        and re.search(r"\nonly +\d+\.\d", said)
+        and "san stop it-s-touch-gotcha-x-y-digits-" in said
+    )
+    assert any("ImplicitFunc" in name for name in knowing), f"no cell's process has the variable, only {knowing}"
+    # Ray's own: for a moment, what makes a worker ready has the job's environment as an argument.
+    assert [command for command in seen if "setup_worker.py" not in command] == [] and secret not in said
+    told = [
+        path for path in (*(tmp_path / "runs").rglob("*"), *head.folder.rglob("*")) if path.is_file() and holds(path, secret)
+    ]
+    assert told == []
+    assert "building the" not in "".join(path.read_text() for path in (tmp_path / "runs" / "logs").rglob("*") if path.is_file())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD_NAME, "runs"])
+
+    again = san("submit", *arguments[:-2])
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "1 cells, 1 finished before (taken from MLflow), 0 to train" in again.stdout
+    assert runs_of(tmp_path / "runs" / "mlflow.db") == ["FINISHED"]
+    client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
+    first, second = [job for job in client.list_jobs() if (job.submission_id or "").startswith("it-s")]
+    assert first.runtime_env and second.runtime_env
+    assert first.runtime_env["working_dir"] == second.runtime_env["working_dir"]  # named after its content: not uploaded again
+    assert all(head.token not in job.model_dump_json() for job in (first, second))
+
+
+def holds(path: Path, secret: str) -> bool:
+    with suppress(FileNotFoundError):  # gone since it was listed
+        return secret.encode() in path.read_bytes()
+    return False
+
+
+@pytest.mark.slow
+def test_one_at_a_time_and_nothing_is_left_of_a_stopped_one(
+    head: Head, san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long.yaml").write_text(GRID)
+    runs = tmp_path / "runs"
+    arguments = ("submit", "long.yaml", "--runs", str(runs), "recipe.epochs=1000")
+    mark = f"CELLS_MARK={tmp_path}"
+    monkeypatch.setenv("CELLS_MARK", str(tmp_path))
+    begun = san(*arguments, "--no-wait", "--env", "CELLS_MARK")
+    assert begun.returncode == 0, begun.stderr
+    job = begun.stdout.strip()
+    assert f"san logs --follow {job} --address {head.address}" in begun.stderr
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "experiments", "logs", "--follow", job],
+        cwd=tmp_path,
+        env=head.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert follower.stdout is not None
+    log = ""
+    while "only starts" not in log:
+        line = follower.stdout.readline()
+        assert line, log
+        log += line
+    follower.send_signal(signal.SIGINT)
+    rest = follower.stdout.read()
+    assert follower.wait(timeout=20) == 1 and f"the job goes on\n  follow: san logs --follow {job}" in rest, rest
+
+    second = san(*arguments)
+    assert second.returncode == 2 and "another `san run` is at work on this grid" in second.stdout
+
+    limit = time.monotonic() + 60
+    while runs_of(runs / "mlflow.db") != ["RUNNING"]:  # the cell has begun to train
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    assert any("ImplicitFunc" in name for name in holders(mark, "environ"))
+    stopped = san("stop", job)
+    assert (stopped.returncode, stopped.stdout) == (0, f"{job}: stopped\n"), stopped.stderr
+    limit = time.monotonic() + 10
+    while left := holders(mark, "environ"):
+        assert time.monotonic() < limit, left
+        time.sleep(0.1)
+    assert runs_of(runs / "mlflow.db") == ["KILLED"]
+    assert "stopped" in san("status", job).stdout
+    assert san("stop", job).stdout == f"{job}: had ended before, stopped\n"
+
+
+@pytest.mark.slow
+def test_a_grid_that_fails_ends_with_one(san: San, tmp_path: Path) -> None:
+    (tmp_path / "wild.yaml").write_text(GRID)
+    done = san("submit", "wild.yaml", "--runs", str(tmp_path / "runs"), "recipe.epochs=1", "recipe.lr=1e30")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not finished: only; the same command continues" in done.stdout
+    assert "failed: its command ended with exit code 1" in done.stderr
+
+
+@contextmanager
+def proxy(port: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """A port that leads to another of this machine, and what cuts all connections through it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends: list[socket.socket] = []
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        target.close()
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
+                ends.extend((near, far))
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
+
+    def cut() -> None:
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield listener.getsockname()[1], cut
+    listener.close()
+    cut()
+
+
+def test_a_log_is_followed_over_a_cut_connection_to_its_end(head: Head, server: JobServer, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    code = "import time\nfor i in range(12):\n    print(f'line {i}', flush=True)\n    time.sleep(0.5)\nraise SystemExit(2)"
+    server.submit("counting", ["python", "-c", code], tmp_path / "work", {})
+    with proxy(int(head.address.rpartition(":")[2])) as (port, cut):
+        pieces: list[str] = []
+
+        def hear(piece: str) -> None:
+            pieces.append(piece)
+            if "line 3" in piece:
+                cut()
+
+        job = JobServer(f"http://127.0.0.1:{port}").follow("counting", hear)
+    assert (job.state, job.exit_code, job.message) == ("failed", 2, "its command ended with exit code 2")
+    assert "".join(pieces) == server.log("counting")
+    assert [line for line in "".join(pieces).splitlines() if line.startswith("line")] == [f"line {i}" for i in range(12)]
+    assert server.jobs()[0] == server.job("counting")
+
+
+def test_without_the_token_nothing_is_told(head: Head) -> None:
+    for path in ("/api/jobs/", "/api/version", "/api/jobs/any/logs"):
+        assert answer(head.address + path) == 401
+        assert answer(head.address + path, Authorization="Bearer 0123456789") == 403
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({}, "asks for a token, and there is none: put the cluster's into {home}/.ray/auth_token, or set RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_MODE": "token"}, "asks for a token, and there is none: put"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "{token}"}, "RAY_AUTH_MODE=disabled sends none"),
+        ({"RAY_AUTH_TOKEN": "0123456789"}, "refuses the token in RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN_PATH": "{home}/wrong"}, "refuses the token in {home}/wrong"),
+    ],
+)
+def test_a_token_that_is_missing_or_wrong_is_explained(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], sentence: str
+) -> None:
+    (tmp_path / "wrong").write_text("0123456789\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in LEFT_OUT:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(home=tmp_path, token=head.token))
+    with pytest.raises(ClusterError) as caught:
+        JobServer(head.address)
+    assert sentence.format(home=tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "refused: {gcs} asks for a token, and there is none"),
+        ({"RAY_AUTH_TOKEN": "0123456789"}, "refused: {gcs} refuses the token in RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN": "{token}"}, "Resources("),
+    ],
+    ids=["none", "wrong", "right"],
+)
+def test_a_driver_elsewhere_needs_the_token_too(head: Head, tmp_path: Path, variables: Mapping[str, str], said: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT} | {"HOME": str(tmp_path)}
+    environment |= {name: value.format(token=head.token) for name, value in variables.items()}
+    command = [sys.executable, "-c", JOIN, head.gcs]
+    done = subprocess.run(command, cwd=PROJECT_DIR, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip().splitlines()[-1].startswith(said.format(gcs=head.gcs))
+
+
+def test_a_job_that_is_not_there(server: JobServer) -> None:
+    for ask in (server.job, server.log, server.stop, lambda job: server.follow(job, print)):
+        with pytest.raises(ClusterError, match="knows no job 'nobody'; `san status` lists them"):
+            ask("nobody")
+
+
+@contextmanager
+def stranger(body: bytes) -> Iterator[str]:
+    """A server that answers everything alike; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"<html>hello</html>", "is not the job server of a Ray head: check host and port"),
+        (b"[1]", "is not the job server of a Ray head: check host and port"),
+        (b'{"version": "4", "ray_version": "2.9.3"}', "runs Ray 2.9.3, here is Ray"),
+    ],
+)
+def test_other_servers(body: bytes, sentence: str) -> None:
+    with stranger(body) as address, pytest.raises(ClusterError) as caught:
+        JobServer(address)
+    assert str(caught.value).startswith(f"{address} {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "sentence"),
+    [
+        (None, {}, "no job server is named: give --address http://head:8265, or set RAY_API_SERVER_ADDRESS"),
+        (None, {"RAY_ADDRESS": "head:6379"}, "no job server is named"),
+        (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9"),
+        ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "nothing answers at http://127.0.0.1:9"),
+        ("http://127.0.0.1:many", {}, "nothing answers at http://127.0.0.1:many"),
+        ("head:6379", {}, "'head:6379' is not the address of a job server, which is written http://head:8265"),
+    ],
+)
+def test_addresses(address: str | None, variables: Mapping[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LEFT_OUT:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError) as caught:
+        JobServer(address)
+    assert str(caught.value).startswith(sentence) and not isinstance(caught.value, UnreachableError)
+
+
+def test_what_goes_to_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / ODD_NAME).write_text(GRID)
+    size = submit.stage(tmp_path / ODD_NAME, tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, *submit.FILES, "job"}
+    assert (tmp_path / "copy" / "job" / ODD_NAME).read_text() == GRID
+    junk = [
+        path for path in (tmp_path / "copy").rglob("*") if path.name.startswith(".") or path.suffix in (".pyc", ".so", ".jpg")
+    ]
+    assert junk == [] and size < 3e6
+    # The kernels of a job's copy are those that the node has built for another copy.
+    name = build.digest(build.Toolchain("g++", None))
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "copy" / "cuda_ext")
+    assert build.digest(build.Toolchain("g++", None)) == name
+
+
+def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = tmp_path / "small.yaml"
+    grid.write_text(GRID)
+    with pytest.raises(UserError, match="epoch"):
+        submit.check(grid, "digits", ["recipe.epoch=1"], None)
+    with pytest.raises(UserError, match="--runs runs: a folder of the cluster's, so it must be absolute"):
+        submit.check(grid, "digits", [], "runs")
+    with pytest.raises(UserError, match=r"data\.root=data/imagenet: a folder of the cluster's, so it must be absolute"):
+        submit.check(grid, "imagenet", [], None)
+    submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(UserError, match="--env NOT_SET: not set here; export it first, or leave it out"):
+        submit.environment(["NOT_SET"])
+    with pytest.raises(UserError, match=r"--env PASSWORD=\.\.\.: give the name alone") as caught:
+        submit.environment(["PASSWORD=hunter2"])
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
+    with pytest.raises(UserError, match="must not hold a user's password"):
+        submit.environment([])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
+    assert submit.environment([]) == {"MLFLOW_TRACKING_URI": "https://mlflow.example.org"}
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [
+        ("small.yaml", "small-digits-"),
+        (ODD_NAME, "it-s-touch-gotcha-x-y-digits-"),
+        ("-x.yaml", "x-digits-"),
+        ("é.yaml", "digits-"),
+    ],
+)
+def test_ids_are_plain(name: str, beginning: str) -> None:
+    made = submit.new_id(Path(name), "digits")
+    assert made.startswith(beginning) and len(made) == len(beginning) + 8
