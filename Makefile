@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study faults figures test lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
+.PHONY: demo study faults figures test test-long lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -25,7 +25,11 @@ figures: setup
 	@$(BIN)/python docs/figures/draw.py
 
 test: setup lint
-	@$(STEP) "tests" $(BIN)/python -m pytest
+	@$(STEP) "tests" $(BIN)/python -m pytest -m "not long" --durations=20
+
+# Some minutes of whole grids on clusters, in ways that the shorter tests nearly cover.
+test-long: setup
+	@$(STEP) "long tests" $(BIN)/python -m pytest -m long --durations=0
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

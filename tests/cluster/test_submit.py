@@ -251,7 +251,7 @@ def test_one_at_a_time_and_nothing_is_left_of_a_stopped_one(
     assert san("stop", job).stdout == f"{job}: had ended before, stopped\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_grid_that_fails_ends_with_one(san: San, tmp_path: Path) -> None:
     (tmp_path / "wild.yaml").write_text(GRID)
     done = san("submit", "wild.yaml", "--runs", str(tmp_path / "runs"), "recipe.epochs=1", "recipe.lr=1e30")

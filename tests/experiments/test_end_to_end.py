@@ -183,7 +183,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_job_submit(head: Head, tmp_path: Path) -> None:
     runtime_env = f'{{"env_vars": {{"SAN_RUNS": "{tmp_path / "runs"}"}}}}'
     grid = SMALL_GRID.relative_to(PROJECT_DIR)

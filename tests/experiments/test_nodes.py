@@ -44,7 +44,7 @@ def _lose_a_node_of(pair: dict[int, Step], several: Nodes) -> None:
     several.kill(next(place for place in places if place is not None))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
 def test_a_lost_node_costs_a_checkpoint_interval_at_most(tmp_path: Path) -> None:
     """Nodes have addresses of their own where that can be had."""

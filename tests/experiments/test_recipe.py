@@ -262,7 +262,7 @@ def test_a_killed_trial_with_options_ends_as_the_uninterrupted_one(
     assert not torch.equal(finished["average"]["conv1.weight"], finished["model"]["conv1.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_goes_on_with_fewer_workers_and_another_stage_of_zero(
     open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
