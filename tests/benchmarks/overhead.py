@@ -38,7 +38,7 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "san10": (
         "imagenet",
         (
-            *("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4"),
+            *("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=8"),
             *("recipe.batch=16", "recipe.epochs=8"),
             *("placement.workers=1", "placement.cpus=2", "placement.gpus=0"),
         ),
