@@ -257,26 +257,23 @@ def two_at_once(scene: Scene) -> str:
     return "a second `san run` of the grid: a sentence and exit code 2, the first is not disturbed"
 
 
-def terminated(scene: Scene) -> str:
+def _stopped(scene: Scene, name: str, stop: Callable[[subprocess.Popen[str]], None]) -> str:
     scene.start()
     scene.step(133)
-    scene.drivers[-1].process.terminate()
+    stop(scene.drivers[-1].process)
     said = scene.finish(1)
     assert "the same command continues" in said
     gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
     scene.go_on()
-    return f"SIGTERM of `san run` at step 133: a sentence, exit code 1, no process left after {gone:.0f} s; the same command"
+    return f"{name} at step 133: a sentence, exit code 1, no process left after {gone:.0f} s; the same command"
+
+
+def terminated(scene: Scene) -> str:
+    return _stopped(scene, "SIGTERM of `san run`", lambda driver: driver.terminate())
 
 
 def interrupted(scene: Scene) -> str:
-    scene.start()
-    scene.step(133)
-    os.killpg(scene.drivers[-1].process.pid, signal.SIGINT)
-    said = scene.finish(1)
-    assert "the same command continues" in said
-    gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
-    scene.go_on()
-    return f"Ctrl-C at step 133: a sentence, exit code 1, no process left after {gone:.0f} s; the same command"
+    return _stopped(scene, "Ctrl-C", lambda driver: os.killpg(driver.pid, signal.SIGINT))
 
 
 def hung(scene: Scene) -> str:
