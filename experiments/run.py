@@ -137,9 +137,10 @@ def plan(job: Job) -> list[Cell]:
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
     missing = {cell.key: cell for cell in reversed(cells) if not cell.finished}  # the first of equal ones has the hours
-    first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train, in this order"
+    first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
     if not missing:
         return [first]
+    first += ", in this order"
     here = cluster.this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
     with nullcontext(here()) if here else cluster.session(address) as resources:
         try:
