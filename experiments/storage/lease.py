@@ -45,12 +45,13 @@ def who() -> str:
 def writer_in(path: Path) -> str:
     """The name under which this node asks for one lease, kept in a file that the caller alone writes: a process that was killed
     here is followed by the next one at once, and by those elsewhere when its lease is stale."""
+    node = socket.gethostname()  # nodes may share their home
     with suppress(OSError):
         if name := path.read_text(encoding="ascii").strip():
-            return name
+            return f"{node}-{name}"
     name = uuid.uuid4().hex[:12]
     path.write_text(name, encoding="ascii")
-    return name
+    return f"{node}-{name}"
 
 
 class Lease:
@@ -127,19 +128,22 @@ class Lease:
 
     def _read(self, holder: str) -> list[str]:
         """Who that is, and what it has claimed."""
-        return (self.bucket.get(holder) or b"another process").decode().split("\n")
+        try:
+            content = self.bucket.get(holder)
+        except StorageError:  # it may have been replaced or removed while it was read
+            content = self.bucket.get(holder)
+        return (content or b"another process").decode().split("\n")
 
     def _renew(self) -> None:
-        if time.monotonic() - self._renewed > LIFE / 2:  # others may take it as stale, now
-            while (other := self._try()) is not None:
-                if _is_holder(other):
-                    return self._lose()
-                time.sleep(_pause())
-            return
         found = self.bucket.names(self.folder)
         if self._holds not in found or any(_is_holder(name) and name != self._holds for name in found):
             return self._lose()
-        self._put()
+        if time.monotonic() - self._renewed < LIFE / 2:
+            return self._put()
+        while (other := self._try()) is not None:  # it is about to be stale, and others may be about to take it
+            if _is_holder(other):
+                return self._lose()
+            time.sleep(_pause())
 
     def _lose(self) -> None:
         self._lost = LeaseError(

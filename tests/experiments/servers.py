@@ -91,7 +91,7 @@ class ObjectStore:
         """For `--runs`."""
         return f"s3://{bucket}/{prefix}?endpoint_override={self.address}"
 
-    def refuse(self, wanted: bool) -> None:
+    def refuse(self, wanted: bool = True) -> None:
         """Looks at credentials from now on, and knows nobody's; or lets everybody in again."""
         assert self._answers("moto-api/reset-auth", method="POST", data=b"0" if wanted else b"inf")
 
