@@ -290,7 +290,7 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(story, encoding="utf-8")
     _patiently(lambda: workspace.keep(path))
-    log = workspace.place(workspace.log(trial))
+    log = workspace.place(workspace.log(trial, node="*"))
     _say(f"{trial.name}: the whole error is in {workspace.place(path)}, what it said before in {log}")
 
 

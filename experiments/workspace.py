@@ -36,10 +36,10 @@ class Workspace:
         """The folder of a trial's checkpoints."""
         return self.runs / "checkpoints" / trial.key
 
-    def log(self, trial: Trial) -> Path:
-        """What a trial has to say; with a bucket, on this node."""
-        node = "" if self.bucket is None else f"-{socket.gethostname()}"
-        return self.runs / "logs" / f"{trial.name}-{trial.key}{node}.log"
+    def log(self, trial: Trial, node: str | None = None) -> Path:
+        """What a trial has to say; with a bucket, on this node or another."""
+        beside = "" if self.bucket is None else f"-{node or socket.gethostname()}"
+        return self.runs / "logs" / f"{trial.name}-{trial.key}{beside}.log"
 
     def name(self, path: Path) -> str:
         """Of a file or folder of `runs`, in the bucket."""

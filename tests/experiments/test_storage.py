@@ -52,7 +52,7 @@ def bucket(store: ObjectStore, request: pytest.FixtureRequest, monkeypatch: pyte
 
 def impatient() -> None:
     """The store's clock ticks once a second."""
-    lease.LIFE, lease.RENEWAL = 3.0, 1.0
+    lease.LIFE, lease.RENEWAL = 4.0, 1.0
 
 
 @pytest.fixture
