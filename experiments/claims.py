@@ -21,6 +21,10 @@ class WhileClaimed:
     def __init__(self, observer: cluster.Observer, claim: Lease) -> None:
         self.observer, self.claim = observer, claim
 
+    def __getstate__(self) -> dict[str, object]:
+        """Nothing: Ray writes down who observes a sweep, for a restart that never comes."""
+        return {}
+
     def started(self, key: str) -> None:
         self.claim.require()
         self.observer.started(key)
