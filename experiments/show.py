@@ -86,7 +86,8 @@ def between_channels(weight_GKP: Tensor) -> float:
 
     The variation is the sum of squares of what weights differ from their pixel's mean; between channels is what they differ
     from the mean of the channels at the same place of the footprint. 0: all channels weigh alike, so one map of weights tells
-    everything. 100: their mean is flat and tells nothing. Weights that are all equal have 0.
+    everything. 100 (1 - 1/G): they vary as much as each other and do not correlate. 100: their mean is flat and tells nothing.
+    Weights that are all equal have 0.
     """
     weight_GKP = weight_GKP.double()
     total = (weight_GKP - weight_GKP.mean((0, 1), keepdim=True)).square().sum()

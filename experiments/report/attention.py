@@ -99,10 +99,14 @@ def in_words(attention: Attention) -> str:
 
 
 def _between(attention: Attention) -> str:
-    whose = "this pixel's" if len(attention.pixels) == 1 else "these pixels'"
+    G, one = len(attention.weight_GKn), len(attention.pixels) == 1
+    if G == 1:
+        return f"There is one {attention.channel}, so one map of weights is all that its values are weighed by."
+    whose = "this pixel's" if one else "these pixels'"
+    here, everywhere, unlike = (f"{share:.0f} %" for share in (attention.between, attention.between_everywhere, 100 - 100 / G))
     return (
-        f"Of the variation of {whose} weights, {attention.between:.0f} % lies between the {attention.channel}s "
-        f"({attention.between_everywhere:.0f} % over the whole map): one map of weights for all of them cannot tell it."
+        f"Of the variation of {whose} weights, {here} lies between the {attention.channel}s, where one map for all of them "
+        f"cannot tell it ({everywhere} over the whole map; with nothing in common they would have {unlike})."
     )
 
 
@@ -179,9 +183,10 @@ def _subtitle(attention: Attention) -> str:
 def _legend(attention: Attention, shown: int) -> str:
     scale = "one scale" if attention.is_signed else "one square-root scale"
     lines = [f"weights, all on {scale}; orange: the pixel itself"]
+    is_mirrored = bool(footprints(attention)[1].any())
     if len(attention.pixels) > 1:
-        lines.append("white: the footprint of the first pixel; pale: mirrored")
-    elif _reach(attention):
+        lines.append(f"white: the footprint of the first pixel{'; pale: mirrored' * is_mirrored}")
+    elif is_mirrored:
         lines.append("dashed: border of the image; beyond it, pixels are mirrored")
     if shown < len(attention.weight_GKn):
         lines.append(f"{attention.channel}s 0 to {shown - 1} of {len(attention.weight_GKn)}")

@@ -147,6 +147,11 @@ def test_variation_between_channels(G: int, K: int, P: int, seed: int) -> None:
     assert between_channels(mirrored) == pytest.approx(100)
 
 
+def test_variation_between_channels_with_nothing_in_common() -> None:
+    uncorrelated_GK1 = torch.tensor([[1.0, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]).unsqueeze(2) / 8 + 0.25
+    assert between_channels(uncorrelated_GK1) == pytest.approx(100 * (1 - 1 / 3))
+
+
 def written(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     return str(path)
