@@ -102,6 +102,8 @@ class Engine:
         if dist.get_world_size() == 1 and not self._zero:
             # There is nobody to average with, but DeepSpeed would copy all gradients to one buffer and back in every step.
             self._engine.enable_backward_allreduce = False
+        # Stage 0 clears gradients by a walk through the module tree in every step; the optimizer has its parameters in a list.
+        self._engine.zero_grad = self.optimizer.zero_grad
         if config.channels_last:
             for each in self._models():
                 _lay_channels_last(each)
