@@ -24,7 +24,7 @@ faults: setup
 figures: setup
 	@$(BIN)/python docs/figures/draw.py
 
-# The pictures of docs/gallery.md, by the very commands that stand there: trains what is missing, about ten minutes.
+# The pictures of docs/gallery.md, by the very commands that stand there: trains what is missing, a quarter of an hour.
 gallery: setup
 	@sed -n '/^```sh$$/,/^```$$/{/^```/!p}' docs/gallery.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
 

@@ -122,6 +122,13 @@ def test_layers(asked: str | None, name: str, files: Path) -> None:
     assert looked(files, "pairwise", layer=asked).layer == f"{name}.attention"
 
 
+def test_one_channel_is_all_there_is(files: Path, tmp_path: Path) -> None:
+    attention = looked(files, "pairwise", layer="0")
+    draw(attention, tmp_path / "one.png")
+    assert "in 1 weight channel. " in in_words(attention)
+    assert in_words(attention).endswith("There is one channel, so one map of weights is all that its values are weighed by.")
+
+
 def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
     """And a layer whose weights are all alike, as of a fresh network."""
     torch.manual_seed(0)
