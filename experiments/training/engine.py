@@ -146,11 +146,14 @@ class Engine:
     def average_buffers(self) -> None:
         """Makes BatchNorm statistics the mean over the workers. DeepSpeed averages gradients only, so every worker has
         statistics of its own images; without this, validation would depend on who does it."""
+        workers = dist.get_world_size()
+        if workers == 1:
+            return
         for model in self._models():
             for buffer in model.buffers():
                 if buffer.is_floating_point():
                     dist.all_reduce(buffer)
-                    buffer /= dist.get_world_size()
+                    buffer /= workers
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, the same on every worker and for every stage of ZeRO; all must ask for it together.
