@@ -277,6 +277,7 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
             job.placement,
             storage=scratch,
             observer=progress,
+            progress="epoch",
             final=(UserError, DataError, FloatingPointError),
             patience=job.trials[0].config.reliability.patience,
         )

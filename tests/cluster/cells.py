@@ -55,6 +55,22 @@ def dying(marker: str, report: Report) -> None:
     report({"survived": 1.0})
 
 
+def stumbling(plan: tuple[str, list[int]], report: Report) -> None:
+    """Each attempt reports so many epochs more than there were, and dies; those after the last do not."""
+    folder, epochs = plan
+    attempts, done = Path(folder) / "attempts", Path(folder) / "epochs"
+    with open(attempts, "a") as file:
+        file.write("x")
+    attempt = attempts.stat().st_size - 1
+    if attempt == len(epochs):
+        return
+    for _ in range(epochs[attempt]):
+        with open(done, "a") as file:
+            file.write("x")
+        report({"epoch": done.stat().st_size})
+    raise RuntimeError(f"attempt {attempt}")
+
+
 def describing(value: str, report: Report) -> None:
     """Reports what a lone worker sees."""
     report(
