@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TypeVar
 import cluster
 from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
-from experiments.estimate import Hours, Speeds
+from experiments.estimate import Costs, Hours
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
@@ -121,17 +122,36 @@ class Cell:
 
 
 def plan(job: Job) -> list[Cell]:
-    """The cells in order, each with its content hash and whether it is finished. Trains and tracks nothing."""
+    """The cells, each with its content hash: finished ones, then those to train, as `run` would start them. Trains
+    and tracks nothing."""
     results = known_results(job)
-    speeds = Speeds(results.values())
-    cells, met = [], set()
+    finished = [trial for trial in job.trials if _is_finished(results, trial)]
+    alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in job.trials:
-        finished = _is_finished(results, trial)
-        trains = not finished and trial.key not in met  # equal cells are trained once
-        met.add(trial.key)
-        hours = speeds.hours(trial, len(open_data(trial.config.data)[0])) if trains else None
-        cells.append(Cell(trial.row, trial.seed, trial.key, finished, hours))
+        alike[trial.key].append(trial)
+    cells = [Cell(trial.row, trial.seed, trial.key, True, None) for trial in finished]
+    for first, hours in to_train(job, results):
+        for trial in alike[first.key]:  # equal cells are trained once
+            cells.append(Cell(trial.row, trial.seed, trial.key, False, hours if trial is first else None))
     return cells
+
+
+def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours | None]]:
+    """The cells that are not finished, one for each key, with their hours where those are known.
+
+    In the order in which they start: what takes least comes first, for its answer comes soonest.
+    """
+    missing: dict[str, Trial] = {}
+    for trial in job.trials:
+        if not _is_finished(results, trial):
+            missing.setdefault(trial.key, trial)
+    costs = Costs(results.values())
+    found = []
+    for trial in missing.values():
+        images = len(open_data(trial.config.data)[0])
+        hours = costs.speeds.hours(trial, images)
+        found.append((costs.hours(trial, hours, images), trial, hours))
+    return [(trial, hours) for _, trial, hours in sorted(found, key=lambda each: each[0])]
 
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
@@ -172,11 +192,9 @@ def run(job: Job, address: str | None) -> bool:
         KeyboardInterrupt: stopped by the user; the next call continues.
     """
     results = known_results(job)
-    unfinished = [trial for trial in job.trials if not _is_finished(results, trial)]
-    missing: dict[str, Trial] = {}
-    for trial in unfinished:
-        missing.setdefault(trial.key, trial)
-    done, equal = len(job.trials) - len(unfinished), len(unfinished) - len(missing)
+    missing = {trial.key: trial for trial, _ in to_train(job, results)}
+    done = sum(_is_finished(results, trial) for trial in job.trials)
+    equal = len(job.trials) - done - len(missing)
     found = f", {done} finished before (taken from MLflow)" if done else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
