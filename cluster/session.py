@@ -16,7 +16,7 @@ import ray
 import ray._private.worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.grpc_utils import init_grpc_channel
-from ray._raylet import Config  # type: ignore[attr-defined]
+from ray._raylet import RAY_NODE_GROUP_KEY, Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
@@ -54,6 +54,8 @@ class Resources:
     """What the cluster has, node by node, because a worker cannot spread over two nodes."""
 
     nodes: tuple[Node, ...]
+    grows: bool = False
+    """An autoscaler adds nodes for what waits; Ray does not tell how many there may be."""
 
     @property
     def cpus(self) -> int:
@@ -181,8 +183,11 @@ def this_machine() -> Resources:
 
 def resources() -> Resources:
     """What the cluster of this session has now."""
-    nodes = [node["Resources"] for node in _nodes()]
-    return Resources(tuple(Node(int(has.get("CPU", 0)), int(has.get("GPU", 0))) for has in nodes))
+    nodes = _nodes()
+    # Both `ray up` and KubeRay name the group of each node for Ray's autoscaler; `ray start` by hand does not.
+    grows = any(RAY_NODE_GROUP_KEY in node["Labels"] for node in nodes)
+    has = [node["Resources"] for node in nodes]
+    return Resources(tuple(Node(int(one.get("CPU", 0)), int(one.get("GPU", 0))) for one in has), grows)
 
 
 def alive() -> frozenset[str]:

@@ -34,7 +34,7 @@ V = TypeVar("V")
 
 # A driver of several workers computes nothing: it takes a sliver of a resource that only the head node has,
 # which leaves all CPUs to the workers and keeps the driver away from nodes that may be taken back.
-_DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
+DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
 _LOSSES = 10
 """So many nodes may be lost under a cell that comes no further. Not without bound: it may be what brings its nodes down."""
@@ -42,6 +42,8 @@ _FAILURES = 10
 """So often a cell that comes further each time is started again after failures of its own."""
 _SECONDS_TO_NOTICE = 30.0
 """Ray misses a node whose processes are gone after 15 s; workers on others see their broken connections at once."""
+_AHEAD = 4
+"""So many cells at least, and up to as many as run, wait for nodes where the cluster grows."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 """At what the cluster has."""
 
@@ -88,12 +90,16 @@ class Observer(Protocol):
 
 
 def concurrency(placement: Placement, resources: Resources) -> int:
-    """How many cells run at once. A cell may spread over nodes, a worker may not."""
+    """How many cells run at once. A cell may spread over nodes, a worker may not.
+
+    Raises:
+        ClusterError: none does, and the cluster does not grow.
+    """
     slots = [node.cpus // placement.cpus for node in resources.nodes]
     if placement.gpus:
         slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
     cells = sum(slots) // placement.workers
-    if cells == 0:
+    if cells == 0 and not resources.grows:
         nodes = _count(len(resources.nodes), "node")
         has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
         raise ClusterError(
@@ -123,9 +129,13 @@ def sweep(
     One that raises any of `final` is not: it would again. One that loses a node, or is pre-empted, is started
     again on other nodes, up to 10 times besides; it waits where there are none. Where the metric `progress`, such
     as whole epochs, has become greater than it was at the failure before, both counts begin anew, for 10 failures
-    of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises, ends the cells and the session, and is raised on.
+    of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises,
+    ends the cells and the session, and is raised on.
 
-    Cells start in the order of `values`, as many at a time as the cluster holds just then.
+    Cells start in the order of `values`, as many at a time as the cluster holds just then. Where an autoscaler adds
+    nodes, some more are handed to Ray and wait there: what waits is what it adds nodes for, and nothing of that
+    outlives the sweep. (`ray.autoscaler.sdk.request_resources` would: it stays until somebody takes it back, there is
+    one for all jobs of a cluster, and one that cannot be met in full brings no node at all.)
 
     `storage` is a directory that all nodes can reach. The sweep's own files there are gone when it returns:
     a later sweep with the same keys starts afresh.
@@ -157,7 +167,7 @@ def sweep(
 
 def _trial_resources(placement: Placement) -> dict[str, float]:
     if placement.workers > 1:
-        return _DRIVER_RESOURCES
+        return DRIVER_RESOURCES
     return {"CPU": placement.cpus, "GPU": placement.gpus}
 
 
@@ -264,12 +274,17 @@ class _Queue(ray.tune.search.Searcher):
     def _room_now(self) -> int:
         """Nodes come and go."""
         if time.monotonic() - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
-            try:
-                self._room = concurrency(self.placement, resources())
-            except ClusterError:
-                self._room = 1  # it waits where an autoscaler sees what is missing
-            self._looked_at = time.monotonic()
+            self._room, self._looked_at = _room(self.placement, resources()), time.monotonic()
         return self._room
+
+
+def _room(placement: Placement, has: Resources) -> int:
+    """How many cells Ray is given, with those that wait for nodes."""
+    try:
+        cells = concurrency(placement, has)
+    except ClusterError:
+        return 1  # it waits for a node that comes back
+    return cells + max(cells, _AHEAD) if has.grows else cells
 
 
 @dataclass(slots=True)

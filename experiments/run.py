@@ -168,8 +168,15 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
         except cluster.ClusterError as error:
             return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
-    room = f"{where} has {resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell"
-    return [first, room, *_in_hours(missing.values(), at_once)]
+    return [first, f"{where} has {_room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+
+
+def _room(job: Job, resources: cluster.Resources, at_once: int) -> str:
+    now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
+    room = f"{at_once} cells at a time, {job.placement} per cell"
+    if resources.grows:
+        return f"{now} now: {room}; its autoscaler adds nodes while cells wait, Ray does not tell how many"
+    return f"{now}: {room}"
 
 
 def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
@@ -178,7 +185,7 @@ def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
         return ["time: not known, no finished run has the same model, size and placement"]
     cpu, gpu, wall = (sum(getattr(hours, unit) for hours in known) for unit in ("cpu", "gpu", "wall"))
     text = f"training, by the speed of finished runs like them: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
-    if at_once is not None:
+    if at_once:
         text += f", {max(wall / at_once, max(hours.wall for hours in known)):.3g} hours with {at_once} at a time"
     unknown = len(missing) - len(known)
     return [text + (f"; {unknown} cells of models, sizes or placements not met before are not counted" if unknown else "")]
@@ -261,7 +268,7 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     start = time.monotonic()
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
-        _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
+        _say(_room(job, resources, at_once))
         runs = job.workspace.runs
         with _only_one(runs / f"{job.name}-{job.profile}.lock"), _claimed(runs / "cells.lock", missing) as claimed:
             others = [trial.name for key, trial in missing.items() if key not in claimed]
