@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE, FakeMultiNodeProvider
 from ray.util import get_node_ip_address
 
 from cluster import Placement, Report, session, sweep
-from cluster.session import _nodes, resources
+from cluster.session import _nodes
 from tests.cluster.cells import Memory
 from tests.cluster.test_submit import LEFT_OUT, MARK, OTHERS, free_port, marked
 
@@ -30,7 +30,9 @@ def _config(address: str, most: int, idle_minutes: float) -> dict[str, object]:
     """What `ray up` hands to a head, for nodes of one CPU."""
     head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
     workers = {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": most}
-    provider = {"type": "fake_multinode", "launch_multiple": True, "head_node_id": FAKE_HEAD_NODE_ID, "gcs_address": address}
+    # Under its own name ("fake_multinode") Ray looks for an example that its packages leave out.
+    module = f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}"
+    provider = {"type": "external", "module": module, "launch_multiple": True, "gcs_address": address}
     return {
         "cluster_name": "fake",
         "provider": provider,
@@ -40,11 +42,11 @@ def _config(address: str, most: int, idle_minutes: float) -> dict[str, object]:
         "upscaling_speed": 1.0,
         "idle_timeout_minutes": idle_minutes,
         "auth": {},
-        **{f"{kind}_start_ray_commands": [] for kind in ("head", "worker")},
-        **{f"{kind}setup_commands": [] for kind in ("", "head_", "worker_")},
-        **{key: {} for key in ("file_mounts", "head_node", "worker_nodes", "docker")},
+        **{key: {} for key in ("file_mounts", "docker")},
         **{key: [] for key in ("cluster_synced_files", "initialization_commands")},
         "file_mounts_sync_continuously": False,
+        **{f"{kind}setup_commands": [] for kind in ("", "head_", "worker_")},
+        **{f"{kind}_start_ray_commands": [] for kind in ("head", "worker")},
     }
 
 
@@ -96,7 +98,7 @@ def main(storage: str, address: str) -> None:
         outcomes = sweep(placed, dict.fromkeys("abcd", 8.0), Placement(), storage=storage, observer=memory)
         nodes = {report["node"] for _, report in memory.reports}
         errors = [outcome.error for outcome in outcomes.values()]
-        print(json.dumps({"nodes": len(nodes), "errors": errors, "cpus": resources().cpus}), flush=True)
+        print(json.dumps({"nodes": len(nodes), "errors": errors}), flush=True)
         limit = time.monotonic() + 60
         while len(_nodes()) > 1 and time.monotonic() < limit:
             time.sleep(0.5)
