@@ -123,9 +123,12 @@ def _connect(address: str | None) -> None:
             log_to_driver=False,
         )
         return
-    _take_token()
     try:
-        _knock(address)
+        try:
+            _knock(address)
+        except AuthenticationError:
+            _take_token()
+            _knock(address)
         ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
     except AuthenticationError:
         raise refused(address) from None
@@ -140,7 +143,8 @@ def _connect(address: str | None) -> None:
 
 
 def _take_token() -> None:
-    """Where there is a token it is sent, as Ray itself does for `auto` only; a cluster without tokens does not mind."""
+    """Where there is a token it is sent, as Ray itself does for `auto` only. Not to a cluster that asks for none: from then on
+    this process refuses what the head tells it without a token, and its actors are taken for lost."""
     if token() is not None and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")
