@@ -24,7 +24,7 @@ from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
-from experiments.summary import read_run_id
+from experiments.summary import read_run_id, read_top1
 from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 from pipelines import DataError
@@ -117,33 +117,38 @@ class Cell:
     seed: int
     key: str
     finished: bool
+    stopped_at: int | None
+    """The epoch after which early stopping ended it."""
     hours: Hours | None
-    """None where it is finished, and where no finished run is like it."""
+    """None where nothing is to train, and where no finished run is like it."""
 
 
 def plan(job: Job) -> list[Cell]:
-    """The cells, each with its content hash: finished ones, then those to train, as `run` would start them. Trains
+    """The cells, each with its content hash: finished and stopped ones, then those to train, as `run` would start them. Trains
     and tracks nothing."""
     results = known_results(job)
-    finished = [trial for trial in job.trials if _is_finished(results, trial)]
+    done = [trial for trial in job.trials if _is_done(job, results, trial)]
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in job.trials:
         alike[trial.key].append(trial)
-    cells = [Cell(trial.row, trial.seed, trial.key, True, None) for trial in finished]
+    cells = []
+    for trial in done:
+        result = results[trial.key]
+        cells.append(Cell(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
     for first, hours in to_train(job, results):
         for trial in alike[first.key]:  # equal cells are trained once
-            cells.append(Cell(trial.row, trial.seed, trial.key, False, hours if trial is first else None))
+            cells.append(Cell(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
     return cells
 
 
 def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours | None]]:
-    """The cells that are not finished, one for each key, with their hours where those are known.
+    """The cells that are neither finished nor stopped, one for each key, with their hours where those are known.
 
     In the order in which they start: what takes least comes first, for its answer comes soonest.
     """
     missing: dict[str, Trial] = {}
     for trial in job.trials:
-        if not _is_finished(results, trial):
+        if not _is_done(job, results, trial):
             missing.setdefault(trial.key, trial)
     costs = Costs(results.values())
     found = []
@@ -156,7 +161,7 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
-    missing = {cell.key: cell for cell in reversed(cells) if not cell.finished}  # the first of equal ones has the hours
+    missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
     if not missing:
         return [first]
@@ -177,6 +182,10 @@ def _room(job: Job, resources: cluster.Resources, at_once: int) -> str:
     if resources.grows:
         return f"{now} now: {room}; its autoscaler adds nodes while cells wait, Ray does not tell how many"
     return f"{now}: {room}"
+
+
+def _is_settled(cell: Cell) -> bool:
+    return cell.finished or cell.stopped_at is not None
 
 
 def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
@@ -201,8 +210,10 @@ def run(job: Job, address: str | None) -> bool:
     results = known_results(job)
     missing = {trial.key: trial for trial, _ in to_train(job, results)}
     done = sum(_is_finished(results, trial) for trial in job.trials)
-    equal = len(job.trials) - done - len(missing)
+    stopped = sum(_is_done(job, results, trial) for trial in job.trials) - done
+    equal = len(job.trials) - done - stopped - len(missing)
     found = f", {done} finished before (taken from MLflow)" if done else ""
+    found += f", {stopped} stopped before" if stopped else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if not missing:
@@ -210,7 +221,7 @@ def run(job: Job, address: str | None) -> bool:
     try:
         trained = _train(job, missing, address)
         results = _patiently(lambda: known_results(job))
-        unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
+        unsent = [missing[key].name for key in trained if not _is_done(job, results, missing[key])]
         if unsent:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
         files, complete = show(job, results)
@@ -251,6 +262,12 @@ def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
 
 
+def _is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
+    """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
+    stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
+    return stops or _is_finished(results, trial)
+
+
 def _patiently(ask: Callable[[], T]) -> T:
     """What the tracker answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
     limit = time.monotonic() + PATIENCE
@@ -275,8 +292,9 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
             if others:
                 _say(f"{', '.join(others)}: left to another `san run`, which is training the same")
             results = known_results(job)  # another run may have finished some before they could be claimed
-            claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
-            outcomes = _sweep(job, claimed)
+            claimed = {key: trial for key, trial in claimed.items() if not _is_done(job, results, trial)}
+            with _early_stopping(job, results) as goes_on:
+                outcomes = _sweep(job, claimed, goes_on)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
@@ -287,14 +305,28 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     return trained
 
 
-def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
+@contextmanager
+def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[cluster.Judge | None]:
+    """Who tells the cells whether they go on, where the grid wants that; cells of earlier calls count too."""
+    wanted = job.grid.early_stopping
+    if wanted is None:
+        yield None
+        return
+    halving = cluster.Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
+    before = [trial for trial in job.trials if _is_done(job, results, trial)]
+    known = {trial.key: read_top1(job.workspace.checkpoints(trial) / "summary.csv") for trial in before}
+    with cluster.judge(halving, known) as goes_on:
+        yield goes_on
+
+
+def _sweep(job: Job, missing: dict[str, Trial], goes_on: cluster.Judge | None) -> dict[str, cluster.Outcome]:
     with _in_turn(job.workspace.runs / "store.lock"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
     shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
-    train = functools.partial(run_trial, job.workspace)
+    train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
     try:
         return cluster.sweep(
             train,
@@ -328,7 +360,7 @@ def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
-    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether all is finished."""
+    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether nothing is left."""
     lines = table_of(job, results)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
     _make(folder)
@@ -341,7 +373,10 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {files[-1]}")
     _say(f"browse the runs: {_command()} ui")
-    unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
+    stopped = [trial.name for trial in job.trials if _is_done(job, results, trial) and not _is_finished(results, trial)]
+    if stopped:
+        _say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
+    unfinished = [trial.name for trial in job.trials if not _is_done(job, results, trial)]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return files, not unfinished

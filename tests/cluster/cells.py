@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Outcome, Placement, Report, session, sweep
+from cluster import Judge, Outcome, Placement, Report, session, sweep
 
 
 @dataclass(slots=True)
@@ -96,6 +96,13 @@ def reducing(value: float, report: Report) -> None:
     if os.environ["RANK"] == "1":
         raise RuntimeError("rank one gives up")
     distributed.barrier()
+
+
+def asking(plan: tuple[Judge, str, list[float]], report: Report) -> None:
+    """Asks after each score whether it goes on, and does so anyway; of several workers each asks."""
+    judge, key, scores = plan
+    for number in range(len(scores)):
+        report({"goes_on": float(judge(key, scores[: number + 1]))})
 
 
 def sleeping(seconds: float, report: Report) -> None:
