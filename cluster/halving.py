@@ -63,13 +63,14 @@ class Rungs:
 
     def _record(self, key: str, scores: Sequence[float]) -> bool:
         """Whether the last score is too low."""
+        tune: Any = None  # the scheduler wants to hear of its controller, and asks nothing of it
         if key not in self._cells:
             self._cells[key] = SimpleNamespace(trial_id=key)  # all that the scheduler knows of Tune's trials
-            self._scheduler.on_trial_add(None, self._cells[key])
+            self._scheduler.on_trial_add(tune, self._cells[key])
         decision = TrialScheduler.CONTINUE
         for time, score in enumerate(scores[: self._last - 1], 1):
             result = {"time": time, "score": score}
-            decision = self._scheduler.on_trial_result(None, self._cells[key], result)
+            decision = self._scheduler.on_trial_result(tune, self._cells[key], result)
         return decision == TrialScheduler.STOP
 
 
@@ -91,8 +92,8 @@ class Judge:
 @contextmanager
 def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Judge]:
     """Rungs that all cells of this session can ask, in a process on the head, which is as safe as the sweep is."""
-    # More than one thread at a time would find the rungs half written.
-    actor = ray.remote(num_cpus=0, resources=DRIVER_RESOURCES, max_concurrency=1)(Rungs).remote(halving, dict(known))
+    start: Any = ray.remote(Rungs)
+    actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(halving, dict(known))
     try:
         yield Judge(actor)
     finally:
