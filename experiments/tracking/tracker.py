@@ -6,19 +6,14 @@ whatever grid, is never trained twice.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
-import platform
-import re
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import yaml
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
@@ -27,6 +22,7 @@ from mlflow.tracking import MlflowClient
 
 from experiments.config import flat
 from experiments.grid import Grid, Trial
+from experiments.provenance import environment, git_commit, machine, versions
 from experiments.tracking.store import pages, usable
 from experiments.training.metrics import Epoch
 from san import Complexity
@@ -341,34 +337,3 @@ class NodeMonitor(SystemMetricsMonitor):
 
 def _dataset(name: str, context: str, digest: str) -> DatasetInput:
     return DatasetInput(Dataset(name, digest, "images", "{}"), [InputTag("mlflow.data.context", context)])
-
-
-def git_commit() -> str:
-    """Commit of the project, and `-dirty` where files differ from it; `unknown` outside a checkout (as a Ray job's copy is)."""
-    where = ["git", "-C", str(Path(__file__).parent)]
-    command = [*where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:  # no git here
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-def environment() -> str:
-    """Hardware, Python and package versions, as text."""
-    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
-    return "\n".join([f"python {platform.python_version()}", machine(), "", *packages, ""])
-
-
-def machine() -> str:
-    """Processors, GPU and system of this machine."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{os.cpu_count()} CPUs, {device}, {platform.platform()}"
-
-
-def versions() -> str:
-    """Of Python and of the packages that a result depends on most; `environment` has them all."""
-    wanted = re.compile("torch|deepspeed|ray|nvidia-dali-.*")
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    packages = [f"{name} {found[name]}" for name in sorted(found) if wanted.fullmatch(name)]
-    return ", ".join([f"python {platform.python_version()}", *packages])
