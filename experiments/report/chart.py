@@ -79,8 +79,8 @@ def curves_chart(name: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     shapes = []
     for number, one in enumerate(series):
         places = [(plot.x(point.x), plot.y(point.y)) for point in one.points]
-        band = [(plot.x(point.x), plot.y(point.low)) for point in one.points]
-        band += [(plot.x(point.x), plot.y(point.high)) for point in reversed(one.points)]
+        band = [(plot.x(point.x), plot.y(max(point.low, plot.low))) for point in one.points]
+        band += [(plot.x(point.x), plot.y(min(point.high, plot.high))) for point in reversed(one.points)]
         area = f'<path class="band" d="{_path(band)}z"/>' if any(point.low < point.high for point in one.points) else ""
         parts = [(third + (number + 1) / (len(series) + 1)) / 3 for third in range(3)]
         marks = "".join(plot.marker(one.points[int(part * len(one.points))], one.style) for part in parts)
@@ -114,14 +114,17 @@ class _Plot:
 
     def __init__(self, series: Sequence[Series], x: Axis, y: Axis) -> None:
         points = [point for one in series for point in one.points]
-        self.series, self.axes, self.most = series, (x, y), y.most
-        xs = [point.x for point in points] + list(x.ticks)
-        ys = [value for point in points for value in (point.low, point.y, min(point.high, y.most))]
-        (x_low, x_high), (y_low, y_high) = _wider(xs), _wider(ys)
+        self.series, self.axes = series, (x, y)
+        ys = [point.y for point in points]
+        room = 0.6 * (max(ys) - min(ys)) or math.inf  # wider intervals are cut, or points would lie on each other
+        ys += [max(point.low, min(ys) - room) for point in points] + [min(point.high, max(ys) + room) for point in points]
+        x_low, x_high = _wider([point.x for point in points] + list(x.ticks))
+        self.low, high = _wider(ys)
+        self.high = min(high, y.most)
         self.x_ticks = list(x.ticks) or round_ticks(x_low, x_high)
-        self.y_ticks = round_ticks(y_low, min(y_high, y.most))
+        self.y_ticks = round_ticks(self.low, self.high)
         self.x = _scale(x_low, x_high, LEFT, WIDTH - RIGHT)
-        self.y = _scale(y_low, min(y_high, y.most), HEIGHT - BOTTOM, TOP)
+        self.y = _scale(self.low, self.high, HEIGHT - BOTTOM, TOP)
 
     def marker(self, point: Point, style: int) -> str:
         where = f"translate({self.x(point.x):.1f} {self.y(point.y):.1f})"
@@ -129,11 +132,13 @@ class _Plot:
         return f"{path}<title>{escape(point.title)}</title></path>"
 
     def bar(self, point: Point) -> str:
-        """The interval around a point, where it has one."""
+        """The interval around a point, where it has one; an end that is cut has no cap."""
         if point.low == point.high:
             return ""
-        at, low, high = self.x(point.x), self.y(point.low), self.y(min(point.high, self.most))
-        return f'<path class="bar" d="M{at - 4:.1f} {low:.1f}h8m-4 0V{high:.1f}m-4 0h8"/>'
+        at, low, high = self.x(point.x), self.y(max(point.low, self.low)), self.y(min(point.high, self.high))
+        ends = [end for end, value in ((low, point.low), (high, point.high)) if self.low <= value <= self.high]
+        caps = "".join(f"M{at - 4:.1f} {end:.1f}h8" for end in ends)
+        return f'<path class="bar" d="M{at:.1f} {low:.1f}V{high:.1f}{caps}"/>'
 
     def label(self, point: Point, boxes: list[tuple[float, float, float, float]]) -> str:
         """A point's short words at the first place around it that is free; nothing where none is, for hovering tells them."""

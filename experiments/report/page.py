@@ -163,7 +163,7 @@ def _start(place: int) -> str:
 def _cell(line: Line, field: str, form: str, seeds: int, place: int) -> str:
     value = getattr(line, field)
     if value is None:
-        text = '<span class="missing">not trained</span>' if field in ("top1", "top5") else "\N{EN DASH}"
+        text = '<span class="missing">not finished</span>' if field in ("top1", "top5") else "\N{EN DASH}"
     else:
         text = format(value, form).replace("-", MINUS)
     if field == "top1" and value is not None:
@@ -254,7 +254,7 @@ def _cost(answer: Answer) -> str:
             chart = points_chart(alternative, series, Axis(words), Axis("top-1, %", most=100.0))
             panels.append(_panel(f"{heading}, over {'parameters' if field == 'params' else 'FLOPs'}", chart))
     key = legend(((name, style) for style, name in enumerate(families)), lines=True)
-    note = "Up and to the left is better. Parameters and FLOPs are the full-size models'. A point tells more on hovering."
+    note = "Up and to the left is better. Intervals without an end are cut. A point tells more on hovering."
     return _section("Accuracy and cost", _figure(panels, key, note))
 
 

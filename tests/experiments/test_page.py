@@ -134,7 +134,7 @@ def test_the_page_in_a_browser(answered: Callable[..., Job], shown: Browser, tmp
 
     assert cells(shown, "resnet26_3") == ["76.0", "90.5 ± 6.4", "80.0", "13.7", "13.7", "2.4", "2.4"]
     assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
-    assert cells(shown, "patchwise_5")[:3] == ["78.7", "not trained", "not trained"]
+    assert cells(shown, "patchwise_5")[:3] == ["78.7", "not finished", "not finished"]
 
     charts = shown.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.getAttribute('aria-label'))")
     assert len(charts) == 2 + 4 + 2 * 3  # the grid's own and the cost, ours and the paper's; accuracy and loss of 3 families
