@@ -194,7 +194,7 @@ def _sides(answer: Answer) -> list[tuple[str, str, str]]:
     return [side for side in sides if any(getattr(line, side[1]) is not None for line in answer.lines)]
 
 
-def _points(lines: Iterable[tuple[Line, float, str]], accuracy: str, half: str, words: str) -> list[Point]:
+def _points(lines: Iterable[tuple[Line, float, str]], accuracy: str, half: str, words: str = "") -> list[Point]:
     """Of those lines that have that accuracy, at the places and with the labels that come with them."""
     points = []
     for line, x, label in lines:
@@ -203,7 +203,7 @@ def _points(lines: Iterable[tuple[Line, float, str]], accuracy: str, half: str, 
             continue
         around = (getattr(line, half) if half else None) or 0.0
         spread = f" ± {around:.1f}" if around else ""
-        title = f"{line.id}: {value:.1f}{spread} % at {x:.3g} {words}"
+        title = f"{line.id}: {value:.1f}{spread} % at {x:.3g} {words}".strip()
         points.append(Point(x, value, value - around, value + around, label, title))
     return sorted(points, key=lambda point: point.x)
 
@@ -224,7 +224,7 @@ def _plot(answer: Answer) -> str:
         for style, name in enumerate(names):
             aside = apart * (style - (len(names) - 1) / 2)
             mine = [(line, places[line.id][1], "") for line in answer.lines if places[line.id][0] == name]
-            points = [replace(point, x=point.x + aside) for point in _points(mine, accuracy, half, plot.label)]
+            points = [replace(point, x=point.x + aside) for point in _points(mine, accuracy, half)]
             series += [Series(name, style, points)] if points else []
         alternative = f"Top-1 accuracy over {plot.label}, {heading}."
         axes = Axis(plot.label, ticks), Axis("top-1, %", most=100.0)
