@@ -11,9 +11,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,19 +197,42 @@ def _hours(hours: Hours | None) -> str:
 @PROFILE
 @RUNS
 @SEEDS
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "markdown", "latex", "csv"]),
+    default="text",
+    show_default=True,
+    help="of the table; all but text print it alone",
+)
+@click.option("--html", type=click.Path(path_type=Path), help="write table, plots and curves as one page to this file")
 @AS_JSON
 def report(
-    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, as_json: bool
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    form: str,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.run import known_results, open_job, show, table_of
+    from experiments.report import table
+    from experiments.run import finished_results, known_results, open_job, show, table_of, write_page
 
+    if as_json and form != "text":
+        raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
     job = open_job(grid, profile, overrides, runs, seeds)
+    if html is not None:
+        write_page(job, finished_results(job), html)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job, known_results(job))]))
-        return
-    _, complete = show(job, known_results(job))
-    sys.exit(0 if complete else 1)
+    elif form != "text":
+        click.echo(table.FORMS[form](table_of(job, finished_results(job))).rstrip("\n"))
+    else:
+        _, complete = show(job, known_results(job))
+        sys.exit(0 if complete else 1)
 
 
 @cli.command()
@@ -356,21 +381,48 @@ def _listed(run: Listed) -> str:
 
 @cli.command()
 @RUNS
-@click.option("--port", default=5000, show_default=True)
-def ui(runs: Path | str | None, port: int) -> None:
-    """Browse the runs: MLflow on the project's store, on this machine only."""
+@click.option("--port", type=click.IntRange(1, 65535), help="[default: 5000, or the next one that is free]")
+def ui(runs: Path | str | None, port: int | None) -> None:
+    """Browse the runs: MLflow on the project's store, on this machine only, with the address of each grid's page."""
     from experiments.run import has_store
+    from experiments.tracking import experiment_pages
     from experiments.workspace import open_workspace
 
     uri = open_workspace(runs).tracking_uri
-    if uri.startswith("http"):
-        click.echo(f"{uri}  (the server of MLFLOW_TRACKING_URI)")
-        return
     if not has_store(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
-    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    click.echo(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
-    subprocess.run([*mlflow, "--host", "127.0.0.1", "--port", str(port)], check=False)
+    is_server = uri.startswith("http")
+    port = port if is_server else _free_port(port)
+    address = uri if is_server else f"http://127.0.0.1:{port}"
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    asks = f", which asks for {user}'s password" if user else ""
+    how = f"(the server of MLFLOW_TRACKING_URI{asks})" if is_server else "(Ctrl-C ends it)"
+    found = experiment_pages(uri, address.rstrip("/"))
+    width = max(map(len, found), default=0)
+    click.echo("\n".join([f"{address}  {how}", *(f"{name:{width}s}  {page}" for name, page in found.items())]))
+    if is_server:
+        return
+    options = ["--host", "127.0.0.1", "--port", str(port), "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}"]
+    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options, "--workers", "1"]
+    try:
+        sys.exit(subprocess.run(mlflow, check=False).returncode)
+    except KeyboardInterrupt:  # how one leaves it
+        return
+
+
+def _free_port(wanted: int | None) -> int:
+    """The wanted port of this machine; without one, the first from 5000 on that is free.
+
+    Raises:
+        UserError: it is taken.
+    """
+    for port in range(5000, 5100) if wanted is None else (wanted,):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise UserError(f"port {wanted or '5000 to 5099'} is taken; name another with --port")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -16,12 +17,13 @@ from typing import TypeVar
 
 import cluster
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
-from experiments.config import ModelConfig
+from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
 from experiments.estimate import Costs, Hours
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
+from experiments.report.page import CURVES, Answer, page, shown_rows
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
 from experiments.storage import Lease, StorageError
@@ -46,6 +48,9 @@ class Job:
     full_size: Mapping[str, ModelConfig]
     """Each row's model at the paper's setting."""
     workspace: Workspace
+    overrides: tuple[str, ...]
+    command: str
+    """The `san run` that was, or would be, asked for."""
 
     @property
     def tracker(self) -> Tracker:
@@ -91,7 +96,16 @@ def open_job(
     for scaling in dict.fromkeys(config.recipe.scaling for config in expanded.configs.values()):
         if scaling is not None:
             _say(scaling)
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
+    command = _run_command(path, profile, overrides, seeds)
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command)
+
+
+def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
+    """What to type in the project's folder."""
+    whole = path.resolve()
+    grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else path
+    chosen = [] if seeds is None else ["--seeds", str(seeds)]
+    return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +225,7 @@ def run(job: Job, address: str | None) -> bool:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
         files, complete = show(job, results)
         _patiently(lambda: job.tracker.log_report(files, complete))
+        _patiently(lambda: job.tracker.describe(_note(job, results)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\nwhat was trained is kept; the same command continues and sends what MLflow lacks"
@@ -241,6 +256,21 @@ def known_results(job: Job) -> dict[str, Result]:
         return {}
     job.tracker.check()
     return job.tracker.results()
+
+
+def finished_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already.
+
+    Raises:
+        UserError: no cell is finished.
+    """
+    results = known_results(job)
+    if not any(_is_finished(results, trial) for trial in job.trials):
+        raise UserError(
+            f"no cell of grid {job.name} under profile {job.profile} is finished in {job.workspace.tracking_uri}; "
+            f"train it with `{job.command}`, or name another store with --runs"
+        )
+    return results
 
 
 def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
@@ -311,6 +341,7 @@ def _sweep(
 ) -> dict[str, cluster.Outcome]:
     with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+        job.tracker.describe(_note(job, {}))
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
@@ -377,6 +408,8 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {job.workspace.place(files[-1])}")
+        files.append(folder / "report.html")
+        write_page(job, results, files[-1])
     for file in files:
         _patiently(functools.partial(job.workspace.keep, file))
     _say(f"browse the runs: {_command()} ui")
@@ -387,6 +420,40 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return files, not unfinished
+
+
+def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
+    """Writes the answer as an HTML page; a cell that is not finished has curves too.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    lines = table_of(job, results)
+    shown, curves = shown_rows(lines), {}
+    for trial in job.trials:
+        if trial.key in results and trial.row in shown:
+            run_id = results[trial.key].run_id
+            ask = functools.partial(job.tracker.history, run_id)
+            curves[trial.key] = {metric: _patiently(functools.partial(ask, metric)) for metric in CURVES}
+    text = page(
+        Answer(
+            grid=job.grid,
+            name=job.name,
+            caption=_setting(job),
+            command=job.command,
+            overrides=job.overrides,
+            trials=job.trials,
+            results=results,
+            lines=lines,
+            curves=curves,
+            store=job.workspace.tracking_uri,
+        )
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
+    _say(f"report: {path}")
 
 
 def _command() -> str:
@@ -404,11 +471,18 @@ def _make(folder: Path) -> None:
 
 
 def _caption(job: Job) -> str:
+    return f"{job.grid.question} {_setting(job)}"
+
+
+def _note(job: Job, results: Mapping[str, Result]) -> str:
+    """What MLflow shows of the grid, as Markdown."""
+    return f"**{job.grid.question}** {_setting(job)}\n\n{table.as_markdown(table_of(job, results))}"
+
+
+def _setting(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
-    paper = f" Paper: ImageNet, table `{job.grid.table}`." if job.grid.table else ""
-    return (
-        f"{job.grid.question}{paper} Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
-    )
+    paper = f"Paper: ImageNet, table `{job.grid.table}`. " if job.grid.table else ""
+    return f"{paper}Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
 
 
 def _say(text: str) -> None:

@@ -1,18 +1,18 @@
-"""The table of a grid: paper | ours | difference, for a terminal, as Markdown and as CSV."""
+"""The table of a grid: paper | ours | difference, for a terminal, as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import san
 from experiments.grid import Grid, Trial
 from experiments.report import interval
 from experiments.report.paper import PaperRow
-from experiments.report.text import aligned, markdown
+from experiments.report.text import aligned, latex, markdown
 from experiments.tracking import Result
 
 
@@ -138,6 +138,11 @@ def as_markdown(table: Sequence[Line], columns: Sequence[Column] = COLUMNS) -> s
     return markdown(_rows(table, columns), words=1)
 
 
+def as_latex(table: Sequence[Line]) -> str:
+    """A table for a paper; it needs booktabs."""
+    return latex(_rows(table, COLUMNS))
+
+
 def as_csv(table: Sequence[Line]) -> str:
     """Full precision, one column per field of `Line`."""
     out = io.StringIO()
@@ -145,3 +150,7 @@ def as_csv(table: Sequence[Line]) -> str:
     writer.writeheader()
     writer.writerows(asdict(line) for line in table)
     return out.getvalue()
+
+
+FORMS: Mapping[str, Callable[[Sequence[Line]], str]] = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
+"""Those that stand in other texts."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlflow.entities import Run
 
 from experiments.tracking.store import TrackerError, pages, usable
-from experiments.tracking.tracker import Tracker
+from experiments.tracking.tracker import VIEW, Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +63,20 @@ def _listed(run: Run) -> Listed:
         age=time.time() - (run.info.end_time or run.info.start_time) / 1000,
         error=tags.get("san.error"),
     )
+
+
+def experiment_pages(uri: str, server: str) -> dict[str, str]:
+    """The address of each grid's page at the server that shows a store, in the view with the columns that matter.
+
+    Raises:
+        TrackerError: the tracker cannot be used.
+    """
+    tracker = Tracker(uri, "", "")
+    with usable(uri):
+        experiments = pages(tracker.client.search_experiments)
+    found = {}
+    for experiment in experiments:
+        if experiment.name != "Default":  # MLflow's own
+            view = f"?viewStateShareKey={VIEW}" if f"mlflow.sharedViewState.{VIEW}" in experiment.tags else ""
+            found[experiment.name] = f"{server}/#/experiments/{experiment.experiment_id}/runs{view}"
+    return found
