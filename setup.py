@@ -33,6 +33,7 @@ setup(
             "scikit-learn",
             "scipy",
             "pillow",
+            "psutil",
         ],
         "onnx": ["onnxscript>=0.7"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format", "onnxscript", "onnxruntime"],

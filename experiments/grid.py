@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -44,6 +44,9 @@ class Plot(Strict):
     label: str
 
 
+ProtocolName = Literal["rotation", "attack"]
+
+
 class Grid(Strict):
     """The file of a grid."""
 
@@ -57,6 +60,8 @@ class Grid(Strict):
     """What all rows share."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
     plot: Plot | None = None
+    robustness: ProtocolName | None = None
+    """The protocol whose numbers the table holds, taken of each trained cell, in place of its accuracy."""
 
 
 PLACES = (

@@ -21,10 +21,14 @@ from experiments.estimate import Hours, Speeds
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
-from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
+from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_numbers, paper_rows, table_names
 from experiments.report.study import section_of, write_study
+from experiments.robustness import PROTOCOLS
+from experiments.robustness import table as robust
+from experiments.robustness.cells import Watch, Work, measure
 from experiments.summary import read_run_id
 from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
+from experiments.training.checkpoint import last_of
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 from pipelines import DataError
 
@@ -180,14 +184,18 @@ def run(job: Job, address: str | None) -> bool:
     found = f", {done} finished before (taken from MLflow)" if done else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
-    if not missing:
+    if not missing and not _to_measure(job, results):
         return show(job, results)[1]
     try:
-        trained = _train(job, missing, address)
+        trained = _train(job, missing, address) if missing else []
         results = _patiently(lambda: known_results(job))
         unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
         if unsent:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
+        works = _to_measure(job, results)
+        if works:
+            _measure(job, works, results, address)
+            results = _patiently(lambda: known_results(job))
         files, complete = show(job, results)
         _patiently(lambda: job.tracker.log_report(files, complete))
     except TrackerError as error:
@@ -262,11 +270,17 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     return trained
 
 
-def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
+def _prepare(job: Job) -> Path:
+    """The grid's place in the store, and an empty folder for the files of a sweep."""
     with _in_turn(job.workspace.runs / "store.lock"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
     shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
+    return scratch
+
+
+def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
+    scratch = _prepare(job)
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace)
@@ -288,11 +302,57 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
         progress.close()
 
 
+def _to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
+    """What finished cells lack of the numbers of the grid's protocol, by their keys."""
+    if job.grid.robustness is None:
+        return {}
+    works = {}
+    for trial in job.trials:
+        missing = PROTOCOLS[job.grid.robustness].missing(results[trial.key].metrics) if _is_finished(results, trial) else ()
+        if missing:
+            last = last_of(job.workspace.checkpoints(trial), trial.config.recipe.epochs)
+            names = tuple(condition.name for condition in missing)
+            works[trial.key] = Work(trial.name, last, trial.config, job.workspace.log(trial), job.grid.robustness, names)
+    return works
+
+
+def _measure(job: Job, works: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
+    """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
+    start, wanted = time.monotonic(), job.placement
+    placement = cluster.Placement(1, wanted.cpus, wanted.gpus)
+
+    def keep(key: str, metrics: dict[str, float]) -> None:
+        _patiently(lambda: job.tracker.add(results[key].run_id, metrics))
+
+    with cluster.session(address) as resources:
+        at_once = min(cluster.concurrency(placement, resources), len(works))
+        _say(f"{job.grid.robustness}: {len(works)} cells to measure, {at_once} at a time, {placement} per cell")
+        with _only_one(job.workspace.runs / f"{job.name}-{job.profile}.lock"):
+            scratch, watch = _prepare(job), Watch(works, keep, sys.stderr)
+            try:
+                final = (UserError, DataError)
+                outcomes = cluster.sweep(measure, works, placement, storage=scratch, observer=watch, final=final)
+            finally:
+                watch.close()
+    by_key = {trial.key: trial for trial in job.trials}
+    failed = {key: outcome for key, outcome in outcomes.items() if outcome.error is not None}
+    for key, outcome in failed.items():
+        _keep_story(job, by_key[key], outcome.traceback)
+    _say(f"measured {len(works) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+
+
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
     path = job.workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(story, encoding="utf-8")
     _say(f"{trial.name}: the whole error is in {path}, what it said before in {job.workspace.log(trial)}")
+
+
+def robustness_of(job: Job, results: Mapping[str, Result]) -> list[robust.Cell]:
+    """The table of a grid that names a protocol."""
+    assert job.grid.robustness is not None
+    paper = paper_numbers(job.grid.table) if job.grid.table else {}
+    return robust.cells_of_grid(PROTOCOLS[job.grid.robustness], job.trials, results, paper)
 
 
 def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
@@ -303,22 +363,33 @@ def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     """Prints the table of what is finished and writes it beside the plot; returns the files, and whether all is finished."""
-    lines = table_of(job, results)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
     _make(folder)
     files = [folder / "table.md", folder / "table.csv"]
-    files[0].write_text(f"{_caption(job)}\n\n{table.as_markdown(lines)}\n", encoding="utf-8")
-    files[1].write_text(table.as_csv(lines), encoding="utf-8")
-    print(f"\n{_caption(job)}\n\n{table.as_text(lines)}\n", flush=True)
+    text, markdown, comma_separated = _tables(job, results)
+    files[0].write_text(f"{_caption(job)}\n\n{markdown}\n", encoding="utf-8")
+    files[1].write_text(comma_separated, encoding="utf-8")
+    print(f"\n{_caption(job)}\n\n{text}\n", flush=True)
+    lines = [] if job.grid.robustness else table_of(job, results)
     if any(line.top1 is not None for line in lines):
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
         _say(f"plot: {files[-1]}")
     _say(f"browse the runs: {_command()} ui")
-    unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
+    to_measure = _to_measure(job, results)
+    unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial) or trial.key in to_measure]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return files, not unfinished
+
+
+def _tables(job: Job, results: Mapping[str, Result]) -> tuple[str, str, str]:
+    """For a terminal, as Markdown and as CSV."""
+    if job.grid.robustness:
+        cells = robustness_of(job, results)
+        return robust.as_text(cells), robust.as_markdown(cells), robust.as_csv(cells)
+    lines = table_of(job, results)
+    return table.as_text(lines), table.as_markdown(lines), table.as_csv(lines)
 
 
 def _command() -> str:
@@ -338,6 +409,9 @@ def _make(folder: Path) -> None:
 def _caption(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
     paper = f" Paper: ImageNet, table `{job.grid.table}`." if job.grid.table else ""
+    if job.grid.robustness:
+        how = PROTOCOLS[job.grid.robustness].caption
+        return f"{job.grid.question} {how}{paper} Ours: profile `{job.profile}`, {epochs} epochs."
     return (
         f"{job.grid.question}{paper} Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
     )

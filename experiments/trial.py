@@ -184,7 +184,7 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
     with (
-        _logging_to(workspace.log(trial), rank) as log,
+        logging_to(workspace.log(trial), rank) as log,
         only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext(),
         Watchdog(patience.total_seconds(), log) as watchdog,
         determinism(trial.config.engine.deterministic),
@@ -292,7 +292,7 @@ def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None
 
 
 @contextmanager
-def _logging_to(path: Path, rank: int) -> Iterator[TextIO]:
+def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
     """Adds what this package logs to a file, which all workers of a trial share.
 
     Raises:

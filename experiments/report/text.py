@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
+"""Of numbers that are percentages."""
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A heading and rows of cells, the first column on the left, numbers on the right."""
+def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A heading and rows of cells; the first `words` columns stand on the left, numbers on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in ruled)
+    sides = [str.ljust if column < words else str.rjust for column in range(len(widths))]
+    return "\n".join("  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)) for row in ruled)
 
 
 def markdown(rows: Sequence[Sequence[str]], words: int) -> str:
     """A heading and rows of cells as Markdown; the first `words` columns stand on the left, numbers on the right."""
     rule = ["---" if column < words else "---:" for column in range(len(rows[0]))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
+
+
+def percentages(numbers: Mapping[str, float]) -> str:
+    """Such as `top-1 97.5 %, top-5 100.0 %`."""
+    return ", ".join(f"{TITLES[name]} {value:.1f} %" for name, value in numbers.items())

@@ -1,0 +1,126 @@
+"""What an attack costs over what it must compute: n + 1 forward and n backward passes, side by side.
+
+    python -m tests.benchmarks.robustness [--setting digits] [--attack n2] [--rounds 15]
+
+`passes` are those of the bare network on batches that lie normalised in memory: nothing is loaded, stepped or counted. `attack` is
+the condition as `san run` measures it, with its loader; `foolbox` is that library's loop on batches in memory, where it is
+installed. They take turns; ratios are of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import san
+from experiments.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.robustness import PROTOCOLS
+from experiments.robustness.attack import Attack, targets
+from experiments.trial import transform
+
+SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=2", "placement.cpus=2")
+SETTINGS: dict[str, tuple[str, str, tuple[str, ...], int]] = {
+    "digits": ("san10_pairwise", "digits", (), 256),
+    "digits, resnet": ("resnet26", "digits", (), 256),
+    "san10 pairwise": ("san10_pairwise", "imagenet", SYNTHETIC, 16),
+    "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, 16),
+}
+"""Variant, profile, overrides, batch."""
+ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
+
+
+def untrained(setting: str) -> tuple[Opened, int]:
+    variant, profile, overrides, batch = SETTINGS[setting]
+    is_small = profile == "digits"
+    fields = {"stages": 2, "width_factor": 0.5} if is_small else {}
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.pt"
+        san.save_checkpoint(san.create_model(variant, num_classes=10 if is_small else 16, **fields), path)
+        opened = open_checkpoint(path, overrides, profile)
+    opened.model.eval().requires_grad_(False)
+    return opened, batch
+
+
+def passes(opened: Opened, batches: list[Tensor], steps: int) -> None:
+    for images in batches:
+        for _ in range(steps):
+            x = images.detach().requires_grad_()
+            logits = opened.model(x)
+            torch.autograd.grad(logits, x, torch.ones_like(logits))
+        with torch.no_grad():
+            opened.model(images)
+
+
+def by_foolbox(opened: Opened, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
+    import foolbox
+
+    how = transform(opened.config.data)
+    bounds = {"bounds": (0, 1), "device": str(batches[0].device)}
+    network = foolbox.PyTorchModel(opened.model, preprocessing={"mean": how.mean, "std": how.std, "axis": -3}, **bounds)
+    steps = foolbox.attacks.LinfPGD(abs_stepsize=attack.step / 255, steps=attack.steps, random_start=False)
+
+    def run() -> None:
+        for pixels, classes in zip(batches, wanted, strict=True):
+            goal = foolbox.criteria.TargetedMisclassification(classes)
+            goal(pixels, network(steps.run(network, pixels, goal, epsilon=attack.epsilon / 255)))
+
+    return run
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def line(setting: str, name: str, rounds: int) -> str:
+    (opened, batch), attack = untrained(setting), ATTACKS[name]
+    images = open_images(opened)
+    loaded = list(evaluation_loader(opened, images, transform(opened.config.data), batch).epoch(0))
+    normalised = [images_NCHW for images_NCHW, _ in loaded]
+    contenders: dict[str, Callable[[], object]] = {
+        "passes": lambda: passes(opened, normalised, attack.steps),
+        "attack": lambda: attack(opened, images, batch, lambda: None),
+    }
+    if importlib.util.find_spec("foolbox"):
+        pixels = [x.clamp(0, 1) for x in normalised]
+        wanted = [targets(y.cpu().numpy(), len(images.classes), 0).to(y.device) for _, y in loaded]
+        contenders["foolbox"] = by_foolbox(opened, attack, pixels, wanted)
+    for run in contenders.values():
+        seconds(run)
+    found = [{what: seconds(run) for what, run in contenders.items()} for _ in range(rounds)]
+    cells = [f"{1000 * statistics.median(times[what] for times in found) / len(images):.3g}" for what in ("passes", "attack")]
+    for what in ("attack", "foolbox"):
+        ratios = [100 * (times[what] / times["passes"] - 1) for times in found if what in times]
+        cells.append(f"{statistics.median(ratios):+.1f} ({min(ratios):+.1f} to {max(ratios):+.1f})" if ratios else "-")
+    return f"| {setting} | {name} | {rounds} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", action="append", choices=list(SETTINGS))
+    parser.add_argument("--attack", action="append", choices=list(ATTACKS))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"torch {torch.__version__}, {device}; milliseconds per image, medians; overhead in %: median (range) over rounds\n")
+    columns = ("setting", "attack", "rounds", "passes, ms", "attack, ms", "overhead", "overhead of foolbox")
+    print(f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}", sep="\n")
+    for setting in options.setting or SETTINGS:
+        for name in options.attack or ATTACKS:
+            print(line(setting, name, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
