@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.robustness [--setting digits] [--attack n2] [--rounds 15]
 
-`passes` are those of the bare network on batches that lie normalised in memory: nothing is loaded, stepped or counted. `attack` is
-the condition as `san run` measures it, with its loader; `foolbox` is that library's loop on batches in memory, where it is
+`passes` are those of the bare network on batches that lie normalised in memory: nothing is loaded, stepped or counted. `attack`
+is the condition as `san run` measures it, with its loader; `foolbox` is that library's loop on batches in memory, where it is
 installed. They take turns; ratios are of the same round.
 """
 
