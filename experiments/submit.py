@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.grid import expand
+from experiments.provenance import COMMIT_VARIABLE, git_commit
 from experiments.report.paper import table_names
 from experiments.tracking import require_no_secret
 
@@ -59,12 +60,13 @@ def command(grid: Path, profile: str, overrides: Sequence[str], runs: str | None
 
 
 def environment(names: Iterable[str]) -> dict[str, str]:
-    """What the job gets of this environment: the tracking server, and the variables that were asked for by name.
+    """What the job gets of this environment: the project's commit, the tracking server, and the variables that were asked for
+    by name.
 
     Raises:
         UserError: a name is not set here; a password in the address of the tracking server.
     """
-    found: dict[str, str] = {}
+    found = {COMMIT_VARIABLE: git_commit()}
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         require_no_secret(uri)
         found["MLFLOW_TRACKING_URI"] = uri
