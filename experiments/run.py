@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +25,9 @@ from experiments.report.paper import counts_at_paper_setting, paper_claims, pape
 from experiments.report.study import section_of, write_study
 from experiments.robustness import PROTOCOLS
 from experiments.robustness import table as robust
-from experiments.robustness.cells import Watch, Work, measure
+from experiments.robustness.cells import Work, measure_all, works
 from experiments.summary import read_run_id
 from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
-from experiments.training.checkpoint import last_of
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 from pipelines import DataError
 
@@ -192,9 +191,8 @@ def run(job: Job, address: str | None) -> bool:
         unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
         if unsent:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
-        works = _to_measure(job, results)
-        if works:
-            _measure(job, works, results, address)
+        if to_measure := _to_measure(job, results):
+            _measure(job, to_measure, address)
             results = _patiently(lambda: known_results(job))
         files, complete = show(job, results)
         _patiently(lambda: job.tracker.log_report(files, complete))
@@ -303,42 +301,26 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
 
 
 def _to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
-    """What finished cells lack of the numbers of the grid's protocol, by their keys."""
-    if job.grid.robustness is None:
-        return {}
-    works = {}
-    for trial in job.trials:
-        missing = PROTOCOLS[job.grid.robustness].missing(results[trial.key].metrics) if _is_finished(results, trial) else ()
-        if missing:
-            last = last_of(job.workspace.checkpoints(trial), trial.config.recipe.epochs)
-            names = tuple(condition.name for condition in missing)
-            works[trial.key] = Work(trial.name, last, trial.config, job.workspace.log(trial), job.grid.robustness, names)
-    return works
+    """What finished cells lack of the numbers of the grid's protocol."""
+    finished = [(trial, results[trial.key]) for trial in job.trials if _is_finished(results, trial)]
+    return works(job.workspace, job.grid.robustness, finished) if job.grid.robustness else {}
 
 
-def _measure(job: Job, works: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
+def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
     """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
-    start, wanted = time.monotonic(), job.placement
-    placement = cluster.Placement(1, wanted.cpus, wanted.gpus)
+    start, placement = time.monotonic(), replace(job.placement, workers=1)
 
-    def keep(key: str, metrics: dict[str, float]) -> None:
-        _patiently(lambda: job.tracker.add(results[key].run_id, metrics))
+    def keep(work: Work, metrics: dict[str, float]) -> None:
+        _patiently(lambda: job.tracker.add(work.run_id, metrics))
 
-    with cluster.session(address) as resources:
-        at_once = min(cluster.concurrency(placement, resources), len(works))
-        _say(f"{job.grid.robustness}: {len(works)} cells to measure, {at_once} at a time, {placement} per cell")
-        with _only_one(job.workspace.runs / f"{job.name}-{job.profile}.lock"):
-            scratch, watch = _prepare(job), Watch(works, keep, sys.stderr)
-            try:
-                final = (UserError, DataError)
-                outcomes = cluster.sweep(measure, works, placement, storage=scratch, observer=watch, final=final)
-            finally:
-                watch.close()
-    by_key = {trial.key: trial for trial in job.trials}
-    failed = {key: outcome for key, outcome in outcomes.items() if outcome.error is not None}
-    for key, outcome in failed.items():
-        _keep_story(job, by_key[key], outcome.traceback)
-    _say(f"measured {len(works) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+    with cluster.session(address) as resources, _only_one(job.workspace.runs / f"{job.name}-{job.profile}.lock"):
+        at_once = min(cluster.concurrency(placement, resources), len(missing))
+        _say(f"{job.grid.robustness}: {len(missing)} cells to measure, {at_once} at a time, {placement} per cell")
+        outcomes = measure_all(missing, placement, _prepare(job), keep)
+    failed = [trial for trial in job.trials if trial.key in outcomes and outcomes[trial.key].error is not None]
+    for trial in failed:
+        _keep_story(job, trial, outcomes[trial.key].traceback)
+    _say(f"measured {len(missing) - len(failed)} cells in {time.monotonic() - start:.0f} s")
 
 
 def _keep_story(job: Job, trial: Trial, story: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +12,19 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from cluster import Outcome
+import cluster
+from cluster import Outcome, Placement
 from experiments.config import TrialConfig
+from experiments.errors import UserError
 from experiments.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images
-from experiments.grid import ProtocolName
+from experiments.grid import ProtocolName, Trial
 from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS
 from experiments.robustness.protocol import Condition, measured
-from experiments.trial import logging_to
+from experiments.tracking import Result
+from experiments.training.checkpoint import last_of
+from experiments.trial import Workspace, logging_to
+from pipelines import DataError
 
 Report = Callable[[Mapping[str, float]], None]
 
@@ -28,6 +34,8 @@ class Work:
     """What is to be measured of a cell."""
 
     name: str
+    run_id: str
+    """Of its run in the tracker."""
     checkpoint: Path
     config: TrialConfig
     log: Path
@@ -38,6 +46,28 @@ class Work:
     @property
     def conditions(self) -> tuple[Condition, ...]:
         return tuple(condition for condition in PROTOCOLS[self.protocol].conditions if condition.name in self.missing)
+
+
+def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]) -> dict[str, Work]:
+    """What is to be measured of trained cells after their last epoch, by their keys; of one that has all numbers nothing."""
+    found = {}
+    for trial, result in finished:
+        missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
+        last = last_of(workspace.checkpoints(trial), trial.config.recipe.epochs)
+        if missing:
+            found[trial.key] = Work(trial.name, result.run_id, last, trial.config, workspace.log(trial), protocol, missing)
+    return found
+
+
+def measure_all(
+    missing: Mapping[str, Work], placement: Placement, storage: Path, keep: Callable[[Work, dict[str, float]], None]
+) -> dict[str, Outcome]:
+    """Measures cells on the cluster of this session; `keep` gets their metrics as they come. Raises: as `cluster.sweep`."""
+    watch = Watch(missing, keep, sys.stderr)
+    try:
+        return cluster.sweep(measure, missing, placement, storage=storage, observer=watch, final=(UserError, DataError))
+    finally:
+        watch.close()
 
 
 def measure(work: Work, report: Report) -> None:
@@ -72,7 +102,7 @@ def measure(work: Work, report: Report) -> None:
 class Watch:
     """Observes a sweep of `measure`: `keep` gets the metrics of a cell as they come; a bar on a terminal, lines in a log."""
 
-    def __init__(self, works: Mapping[str, Work], keep: Callable[[str, dict[str, float]], None], out: TextIO) -> None:
+    def __init__(self, works: Mapping[str, Work], keep: Callable[[Work, dict[str, float]], None], out: TextIO) -> None:
         self.works, self.keep, self.out, self.start = works, keep, out, time.monotonic()
         self.left = sum(len(work.missing) for work in works.values())
         is_terminal = out.isatty()
@@ -91,7 +121,7 @@ class Watch:
             else:
                 self._say(f"{what}: {values['done']:.0%}")
             return
-        self.keep(key, values)
+        self.keep(work, values)
         self.left -= 1
         if self.bar is not None:
             self.bar.update()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from experiments.config import TrialConfig
 from experiments.training.engine import device
 
-MOST = 256
-"""Images in a batch: more make nothing faster."""
+MOST = {"cuda": 256, "cpu": 64}
+"""Images in a batch: more make nothing faster, and the first batch is waited for."""
 SHARE = 0.5
 """Of the memory that is free; the loader has batches ahead, and others come too."""
 TEMPORARY = 3
@@ -29,7 +29,7 @@ def first_batch(model: nn.Module, config: TrialConfig) -> int:
     else:
         free = free_memory() * min(config.placement.cpus / (os.cpu_count() or 1), 1)
     image = TEMPORARY * bytes_kept(model.to(where), config.data.size, where)
-    return max(1, min(MOST, int(SHARE * free / image)))
+    return max(1, min(MOST[where.type], int(SHARE * free / image)))
 
 
 def bytes_kept(model: nn.Module, size: int, where: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Rotation and attack: the numbers are right, exact where they can be, kept as they come, and beside the paper's."""
+"""Rotation and attack as protocols: each number is right, kept as it comes, and beside the paper's."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import cluster
 import san
 from experiments import evaluate
-from experiments import run as grids
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
-from experiments.evaluate import Opened, evaluate_checkpoint, evaluation_loader, open_checkpoint, open_images
+from experiments.evaluate import Opened, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.report.paper import paper_numbers
-from experiments.robustness import PROTOCOLS, table
-from experiments.robustness.attack import Attack, OnPixels, predictions, targets, within
+from experiments.robustness import PROTOCOLS, cells, table
+from experiments.robustness.attack import predictions
 from experiments.robustness.cells import Work, measure
 from experiments.robustness.memory import MOST, bytes_kept, first_batch
 from experiments.robustness.protocol import Condition, measured
@@ -38,127 +33,10 @@ from experiments.run import Job, known_results, open_job, robustness_of, run
 from experiments.training.checkpoint import last_of
 from experiments.trial import transform
 from pipelines.augment import MANIPULATIONS
-from san import ops
 from tests.experiments.conftest import Trained
+from tests.experiments.test_attack import ATTACKS, opened, pixels_of
 
-LARGE = Attack(epsilon=64, step=32, steps=3)
-"""Succeeds with images on which two epochs of training are not fooled by eight levels of grey."""
-ATTACKS = [*(c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)), LARGE]
 GRIDS = PROJECT_DIR / "experiments" / "grids"
-
-
-def opened(trained: Trained) -> Opened:
-    found = open_checkpoint(last_of(trained.folder, 2))
-    found.model.requires_grad_(False)
-    return found
-
-
-def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
-    """The trained network on pixels, the 120 images, their labels and their targets."""
-    found = opened(trained)
-    how = transform(found.config.data)
-    plain = replace(how, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    (batch,) = evaluation_loader(found, open_images(found), plain, 120).epoch(0)
-    wanted = targets(batch.labels_N.numpy(), 10, found.seed)
-    return OnPixels(found.model, how).eval(), batch.images_NCHW, batch.labels_N, wanted
-
-
-@pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
-    """Success and accuracy within one point (one of the 120 images is 0.83), and nearly every pixel the same: where a gradient
-    is almost zero, a rounding may give it the other sign."""
-    foolbox = pytest.importorskip("foolbox", reason="foolbox is not installed: it is in requirements.txt")
-    network, pixels, labels, wanted = pixels_of(trained)
-    how = transform(opened(trained).config.data)
-    theirs = foolbox.PyTorchModel(
-        network.network, bounds=(0, 1), device="cpu", preprocessing={"mean": how.mean, "std": how.std, "axis": -3}
-    )
-    steps = foolbox.attacks.LinfPGD(abs_stepsize=attack.step / 255, steps=attack.steps, random_start=False)
-    goal = foolbox.criteria.TargetedMisclassification(wanted)
-    found = steps.run(theirs, pixels, goal, epsilon=attack.epsilon / 255)
-    ours = attack.attacked(network, pixels, wanted)
-    assert ((ours - found).abs() > 1e-6).double().mean() < 1e-4
-    for answer in (wanted, labels):
-        agree = [100 * (predictions(network, images) == answer).double().mean().item() for images in (ours, found)]
-        assert agree[0] == pytest.approx(agree[1], abs=1)
-    if attack is LARGE:
-        assert (predictions(network, ours) == wanted).double().mean() > 0.3  # there is something to agree on
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    attack=st.builds(Attack, epsilon=st.integers(1, 255), step=st.integers(1, 255), steps=st.integers(1, 4)),
-    levels=st.booleans(),
-)
-def test_attacked_pixels_stay_in_range_and_within_epsilon(seed: int, attack: Attack, levels: bool) -> None:
-    """Exactly: differences of float32 are exact in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.rand(2, 3, 4, 4, generator=generator)
-    pixels = (pixels * 255).round() * torch.tensor(1 / 255) if levels else pixels
-    pixels[0, 0, 0] = torch.tensor([0.0, 1.0, 1e-30, 1 - 2**-24])
-    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 5))
-    before = pixels.clone()
-    after = attack.attacked(network.requires_grad_(False), pixels, torch.tensor([1, 4]))
-    assert torch.equal(pixels, before)
-    assert after.dtype == torch.float32 and not after.requires_grad
-    assert after.min() >= 0 and after.max() <= 1
-    assert (after.double() - pixels.double()).abs().max() <= attack.epsilon / 255
-
-
-@given(pixel=st.floats(0, 1, width=32), epsilon=st.integers(1, 255))
-def test_within_leaves_out_nothing_that_is_allowed(pixel: float, epsilon: int) -> None:
-    pixels, bound = torch.tensor([pixel]), epsilon / 255
-    for edge, end in zip(within(pixels, bound), (0.0, 1.0), strict=True):
-        next_one = torch.nextafter(edge, torch.tensor([2 * end - 0.5]))
-        assert edge == end or (next_one.double() - pixels.double()).abs() > bound
-
-
-@given(classes=st.integers(2, 1000), seed=st.integers(0, 99), count=st.integers(1, 40), shorter=st.integers(1, 40))
-def test_targets_are_other_classes_by_seed_and_place(classes: int, seed: int, count: int, shorter: int) -> None:
-    labels = np.random.default_rng(seed).integers(0, classes, count)
-    found = targets(labels, classes, seed)
-    assert found.dtype == torch.int64
-    assert ((found >= 0) & (found < classes) & (found != torch.from_numpy(labels))).all()
-    assert torch.equal(found[:shorter], targets(labels[:shorter], classes, seed))
-
-
-def test_targets_are_all_other_classes_alike_and_change_with_the_seed() -> None:
-    labels = np.full(9000, 3)
-    counts = torch.bincount(targets(labels, 10, 0), minlength=10)
-    assert counts[3] == 0
-    assert ((counts[counts > 0] - 1000).abs() < 150).all() and (counts > 0).sum() == 9
-    assert not torch.equal(targets(labels, 10, 0), targets(labels, 10, 1))
-
-
-@pytest.mark.parametrize("fields", [(0, 1, 1), (256, 1, 1), (8, 0, 1), (8, 256, 1), (8, 2, 0)])
-def test_rejects_an_attack_out_of_range(fields: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"an attack needs 0 < epsilon <= 255, 0 < step <= 255 and at least one step"):
-        Attack(*fields)
-
-
-@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
-def test_input_gradient_in_evaluation_matches_reference(name: str) -> None:
-    """With parameters that want no gradients, through the fused kernels."""
-    torch.manual_seed(0)
-    model = san.create_model(name, num_classes=5, stages=2, width_factor=0.25).double().eval().requires_grad_(False)
-    with torch.no_grad():
-        for key, value in model.state_dict().items():
-            if "running_var" in key:
-                value.uniform_(0.5, 2)
-            elif value.is_floating_point():
-                value.add_(0.1 * torch.randn_like(value))
-
-    def gradient() -> Tensor:
-        x = torch.linspace(0, 1, 2 * 3 * 24 * 24, dtype=torch.float64).sin().view(2, 3, 24, 24).requires_grad_()
-        loss = nn.functional.cross_entropy(model(x), torch.tensor([1, 4]), reduction="sum")
-        return torch.autograd.grad(loss, x)[0]
-
-    found = gradient()
-    with ops.backend("reference"):
-        wanted = gradient()
-    assert found.abs().max() > 1e-6
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("measure", [Turned("rotate90"), Turned("none"), *ATTACKS], ids=str)
@@ -212,8 +90,8 @@ def test_batches_are_halved_where_memory_does_not_suffice(
             list(took)
         return
     assert [numbers for _, numbers in took] == [{"top1": 1.0}] * 2
-    assert tried == [120, 60, 30, 15, 7, 7]
-    assert "first: memory does not suffice for batches of 15 images; goes on with 7" in caplog.text
+    assert tried == [64, 32, 16, 8, 8]
+    assert "first: memory does not suffice for batches of 16 images; goes on with 8" in caplog.text
 
 
 def test_other_errors_are_raised_as_they_are(trained: Trained) -> None:
@@ -229,7 +107,7 @@ def test_the_first_batch_is_what_memory_holds(trained: Trained, monkeypatch: pyt
     kept = bytes_kept(model, 10, torch.device("cpu"))
     assert kept == 4 * 7 * 10 * 10  # the sigmoid's result; frozen convolutions keep their weights alone
     found = opened(trained)
-    assert first_batch(found.model, found.config) == MOST
+    assert first_batch(found.model, found.config) == MOST["cpu"]
     image = bytes_kept(found.model, 24, torch.device("cpu"))
     monkeypatch.setattr("experiments.robustness.memory.free_memory", lambda: 60 * image)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
@@ -315,7 +193,7 @@ def job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: 
 def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     job: Job, here: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = grids.Watch
+    watch = cells.Watch
 
     class Interrupted(watch):  # type: ignore[misc, valid-type]
         def progress(self, key: str, metrics: Mapping[str, float]) -> None:
@@ -323,7 +201,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
             if key == job.trials[1].key and metrics["condition"] == 1:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(grids, "Watch", Interrupted)
+    monkeypatch.setattr(cells, "Watch", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
     assert [key for key, _ in here] == 2 * [trial.key for trial in job.trials]
@@ -332,7 +210,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
 
-    monkeypatch.setattr(grids, "Watch", watch)
+    monkeypatch.setattr(cells, "Watch", watch)
     here.clear()
     capsys.readouterr()
     assert run(job, None)
@@ -371,7 +249,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
     trial = trained.job.trials[0]
-    work = Work("a", last_of(tmp_path, 2), trial.config, tmp_path / "log.txt", "rotation", ("none",))
+    work = Work("a", "run", last_of(tmp_path, 2), trial.config, tmp_path / "log.txt", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot be read \(No such file or directory\)"):
         measure(work, lambda metrics: None)
 
@@ -381,7 +259,9 @@ def test_a_cell_tells_on_the_way(trained: Trained, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("experiments.robustness.protocol.first_batch", lambda model, config: 60)
     told: list[Mapping[str, float]] = []
     trial = trained.job.trials[0]
-    measure(Work("a", last_of(trained.folder, 2), trial.config, tmp_path / "log.txt", "attack", ("clean", "n4")), told.append)
+    measure(
+        Work("a", "run", last_of(trained.folder, 2), trial.config, tmp_path / "log.txt", "attack", ("clean", "n4")), told.append
+    )
     assert [metrics.get("done") for metrics in told] == [0.5, 1.0, None] * 2
     assert [metrics["condition"] for metrics in told] == [0, 0, 0, 1, 1, 1]
     assert set(told[2]) == {"condition", "robustness/none/top1"}
@@ -434,7 +314,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "answers with 10 classes, but ",
     ),
     "a split without images": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], "no image",
+        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], "has 10 class folder(s) without an image",
     ),
     "the second is no checkpoint": (
         lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot be read",
