@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.robustness [--setting digits] [--attack n2] [--rounds 15]
 
-`passes` are those of the bare network on batches that lie normalised in memory: nothing is stepped or counted. `attack` is ours on
-batches of pixels in memory, `foolbox` that library's, where it is installed; `with loading` is the whole condition as `san run`
-measures it. They take turns; ratios are of the same round, and of the fastest rounds.
+`passes` are those of the bare network on batches that lie normalised in memory: nothing is stepped or counted. `attack` is ours
+on batches of pixels in memory, `foolbox` that library's, where it is installed; `with loading` is the whole condition as `san
+run` measures it. They take turns. Overheads are of the same round: by the clock, the median (range) and that of the fastest
+rounds; and the median by the CPU time of all threads, which tells more where other work disturbs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ SETTINGS: dict[str, tuple[str, str, tuple[str, ...], int]] = {
     "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, 16),
 }
 """Variant, profile, overrides, batch."""
+COLUMNS = ("attack", "with loading", "foolbox")
 ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
 
 
@@ -86,12 +88,20 @@ def by_foolbox(opened: Opened, attack: Attack, batches: list[Tensor], wanted: li
     return run
 
 
-def seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock and of all threads' CPU time."""
+    began = time.perf_counter(), time.process_time()
     run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def overhead(rounds: list[dict[str, tuple[float, float]]], what: str) -> str:
+    clock, cpu = ([100 * (times[what][k] / times["passes"][k] - 1) for times in rounds] for k in (0, 1))
+    fastest = 100 * (min(times[what][0] for times in rounds) / min(times["passes"][0] for times in rounds) - 1)
+    median = f"{statistics.median(clock):+.1f} ({min(clock):+.1f} to {max(clock):+.1f})"
+    return f"{median}, {fastest:+.1f}; {statistics.median(cpu):+.1f}"
 
 
 def line(setting: str, name: str, rounds: int) -> str:
@@ -109,14 +119,11 @@ def line(setting: str, name: str, rounds: int) -> str:
     if importlib.util.find_spec("foolbox"):
         contenders["foolbox"] = by_foolbox(opened, attack, pixels, wanted)
     for run in contenders.values():
-        seconds(run)
-    found = [{what: seconds(run) for what, run in contenders.items()} for _ in range(rounds)]
-    cells = [f"{1000 * statistics.median(times['passes'] for times in found) / len(images):.3g}"]
-    for what in list(contenders)[1:]:
-        ratios = [100 * (times[what] / times["passes"] - 1) for times in found]
-        fastest = 100 * (min(times[what] for times in found) / min(times["passes"] for times in found) - 1)
-        cells.append(f"{statistics.median(ratios):+.1f} ({min(ratios):+.1f} to {max(ratios):+.1f}), {fastest:+.1f}")
-    return f"| {setting} | {name} | {rounds} | {' | '.join(cells)} |"
+        run()
+    found = [{what: timed(run) for what, run in contenders.items()} for _ in range(rounds)]
+    passing = 1000 * statistics.median(times["passes"][0] for times in found) / len(images)
+    overheads = [overhead(found, what) if what in contenders else "-" for what in COLUMNS]
+    return " | ".join([f"| {setting}", name, str(rounds), f"{passing:.3g}", *overheads]) + " |"
 
 
 def main() -> None:
@@ -127,9 +134,9 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
-        f"torch {torch.__version__}, {device}; milliseconds per image, median; then overheads in %: median (range) over rounds, of the fastest\n"
+        f"torch {torch.__version__}, {device}; milliseconds per image; overheads in %: median (range), fastest; by CPU time\n"
     )
-    columns = ("setting", "condition", "rounds", "passes, ms", "attack", "with loading", "foolbox")
+    columns = ("setting", "condition", "rounds", "passes, ms", *COLUMNS)
     print(f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}", sep="\n")
     for setting in options.setting or SETTINGS:
         for name in options.attack or ATTACKS:
