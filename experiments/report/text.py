@@ -13,7 +13,9 @@ def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
     sides = [str.ljust if column < words else str.rjust for column in range(len(widths))]
-    return "\n".join("  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)) for row in ruled)
+    return "\n".join(
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in ruled
+    )
 
 
 def markdown(rows: Sequence[Sequence[str]], words: int) -> str:

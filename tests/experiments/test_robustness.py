@@ -105,7 +105,7 @@ def test_other_errors_are_raised_as_they_are(trained: Trained) -> None:
 def test_the_first_batch_is_what_memory_holds(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 7, 1), nn.Sigmoid(), nn.Conv2d(7, 2, 1)).requires_grad_(False)
     kept = bytes_kept(model, 10, torch.device("cpu"))
-    assert kept == 4 * 7 * 10 * 10  # the sigmoid's result; frozen convolutions keep their weights alone
+    assert kept == 4 * (3 + 7) * 10 * 10  # the image and the sigmoid's result
     found = opened(trained)
     assert first_batch(found.model, found.config) == MOST["cpu"]
     image = bytes_kept(found.model, 24, torch.device("cpu"))
