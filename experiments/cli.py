@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -291,6 +292,50 @@ def robustness(
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
     else:
         click.echo(f"{PROTOCOLS[protocol].caption}\n\n{table.as_text(cells)}")
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.argument("image")
+@OVERRIDES
+@click.option("--pixel", metavar="ROW,COL", help="of the square that the network sees  [default: its centre]")
+@click.option("--grid", type=click.IntRange(1), metavar="N", help="instead, N by N pixels spread over the image")
+@click.option("--layer", metavar="NAME|NUMBER", help="[default: the last of the first stage with the largest footprint]")
+@click.option("--out", type=click.Path(path_type=Path), default="attention.png", show_default=True, metavar="FILE.png")
+@click.option("--profile", help="how images are treated, where the file does not tell  [default: imagenet]")
+@click.option("--split", help="where IMAGE is a number: of which images  [default: what is validated on]")
+@RUNS
+def show(
+    checkpoint: str,
+    image: str,
+    overrides: tuple[str, ...],
+    pixel: str | None,
+    grid: int | None,
+    layer: str | None,
+    out: Path,
+    profile: str | None,
+    split: str | None,
+    runs: Path | None,
+) -> None:
+    """Draw how an attention layer weighs the footprint of a pixel, or of a grid of pixels, channel by channel.
+
+    CHECKPOINT and overrides are those of `san evaluate`. IMAGE is a JPEG or PNG file, or the number of an image of the split.
+    """
+    from experiments.evaluate import checkpoint_path, open_checkpoint
+    from experiments.report.attention import draw, in_words
+    from experiments.run import default_runs_dir
+    from experiments.show import look, open_image
+
+    if pixel is not None and grid is not None:
+        raise UserError("show draws one pixel or a grid of them: leave out --pixel or --grid")
+    place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
+    if pixel is not None and place is None:
+        raise UserError(f"--pixel {pixel}: it is written ROW,COL, such as 12,8")
+    opened = open_checkpoint(checkpoint_path(checkpoint, (runs or default_runs_dir()).resolve()), overrides, profile)
+    chosen = None if place is None else (int(place[1]), int(place[2]))
+    attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
+    draw(attention, out)
+    click.echo(f"{out}: {in_words(attention)}")
 
 
 @cli.command("runs")
