@@ -28,6 +28,7 @@ from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
+    from experiments.grid import ProtocolName
     from experiments.run import Cell
     from experiments.tracking import Listed
 
@@ -218,8 +219,7 @@ def report(
     as_json: bool,
 ) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.report import table
-    from experiments.run import finished_results, known_results, open_job, show, table_of, write_page
+    from experiments.run import finished_results, known_results, open_job, robustness_of, show, table_of, tables, write_page
 
     if as_json and form != "text":
         raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
@@ -227,9 +227,10 @@ def report(
     if html is not None:
         write_page(job, finished_results(job), html)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job, known_results(job))]))
+        lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
+        click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))
     elif form != "text":
-        click.echo(table.FORMS[form](table_of(job, finished_results(job))).rstrip("\n"))
+        click.echo(tables(job, finished_results(job))[form].rstrip("\n"))
     else:
         _, complete = show(job, known_results(job))
         sys.exit(0 if complete else 1)
@@ -290,6 +291,39 @@ def evaluate(
         f"top-1 {found.top1:.4f} %  top-5 {found.top5:.4f} %  loss {found.loss:.6f}  "
         f"{found.images} images of {found.classes} classes, {found.split} in {found.root}"
     )
+
+
+@cli.command()
+@click.argument("checkpoints", nargs=-1, required=True, metavar="CHECKPOINT... [KEY=VALUE]...")
+@click.option("--protocol", type=click.Choice(["rotation", "attack"]), default="rotation", show_default=True)
+@click.option("--profile", help="how images are treated, where a file does not tell  [default: imagenet]")
+@click.option("--split", help="val, train, val-split, or another folder of images  [default: what is validated on]")
+@RUNS
+@AS_JSON
+def robustness(
+    checkpoints: tuple[str, ...],
+    protocol: ProtocolName,
+    profile: str | None,
+    split: str | None,
+    runs: Path | str | None,
+    as_json: bool,
+) -> None:
+    """Take checkpoints through a protocol: accuracy on turned images, or under targeted attacks, and the drop.
+
+    CHECKPOINT is what `san evaluate` takes, or an MLflow run's id; a trial's is that of its best epoch. Overrides come after
+    them. The grids `rotation` and `attack` are tables of trained cells beside the paper's numbers.
+    """
+    from experiments.robustness import PROTOCOLS, table
+    from experiments.robustness.checkpoints import measure_all
+    from experiments.workspace import open_runs, open_workspace
+
+    names = [word for word in checkpoints if "=" not in word or Path(word).exists()]
+    overrides = [word for word in checkpoints if word not in names]
+    cells = measure_all(names, overrides, protocol, profile, split, open_runs(runs), open_workspace(runs).tracking_uri)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+    else:
+        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{table.as_text(cells)}")
 
 
 @cli.command()

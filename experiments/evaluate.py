@@ -183,26 +183,21 @@ def open_images(opened: Opened, split: str | None = None) -> Dataset:
 
 
 def evaluate_checkpoint(
-    opened: Opened, images: Dataset, transform: Transform, ended: Callable[[], None] = lambda: None
+    opened: Opened,
+    images: Dataset,
+    transform: Transform,
+    ended: Callable[[], None] = lambda: None,
+    batch: int | None = None,
 ) -> Evaluation:
-    """Exact accuracy and loss over all images, on a GPU where torch sees one; `ended` is called after each batch.
+    """Exact accuracy and loss over all images, on a GPU where torch sees one; `ended` is called after each batch, of the
+    recipe's size unless `batch` gives another.
 
-    With the images and the transform of its trial, and on the same hardware, what the trial's validation gave.
+    With the images, the transform and the batch of its trial, and on the same hardware, what the trial's validation gave.
 
     Raises:
         DataError: an image cannot be used.
     """
-    config = opened.config
-    torch.set_num_threads(config.placement.cpus)
-    loader = Loader(
-        images,
-        transform,
-        train=False,
-        batch=config.recipe.batch,
-        seed=opened.seed,
-        threads=threads_of(config.placement.cpus),
-        device=device(),
-    )
+    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch)
     loss, top1, top5, count = evaluate(opened.model.to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),
@@ -219,12 +214,20 @@ def evaluate_checkpoint(
     )
 
 
+def evaluation_loader(opened: Opened, images: Dataset, transform: Transform, batch: int) -> Loader:
+    """Batches in the order of the images, where the network is to run, with the threads that the config gives."""
+    cpus = opened.config.placement.cpus
+    torch.set_num_threads(cpus)
+    threads, where = threads_of(cpus), device()
+    return Loader(images, transform, train=False, batch=batch, seed=opened.seed, threads=threads, device=where)
+
+
 @contextmanager
-def shown(images: int, batch: int) -> Iterator[Callable[[], None]]:
+def shown(images: int, batch: int, what: str = "") -> Iterator[Callable[[], None]]:
     """Shows how far an evaluation is, with each call of what it yields: a bar on a terminal, lines in a log."""
     steps, start = -(-images // batch), time.monotonic()
     if sys.stderr.isatty():
-        with tqdm(total=steps, unit="batch", dynamic_ncols=True, leave=False) as bar:
+        with tqdm(total=steps, desc=what or None, unit="batch", dynamic_ncols=True, leave=False) as bar:
             yield bar.update
         return
     done, told = 0, start
@@ -234,7 +237,8 @@ def shown(images: int, batch: int) -> Iterator[Callable[[], None]]:
         done += 1
         if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
             told = time.monotonic()
-            print(f"[{told - start:4.0f} s] {done} of {steps} batches", file=sys.stderr, flush=True)
+            told_of = f"{what}: " if what else ""
+            print(f"[{told - start:4.0f} s] {told_of}{done} of {steps} batches", file=sys.stderr, flush=True)
 
     yield ended
 

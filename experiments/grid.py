@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -63,6 +63,9 @@ class EarlyStopping(Strict):
     """About the best 1 of so many goes on."""
 
 
+ProtocolName = Literal["rotation", "attack"]
+
+
 class Grid(Strict):
     """The file of a grid."""
 
@@ -78,6 +81,8 @@ class Grid(Strict):
     plot: Plot | None = None
     early_stopping: EarlyStopping | None = None
     """Off where it is null. No part of a trial's key: what is finished has the same result."""
+    robustness: ProtocolName | None = None
+    """The protocol whose numbers the table holds, taken of each trained cell, in place of its accuracy."""
 
 
 PLACES = (

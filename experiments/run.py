@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,8 +24,11 @@ from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.page import CURVES, Answer, page, shown_rows
-from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
+from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_numbers, paper_rows, table_names
 from experiments.report.study import section_of, write_study
+from experiments.robustness import PROTOCOLS
+from experiments.robustness import table as robust
+from experiments.robustness.cells import Work, measure_all, works
 from experiments.storage import Lease, StorageError
 from experiments.summary import read_top1
 from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError
@@ -215,14 +218,17 @@ def run(job: Job, address: str | None) -> bool:
     found += f", {stopped} stopped before" if stopped else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
-    if not missing:
+    if not missing and not _to_measure(job, results):
         return show(job, results)[1]
     try:
-        trained = _train(job, missing, address)
+        trained = _train(job, missing, address) if missing else []
         results = _patiently(lambda: known_results(job))
         unsent = [missing[key].name for key in trained if not _is_done(job, results, missing[key])]
         if unsent:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
+        if to_measure := _to_measure(job, results):
+            _measure(job, to_measure, address)
+            results = _patiently(lambda: known_results(job))
         files, complete = show(job, results)
         _patiently(lambda: job.tracker.log_report(files, complete))
         _patiently(lambda: job.tracker.describe(_note(job, results)))
@@ -336,12 +342,17 @@ def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[cluster
         yield goes_on
 
 
-def _sweep(
-    job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: cluster.Judge | None
-) -> dict[str, cluster.Outcome]:
+def _prepare(job: Job) -> None:
+    """The grid's place in the store."""
     with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
         job.tracker.describe(_note(job, {}))
+
+
+def _sweep(
+    job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: cluster.Judge | None
+) -> dict[str, cluster.Outcome]:
+    _prepare(job)
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
@@ -379,6 +390,33 @@ def _sweep_storage(workspace: Workspace, name: str) -> Iterator[Path | str]:
         workspace.bucket.remove_folder(workspace.name(path))
 
 
+def _to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
+    """What finished cells lack of the numbers of the grid's protocol."""
+    finished = [(trial, results[trial.key]) for trial in job.trials if _is_finished(results, trial)]
+    return works(job.workspace, job.grid.robustness, finished) if job.grid.robustness else {}
+
+
+def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
+    """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
+    start, placement = time.monotonic(), replace(job.placement, workers=1)
+
+    def keep(work: Work, metrics: dict[str, float]) -> None:
+        _patiently(lambda: job.tracker.add(work.run_id, metrics))
+
+    name, trials = f"{job.name}-{job.profile}", {trial.key: trial for trial in job.trials if trial.key in missing}
+    with cluster.session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, _):
+        mine = {key: work for key, work in missing.items() if key in claimed}
+        at_once = min(cluster.concurrency(placement, resources), len(mine))
+        _say(f"{job.grid.robustness}: {len(mine)} cells to measure, {at_once} at a time, {placement} per cell")
+        _prepare(job)
+        with _sweep_storage(job.workspace, name) as storage:
+            outcomes = measure_all(mine, placement, storage, keep)
+    failed = [trial for trial in job.trials if trial.key in outcomes and outcomes[trial.key].error is not None]
+    for trial in failed:
+        _keep_story(job, trial, outcomes[trial.key].traceback)
+    _say(f"measured {len(mine) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+
+
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
     workspace = job.workspace
     path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
@@ -389,6 +427,13 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
     _say(f"{trial.name}: the whole error is in {workspace.place(path)}, what it said before in {log}")
 
 
+def robustness_of(job: Job, results: Mapping[str, Result]) -> list[robust.Cell]:
+    """The table of a grid that names a protocol."""
+    assert job.grid.robustness is not None
+    paper = paper_numbers(job.grid.table) if job.grid.table else {}
+    return robust.cells_of_grid(PROTOCOLS[job.grid.robustness], job.trials, results, paper)
+
+
 def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
     """The table of what is finished."""
     printed = paper_rows(job.grid.table) if job.grid.table else {}
@@ -397,17 +442,18 @@ def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     """Prints the table of what is finished and writes it beside the plot; returns the files, and whether nothing is left."""
-    lines = table_of(job, results)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
     _make(folder)
     files = [folder / "table.md", folder / "table.csv"]
-    files[0].write_text(f"{_caption(job)}\n\n{table.as_markdown(lines)}\n", encoding="utf-8")
-    files[1].write_text(table.as_csv(lines), encoding="utf-8")
-    print(f"\n{_caption(job)}\n\n{table.as_text(lines)}\n", flush=True)
+    forms, lines = tables(job, results), table_of(job, results)
+    files[0].write_text(f"{_caption(job)}\n\n{forms['markdown']}\n", encoding="utf-8")
+    files[1].write_text(forms["csv"], encoding="utf-8")
+    print(f"\n{_caption(job)}\n\n{forms['text']}\n", flush=True)
     if any(line.top1 is not None for line in lines):
-        files.append(folder / "plot.png")
-        figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
-        _say(f"plot: {job.workspace.place(files[-1])}")
+        if not job.grid.robustness:
+            files.append(folder / "plot.png")
+            figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
+            _say(f"plot: {job.workspace.place(files[-1])}")
         files.append(folder / "report.html")
         write_page(job, results, files[-1])
     for file in files:
@@ -416,7 +462,8 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     stopped = [trial.name for trial in job.trials if _is_done(job, results, trial) and not _is_finished(results, trial)]
     if stopped:
         _say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
-    unfinished = [trial.name for trial in job.trials if not _is_done(job, results, trial)]
+    to_measure = _to_measure(job, results)
+    unfinished = [trial.name for trial in job.trials if not _is_done(job, results, trial) or trial.key in to_measure]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return files, not unfinished
@@ -456,6 +503,15 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
     _say(f"report: {path}")
 
 
+def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
+    """The grid's table in each of its forms: text, markdown, latex, csv."""
+    if job.grid.robustness:
+        cells = robustness_of(job, results)
+        return {name: form(cells) for name, form in robust.FORMS.items()}
+    lines = table_of(job, results)
+    return {name: form(lines) for name, form in table.FORMS.items()}
+
+
 def _command() -> str:
     """How to call `san` from here."""
     beside = Path(sys.executable).parent / "san"
@@ -476,13 +532,16 @@ def _caption(job: Job) -> str:
 
 def _note(job: Job, results: Mapping[str, Result]) -> str:
     """What MLflow shows of the grid, as Markdown."""
-    return f"**{job.grid.question}** {_setting(job)}\n\n{table.as_markdown(table_of(job, results))}"
+    return f"**{job.grid.question}** {_setting(job)}\n\n{tables(job, results)['markdown']}"
 
 
 def _setting(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
     paper = f"Paper: ImageNet, table `{job.grid.table}`. " if job.grid.table else ""
-    return f"{paper}Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
+    ours = f"Ours: profile `{job.profile}`, {epochs} epochs"
+    if job.grid.robustness:
+        return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
+    return f"{paper}{ours}; params and FLOPs at the paper's setting."
 
 
 def _say(text: str) -> None:

@@ -177,7 +177,7 @@ def run_trial(
     rank, _ = join_process_group(patience)
     with (
         _kept_log(workspace, trial) as path,
-        _logging_to(path, rank) as log,
+        logging_to(path, rank) as log,
         _only_writer(workspace, trial) if rank == 0 else nullcontext() as mirror,
         Watchdog(patience.total_seconds(), log) as watchdog,
         determinism(trial.config.engine.deterministic),
@@ -374,7 +374,7 @@ def _read(workspace: Workspace, path: Path) -> Checkpoint:
 
 
 @contextmanager
-def _logging_to(path: Path, rank: int) -> Iterator[TextIO]:
+def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
     """Adds what this package logs to a file, which all workers of a trial share.
 
     Raises:

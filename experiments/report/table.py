@@ -152,5 +152,10 @@ def as_csv(table: Sequence[Line]) -> str:
     return out.getvalue()
 
 
-FORMS: Mapping[str, Callable[[Sequence[Line]], str]] = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
-"""Those that stand in other texts."""
+FORMS: Mapping[str, Callable[[Sequence[Line]], str]] = {
+    "text": as_text,
+    "markdown": as_markdown,
+    "latex": as_latex,
+    "csv": as_csv,
+}
+"""By name."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from experiments.tracking.store import TrackerError, pages, usable
 from experiments.tracking.tracker import VIEW, Tracker
@@ -47,6 +48,27 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
         everywhere = [experiment.experiment_id for experiment in experiments]
         runs = pages(tracker.client.search_runs, everywhere, "tags.`san.role` = 'trial'")
     return sorted(map(_listed, runs), key=lambda listed: listed.age)
+
+
+def trial_key(uri: str, run_id: str) -> str:
+    """The key of the trial whose run it is.
+
+    Raises:
+        TrackerError: the tracker cannot be used, or has no such run of a trial.
+    """
+    client = Tracker(uri, "", "").client
+    with usable(uri):
+        try:
+            key = client.get_run(run_id).data.tags.get("san.trial")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            key = None
+    if key is None:
+        raise TrackerError(
+            f"{run_id}: MLflow at {uri} has no run of a trial with that id; `san runs` lists keys, which do as well"
+        )
+    return key
 
 
 def _listed(run: Run) -> Listed:

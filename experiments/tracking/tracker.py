@@ -190,6 +190,11 @@ class Tracker:
                 if trial.key in known and not known[trial.key].finished:
                     self.client.set_terminated(known[trial.key].run_id, status="KILLED")
 
+    def add(self, run_id: str, values: Mapping[str, float]) -> None:
+        """Adds what was measured of a trial's network to its run, which may be finished, and another grid's."""
+        with usable(self.uri):
+            TrialRun(self.uri, self.client, run_id).add(values)
+
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
         """Keeps the table and the plot with the grid's parent run, and ends that."""
         with usable(self.uri):
@@ -317,6 +322,10 @@ class TrialRun:
             "summary/training_hours": hours,
         }
         self._log(values, last.epoch, at)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Logs numbers of the trained network."""
+        self._log(values, 0, int(time.time() * 1000))
 
     def finish(self, error: str | None = None) -> None:
         """Ends the run; with an error it is marked as failed and carries the sentence."""

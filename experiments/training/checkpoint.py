@@ -117,6 +117,11 @@ def best_in(folder: Path) -> Checkpoint | None:
     return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
 
 
+def last_of(folder: Path, epochs: int) -> Path:
+    """The file of a finished trial after its last epoch."""
+    return folder / _name(epochs, 0)
+
+
 class Checkpoints:
     """The checkpoints of one trial in a folder: the last `keep` and the best by top-1. The first worker alone writes.
 
