@@ -26,6 +26,7 @@ from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
+    from experiments.run import Cell
     from experiments.tracking import Listed
 
 
@@ -174,11 +175,14 @@ def plan(
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
         return
     width = max(len(cell.row) for cell in cells)
-    lines = [
-        f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {'finished' if cell.finished else 'to train'}{_hours(cell.hours)}"
-        for cell in cells
-    ]
+    lines = [f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {_state(cell)}{_hours(cell.hours)}" for cell in cells]
     click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
+
+
+def _state(cell: Cell) -> str:
+    if cell.stopped_at is not None:
+        return f"stopped at epoch {cell.stopped_at}"
+    return "finished" if cell.finished else "to train"
 
 
 def _hours(hours: Hours | None) -> str:

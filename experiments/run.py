@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ import cluster
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
 from experiments.config import ModelConfig
 from experiments.errors import UserError
-from experiments.estimate import Hours, Speeds
+from experiments.estimate import Costs, Hours
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
 from experiments.storage import Lease, StorageError
+from experiments.summary import read_top1
 from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError
 from experiments.trial import data_digest, loaders, open_data, run_trial
 from experiments.workspace import Workspace, open_workspace
@@ -100,27 +102,51 @@ class Cell:
     seed: int
     key: str
     finished: bool
+    stopped_at: int | None
+    """The epoch after which early stopping ended it."""
     hours: Hours | None
-    """None where it is finished, and where no finished run is like it."""
+    """None where nothing is to train, and where no finished run is like it."""
 
 
 def plan(job: Job) -> list[Cell]:
-    """The cells in order, each with its content hash and whether it is finished. Trains and tracks nothing."""
+    """The cells, each with its content hash: finished and stopped ones, then those to train, as `run` would start them. Trains
+    and tracks nothing."""
     results = known_results(job)
-    speeds = Speeds(results.values())
-    cells, met = [], set()
+    done = [trial for trial in job.trials if _is_done(job, results, trial)]
+    alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in job.trials:
-        finished = _is_finished(results, trial)
-        trains = not finished and trial.key not in met  # equal cells are trained once
-        met.add(trial.key)
-        hours = speeds.hours(trial, len(open_data(trial.config.data)[0])) if trains else None
-        cells.append(Cell(trial.row, trial.seed, trial.key, finished, hours))
+        alike[trial.key].append(trial)
+    cells = []
+    for trial in done:
+        result = results[trial.key]
+        cells.append(Cell(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
+    for first, hours in to_train(job, results):
+        for trial in alike[first.key]:  # equal cells are trained once
+            cells.append(Cell(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
     return cells
+
+
+def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours | None]]:
+    """The cells that are neither finished nor stopped, one for each key, with their hours where those are known.
+
+    In the order in which they start: what takes least comes first, for its answer comes soonest.
+    """
+    missing: dict[str, Trial] = {}
+    for trial in job.trials:
+        if not _is_done(job, results, trial):
+            missing.setdefault(trial.key, trial)
+    costs = Costs(results.values())
+    found = []
+    for trial in missing.values():
+        images = len(open_data(trial.config.data)[0])
+        hours = costs.speeds.hours(trial, images)
+        found.append((costs.hours(trial, hours, images), trial, hours))
+    return [(trial, hours) for _, trial, hours in sorted(found, key=lambda each: each[0])]
 
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
-    missing = {cell.key: cell for cell in reversed(cells) if not cell.finished}  # the first of equal ones has the hours
+    missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
     if not missing:
         return [first]
@@ -132,8 +158,19 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
         except cluster.ClusterError as error:
             return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
-    room = f"{where} has {resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell"
-    return [first, room, *_in_hours(missing.values(), at_once)]
+    return [first, f"{where} has {_room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+
+
+def _room(job: Job, resources: cluster.Resources, at_once: int) -> str:
+    now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
+    room = f"{at_once} cells at a time, {job.placement} per cell"
+    if resources.grows:
+        return f"{now} now: {room}; its autoscaler adds nodes while cells wait, Ray does not tell how many"
+    return f"{now}: {room}"
+
+
+def _is_settled(cell: Cell) -> bool:
+    return cell.finished or cell.stopped_at is not None
 
 
 def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
@@ -142,7 +179,7 @@ def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
         return ["time: not known, no finished run has the same model, size and placement"]
     cpu, gpu, wall = (sum(getattr(hours, unit) for hours in known) for unit in ("cpu", "gpu", "wall"))
     text = f"training, by the speed of finished runs like them: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
-    if at_once is not None:
+    if at_once:
         text += f", {max(wall / at_once, max(hours.wall for hours in known)):.3g} hours with {at_once} at a time"
     unknown = len(missing) - len(known)
     return [text + (f"; {unknown} cells of models, sizes or placements not met before are not counted" if unknown else "")]
@@ -156,12 +193,12 @@ def run(job: Job, address: str | None) -> bool:
         KeyboardInterrupt: stopped by the user; the next call continues.
     """
     results = known_results(job)
-    unfinished = [trial for trial in job.trials if not _is_finished(results, trial)]
-    missing: dict[str, Trial] = {}
-    for trial in unfinished:
-        missing.setdefault(trial.key, trial)
-    done, equal = len(job.trials) - len(unfinished), len(unfinished) - len(missing)
+    missing = {trial.key: trial for trial, _ in to_train(job, results)}
+    done = sum(_is_finished(results, trial) for trial in job.trials)
+    stopped = sum(_is_done(job, results, trial) for trial in job.trials) - done
+    equal = len(job.trials) - done - stopped - len(missing)
     found = f", {done} finished before (taken from MLflow)" if done else ""
+    found += f", {stopped} stopped before" if stopped else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if not missing:
@@ -169,7 +206,7 @@ def run(job: Job, address: str | None) -> bool:
     try:
         trained = _train(job, missing, address)
         results = _patiently(lambda: known_results(job))
-        unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
+        unsent = [missing[key].name for key in trained if not _is_done(job, results, missing[key])]
         if unsent:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
         files, complete = show(job, results)
@@ -210,6 +247,12 @@ def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
 
 
+def _is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
+    """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
+    stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
+    return stops or _is_finished(results, trial)
+
+
 def _patiently(ask: Callable[[], T]) -> T:
     """What the tracker or the bucket answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
     limit = time.monotonic() + PATIENCE
@@ -227,14 +270,15 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     start = time.monotonic()
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
-        _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
+        _say(_room(job, resources, at_once))
         with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 _say(f"{', '.join(others)}: left to another `san run`, which is training the same")
             results = known_results(job)  # another run may have finished some before they could be claimed
-            claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
-            outcomes = _sweep(job, claimed, claim)
+            claimed = {key: trial for key, trial in claimed.items() if not _is_done(job, results, trial)}
+            with _early_stopping(job, results) as goes_on:
+                outcomes = _sweep(job, claimed, claim, goes_on)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
@@ -245,12 +289,31 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     return trained
 
 
-def _sweep(job: Job, missing: dict[str, Trial], claim: Lease | None) -> dict[str, cluster.Outcome]:
+@contextmanager
+def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[cluster.Judge | None]:
+    """Who tells the cells whether they go on, where the grid wants that; cells of earlier calls count too."""
+    wanted = job.grid.early_stopping
+    if wanted is None:
+        yield None
+        return
+    halving = cluster.Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
+    before = [trial for trial in job.trials if _is_done(job, results, trial)]
+    summaries = {trial.key: job.workspace.checkpoints(trial) / "summary.csv" for trial in before}
+    for summary in summaries.values():
+        job.workspace.bring(summary)
+    known = {key: read_top1(summary) for key, summary in summaries.items()}
+    with cluster.judge(halving, known) as goes_on:
+        yield goes_on
+
+
+def _sweep(
+    job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: cluster.Judge | None
+) -> dict[str, cluster.Outcome]:
     with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
-    train = functools.partial(run_trial, job.workspace)
+    train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
     try:
         with _sweep_storage(job.workspace, f"{job.name}-{job.profile}") as storage:
             return cluster.sweep(
@@ -259,6 +322,7 @@ def _sweep(job: Job, missing: dict[str, Trial], claim: Lease | None) -> dict[str
                 job.placement,
                 storage=storage,
                 observer=progress if claim is None else WhileClaimed(progress, claim),
+                progress="epoch",
                 final=(UserError, DataError, FloatingPointError),
                 patience=job.trials[0].config.reliability.patience,
             )
@@ -301,7 +365,7 @@ def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
-    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether all is finished."""
+    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether nothing is left."""
     lines = table_of(job, results)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
     _make(folder)
@@ -316,7 +380,10 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     for file in files:
         _patiently(functools.partial(job.workspace.keep, file))
     _say(f"browse the runs: {_command()} ui")
-    unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
+    stopped = [trial.name for trial in job.trials if _is_done(job, results, trial) and not _is_finished(results, trial)]
+    if stopped:
+        _say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
+    unfinished = [trial.name for trial in job.trials if not _is_done(job, results, trial)]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return files, not unfinished

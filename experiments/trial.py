@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +34,8 @@ from pipelines.loader import threads_of
 from pipelines.shards import index_path
 
 _log = logging.getLogger(__name__)
+
+GoesOn = Callable[[str, Sequence[float]], bool]
 
 
 @functools.cache
@@ -155,11 +157,15 @@ def transform(config: DataConfig) -> Transform:
     )
 
 
-def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
+def run_trial(
+    workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], goes_on: GoesOn | None = None
+) -> nn.Module:
     """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
 
     Every worker of the cell calls this. `report` is called in all of them, after each epoch and, inside long ones, after the
-    same steps; `Teller` says with what. Returns the model that was validated, which is the same on every worker.
+    same steps; `Teller` says with what. After each epoch but the last the first worker asks `goes_on`, which is given the
+    trial's key and top-1 of its epochs; where it says no, the trial ends there, and its checkpoints stay. Returns the model
+    that was validated, which is the same on every worker.
 
     Raises:
         UserError: a checkpoint cannot be kept, or is another trial's, or another process trains the same.
@@ -176,7 +182,7 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
         Watchdog(patience.total_seconds(), log) as watchdog,
         determinism(trial.config.engine.deterministic),
     ):
-        return _train(workspace, trial, report, watchdog, mirror)
+        return _train(workspace, trial, report, goes_on, watchdog, mirror)
 
 
 @contextmanager
@@ -201,9 +207,7 @@ def _kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
     path = workspace.log(trial)
     if workspace.bucket is not None and not path.exists():
         with suppress(StorageError):  # whoever needs the bucket for more tells it
-            if before := workspace.bucket.get(workspace.name(path)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(before)
+            workspace.bring(path)
     try:
         yield path
     finally:
@@ -220,6 +224,7 @@ def _train(
     workspace: Workspace,
     trial: Trial,
     report: Callable[[Mapping[str, float]], None],
+    goes_on: GoesOn | None,
     watchdog: Watchdog,
     mirror: Mirror | None,
 ) -> nn.Module:
@@ -256,7 +261,7 @@ def _train(
     teller = Teller(report, config.recipe.epochs, train, history)
     between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
     try:
-        while running.number < config.recipe.epochs:
+        while running.number < config.recipe.epochs and _goes_on(goes_on, trial.key, history, running):
             history = (*history, run_epoch(engine, train, val, running, between))
             running = RunningEpoch(len(history), engine.lr)
             # In this order what is logged is saved, and what is saved but not logged, after a kill, the next start logs.
@@ -265,8 +270,9 @@ def _train(
                 run.log(history)
                 send()
             teller.tell_epoch(history)
+        teller.tell_end()
         if run is not None:
-            run.finish(_best(checkpoints, history), _seconds_away(trial))
+            _end(run, trial, checkpoints, history)
             with suppress(StorageError):  # all that counts is there
                 send()
     except FloatingPointError as error:
@@ -286,6 +292,24 @@ def _send(workspace: Workspace, trial: Trial, mirror: Mirror | None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(StorageError):
             workspace.keep(workspace.log(trial))
+
+
+def _goes_on(goes_on: GoesOn | None, key: str, history: Sequence[Epoch], running: RunningEpoch) -> bool:
+    """What the first worker hears, in all of them; between two epochs only."""
+    if goes_on is None or not history or running.steps:
+        return True
+    heard = [goes_on(key, [epoch.top1 for epoch in history]) if dist.get_rank() == 0 else True]
+    dist.broadcast_object_list(heard)
+    return heard[0]
+
+
+def _end(run: Sender, trial: Trial, checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> None:
+    """Sends what is left, while the other workers wait."""
+    patience = _seconds_away(trial)
+    if len(history) < trial.config.recipe.epochs:
+        run.stop(f"{trial.grid}-{trial.profile}", patience)
+    else:
+        run.finish(_best(checkpoints, history), patience)
 
 
 def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:

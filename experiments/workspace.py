@@ -54,6 +54,12 @@ class Workspace:
         if self.bucket is not None:
             self.bucket.put(self.name(path), path.read_bytes())
 
+    def bring(self, path: Path) -> None:
+        """Gets a file of `runs` from the bucket, where there is one and has it; raises `StorageError`."""
+        if self.bucket is not None and (content := self.bucket.get(self.name(path))) is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
     def run_id(self, trial: Trial) -> str | None:
         """Of the tracker's run in which the trial's checkpoints began, None where it is not known."""
         folder = self.checkpoints(trial)

@@ -20,7 +20,8 @@ class Listed:
     name: str
     key: str
     state: str
-    """running, finished, failed or killed; a run whose driver was killed stays running until it is continued."""
+    """running, finished, stopped (early, by its grid), failed or killed; a run whose driver was killed stays running until it
+    is continued."""
     epoch: int | None
     epochs: int | None
     top1: float | None
@@ -55,7 +56,7 @@ def _listed(run: Run) -> Listed:
         profile=tags["san.profile"],
         name=tags["mlflow.runName"],
         key=tags["san.trial"],
-        state=run.info.status.lower(),
+        state="stopped" if "san.stopped_at" in tags else run.info.status.lower(),
         epoch=int(metrics["epoch"]) if "epoch" in metrics else None,
         epochs=int(params["recipe.epochs"]) if "recipe.epochs" in params else None,
         top1=metrics.get("val/top1"),
