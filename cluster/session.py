@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
 from cluster.errors import ClusterError
+from cluster.placement import Node, Resources
 from cluster.token import refused, token
 
 _log = logging.getLogger(__name__)
@@ -39,31 +39,6 @@ _SETTINGS = {
     # with short epochs spent most of its time there.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What one machine of the cluster offers."""
-
-    cpus: int
-    gpus: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What the cluster has, node by node, because a worker cannot spread over two nodes."""
-
-    nodes: tuple[Node, ...]
-
-    @property
-    def cpus(self) -> int:
-        """CPUs of all nodes."""
-        return sum(node.cpus for node in self.nodes)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return sum(node.gpus for node in self.nodes)
 
 
 @contextmanager

@@ -27,7 +27,8 @@ import ray.tune.search
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.errors import ClusterError
-from cluster.session import Resources, alive, resources, session
+from cluster.placement import Placement, concurrency
+from cluster.session import alive, resources, session
 
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
@@ -42,25 +43,6 @@ _SECONDS_TO_NOTICE = 30.0
 """Ray misses a node whose processes are gone after 15 s; workers on others see their broken connections at once."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 """At what the cluster has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What one cell takes: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
-
-    workers: int = 1
-    cpus: int = 1
-    gpus: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
-            if (asked := getattr(self, name)) < least:
-                raise ClusterError(f"placement.{name} is {asked}: it must be at least {least}")
-
-    def __str__(self) -> str:
-        workers = _count(self.workers, "worker")
-        each = _count(self.cpus, "CPU") + (f" and {_count(self.gpus, 'GPU')}" if self.gpus else "")
-        return f"{workers} with {each}" + (" each" if self.workers > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +65,6 @@ class Observer(Protocol):
 
     def finished(self, outcome: Outcome) -> None:
         """A cell has ended for good."""
-
-
-def concurrency(placement: Placement, resources: Resources) -> int:
-    """How many cells run at once. A cell may spread over nodes, a worker may not."""
-    slots = [node.cpus // placement.cpus for node in resources.nodes]
-    if placement.gpus:
-        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
-    cells = sum(slots) // placement.workers
-    if cells == 0:
-        nodes = _count(len(resources.nodes), "node")
-        has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
-        raise ClusterError(
-            f"a cell needs {placement}, the cluster has {has}, room for {_count(sum(slots), 'such worker')}: "
-            "ask for less per cell or join a larger cluster"
-        )
-    return cells
 
 
 def sweep(
@@ -338,7 +304,3 @@ def _cause(error: Exception) -> Exception:
     if failures := getattr(cause, "worker_failures", None):
         cause = failures[min(failures)]
     return cause
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -25,7 +25,7 @@ from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
-    from experiments.tracking import Listed
+    from experiments.tracking.listing import Listed
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -265,7 +265,7 @@ def evaluate(
 def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) -> None:
     """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
     from experiments.run import default_runs_dir, has_store, tracking_uri
-    from experiments.tracking import list_runs as listed_runs
+    from experiments.tracking.listing import list_runs as listed_runs
 
     if as_json and follow:
         raise UserError("--json tells once; leave out --follow")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import cluster
+from cluster import ClusterError, Placement, concurrency
 from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
 from experiments.estimate import Hours, Speeds
@@ -24,9 +24,13 @@ from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
 from experiments.summary import read_run_id
-from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
+from experiments.tracking import PATIENCE, PAUSE, Result, TrackerError, require_no_secret
 from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
 from pipelines import DataError
+
+if TYPE_CHECKING:
+    from cluster.sweep import Outcome
+    from experiments.tracking.tracker import Tracker
 
 GRIDS_DIR = Path(__file__).parent / "grids"
 T = TypeVar("T")
@@ -46,13 +50,15 @@ class Job:
 
     @property
     def tracker(self) -> Tracker:
+        from experiments.tracking.tracker import Tracker  # brings MLflow, which a plan without runs can do without
+
         return Tracker(self.workspace.tracking_uri, self.name, self.profile)
 
     @property
-    def placement(self) -> cluster.Placement:
+    def placement(self) -> Placement:
         """What each cell takes; a grid cannot change it from row to row."""
         wanted = self.trials[0].config.placement
-        return cluster.Placement(wanted.workers, wanted.cpus, wanted.gpus)
+        return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
 def default_runs_dir() -> Path:
@@ -136,16 +142,18 @@ def plan(job: Job) -> list[Cell]:
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
+    from cluster.session import session, this_machine  # brings Ray
+
     missing = {cell.key: cell for cell in reversed(cells) if not cell.finished}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
     if not missing:
         return [first]
     first += ", in this order"
-    here = cluster.this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
-    with nullcontext(here()) if here else cluster.session(address) as resources:
+    here = this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
+    with nullcontext(here()) if here else session(address) as resources:
         try:
-            at_once = min(cluster.concurrency(job.placement, resources), len(missing))
-        except cluster.ClusterError as error:
+            at_once = min(concurrency(job.placement, resources), len(missing))
+        except ClusterError as error:
             return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
     room = f"{where} has {resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell"
@@ -240,9 +248,11 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains the cells that no other process is training; returns the keys of those that came to their end."""
+    from cluster.session import session  # brings Ray
+
     start = time.monotonic()
-    with cluster.session(address) as resources:
-        at_once = min(cluster.concurrency(job.placement, resources), len(missing))
+    with session(address) as resources:
+        at_once = min(concurrency(job.placement, resources), len(missing))
         _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
         runs = job.workspace.runs
         with _only_one(runs / f"{job.name}-{job.profile}.lock"), _claimed(runs / "cells.lock", missing) as claimed:
@@ -262,7 +272,9 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     return trained
 
 
-def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
+def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, Outcome]:
+    from cluster.sweep import sweep  # brings Ray Tune and Train
+
     with _in_turn(job.workspace.runs / "store.lock"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
@@ -271,7 +283,7 @@ def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace)
     try:
-        return cluster.sweep(
+        return sweep(
             train,
             missing,
             job.placement,

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from experiments.grid import Trial
 from experiments.summary import read_ended, read_run_id, write_run_id, write_summary
-from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun, register
+from experiments.tracking import PATIENCE, PAUSE, TrackerError
+from experiments.tracking.registry import register
+from experiments.tracking.store import UNUSABLE
+from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.metrics import Epoch
 from san import CheckpointError, Complexity

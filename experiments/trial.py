@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ import san
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.grid import Trial
-from experiments.sender import Sender
-from experiments.tracking import PATIENCE, Tracker
+from experiments.tracking import PATIENCE
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, determinism, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
@@ -31,6 +30,9 @@ from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_dig
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
 from pipelines.shards import index_path
+
+if TYPE_CHECKING:
+    from experiments.sender import Sender
 
 _log = logging.getLogger(__name__)
 
@@ -254,6 +256,9 @@ def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
 
 def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, images: int, history: tuple[Epoch, ...]) -> Sender:
     """The trial's records on their way to the tracker, begun with what a checkpoint held."""
+    from experiments.sender import Sender  # brings MLflow, which those who only ask for a trial's images can do without
+    from experiments.tracking.tracker import Tracker
+
     tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
     sender = Sender(tracker, trial, complexity, images, workspace.checkpoints(trial) / "summary.csv")
     sender.log(history)

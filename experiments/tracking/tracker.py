@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,24 +25,12 @@ from mlflow.tracking import MlflowClient
 
 from experiments.config import flat
 from experiments.grid import Grid, Trial
+from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
 from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A trial's run as the tracker knows it."""
-
-    run_id: str
-    finished: bool
-    metrics: Mapping[str, float]
-    seconds: float = 0.0
-    """From the start of the run to its end."""
-    params: Mapping[str, str] = field(default_factory=dict)
-    """Values of the config by dotted path, as text."""
 
 
 class Tracker:

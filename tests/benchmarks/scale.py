@@ -31,11 +31,15 @@ from pathlib import Path
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.tracking import MlflowClient
 
-from cluster import Outcome, Placement, Report, session, sweep
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import Outcome, Report, sweep
 from experiments.config import PROJECT_DIR, flat
 from experiments.grid import Trial
 from experiments.run import Job, known_results, open_job
-from experiments.tracking import PAUSE, UNUSABLE, TrialRun
+from experiments.tracking import PAUSE
+from experiments.tracking.store import UNUSABLE
+from experiments.tracking.tracker import TrialRun
 from experiments.training.metrics import Epoch
 from tests.experiments.servers import Server, postgres
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Outcome, Placement, Report, session, sweep
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import Outcome, Report, sweep
 
 
 @dataclass(slots=True)

@@ -16,7 +16,9 @@ from typing import TextIO
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
-from cluster import Placement, Report, session, sweep
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import Report, sweep
 from tests.cluster.cells import Shouting
 
 # A lost node is missed within 2 s instead of 15.

@@ -7,11 +7,13 @@ import sys
 import pytest
 import ray
 
-from cluster import Resources, session
+from cluster import Resources
+from cluster.session import session
 
 JOIN = """
 import sys
-from cluster import ClusterError, session
+from cluster import ClusterError
+from cluster.session import session
 try:
     with session(*sys.argv[1:]) as resources:
         print(resources)

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import Placement, Resources, sweep
+from cluster import Placement, Resources
+from cluster.sweep import sweep
 from tests.cluster import cells
 
 

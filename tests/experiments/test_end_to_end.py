@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import cluster
+from cluster.sweep import Outcome, sweep
 from experiments.config import PROJECT_DIR
 from experiments.grid import Trial
 from experiments.run import Job, open_job
@@ -117,14 +117,14 @@ class Silent:
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None: ...
 
-    def finished(self, outcome: cluster.Outcome) -> None: ...
+    def finished(self, outcome: Outcome) -> None: ...
 
 
 @pytest.mark.slow
 def test_two_workers_end_with_the_same_weights_and_statistics(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job("placement.workers=2", "recipe.epochs=2", "recipe.batch=64")
     trial = job.trials[0]
-    outcomes = cluster.sweep(
+    outcomes = sweep(
         functools.partial(train_and_keep, job.workspace),
         {trial.key: trial},
         job.placement,

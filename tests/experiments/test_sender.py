@@ -15,7 +15,7 @@ from experiments import sender
 from experiments.errors import UserError
 from experiments.run import Job, open_job
 from experiments.summary import read_ended, write_summary
-from experiments.tracking import list_runs
+from experiments.tracking.listing import list_runs
 from experiments.trial import run_trial
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.servers import Server

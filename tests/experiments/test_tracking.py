@@ -15,7 +15,8 @@ import pytest
 from experiments.cli import main
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
-from experiments.tracking import Tracker, store
+from experiments.tracking import require_no_secret, store
+from experiments.tracking.tracker import Tracker
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
@@ -286,4 +287,4 @@ def test_a_password_in_the_address_is_refused(
 
 @pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
 def test_an_address_without_a_password_is_taken(uri: str) -> None:
-    store.require_no_secret(uri)
+    require_no_secret(uri)
