@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
+EPOCHS = 50  # whose metrics one call carries, which may be 1000
 
 
 class Tracker:
@@ -82,11 +83,14 @@ class Tracker:
         """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
         same result. A finished run comes before one that is not."""
         with usable(self.uri):
+            # First these, so that a run which ends meanwhile is seen; no run is read twice, for each takes milliseconds.
+            unfinished = self._own("and attributes.status != 'FINISHED'")
             experiments = pages(self.client.search_experiments)
-            everywhere = [experiment.experiment_id for experiment in experiments]
-            finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
-            own = self._own()
-        return own | finished | {key: result for key, result in own.items() if result.finished}
+            everywhere = {experiment.experiment_id: experiment.name for experiment in experiments}
+            finished = self._runs(list(everywhere), "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'")
+            me = self.grid, self.profile
+            finished.sort(key=lambda run: (everywhere[run.info.experiment_id], run.data.tags["san.profile"]) == me)
+        return unfinished | _by_key(finished)
 
     def open(self, trial: Trial, run_id: str | None = None) -> TrialRun:
         """The run of a trial: continued where there is one, else made.
@@ -157,11 +161,11 @@ class Tracker:
         found = self._search("tags.`san.role` = 'grid'")
         return found[0] if found else None
 
-    def _own(self) -> dict[str, Result]:
+    def _own(self, where: str = "") -> dict[str, Result]:
         """The runs of this grid's and profile's trials, by content hash."""
         if self.client.get_experiment_by_name(self.grid) is None:
             return {}
-        return _by_key(self._search("tags.`san.role` = 'trial'"))
+        return _by_key(self._search(f"tags.`san.role` = 'trial' {where}"))
 
     def _known(self, trial: Trial, run_id: str | None) -> list[Run]:
         """The run of that name, nothing where it is gone or none of this trial's."""
@@ -220,13 +224,23 @@ class TrialRun:
         }
         self._log(counts, 0, int(time.time() * 1000))
 
-    def log(self, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
-        """Logs the epochs that the run does not have yet: none is missing or doubled after a crash. `ended` gives each epoch's
-        end in milliseconds since 1970."""
-        logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
-        for epoch in history:
-            if epoch.epoch not in logged:
-                self._log(epoch.metrics() | {"epoch": epoch.epoch + 1}, epoch.epoch, ended[epoch.epoch])
+    def log(self, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None = None) -> Set[int]:
+        """Logs the epochs that the run does not have yet, in few requests: none is missing or doubled after a crash.
+
+        `ended` gives each epoch's end in milliseconds since 1970. `logged` are the epochs that it is known to have; where that
+        is not given it is asked. Returns those that it has now.
+        """
+        if logged is None:
+            logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
+        missing = [epoch for epoch in history if epoch.epoch not in logged]
+        for first in range(0, len(missing), EPOCHS):
+            metrics = [
+                Metric(key, value, ended[epoch.epoch], epoch.epoch)
+                for epoch in missing[first : first + EPOCHS]
+                for key, value in (epoch.metrics() | {"epoch": epoch.epoch + 1}).items()
+            ]
+            self.client.log_batch(self.run_id, metrics=metrics)
+        return logged | {epoch.epoch for epoch in missing}
 
     def summarise(self, history: Sequence[Epoch], images: int, at: int) -> None:
         """What a table of runs shows: the best and the last epoch, speed, and hours of training, without validation and pauses.
