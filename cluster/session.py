@@ -34,6 +34,7 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; set, or Ray warns about it
     "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # cells start beside each other; how many run is bounded by the sweep
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the same in a cell as in the driver
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # a cell that is stopped clears up before another has its process
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # How often several workers are asked for reports. They wait in `report` until the one before was taken: at Ray's 2 s a cell
     # with short epochs spent most of its time there.

@@ -80,6 +80,10 @@ def sweep(
 ) -> dict[str, Outcome]:
     """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
 
+    Lone workers take one cell after another in the same process, which spares each the start of Python and all
+    imports: a function must leave nothing behind that changes what the next one computes. Where a cell has failed
+    or died, its process is not used again.
+
     The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
     a report waits for all; it takes some 5 ms, several workers up to 0.2 s after another. A cell that raises or
     dies is started again up to `retries` times, from the beginning: continuing is the function's own business.
@@ -106,7 +110,7 @@ def sweep(
         trainable = _trainable(function, dict(values), placement, folder, final, patience)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
-            tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1),
+            tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
             run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower]),
         )
         try:
@@ -142,8 +146,7 @@ def _trainable(
             _train(functools.partial(function, values[key]), placement, name, folder, patience)
         except Exception as error:
             if isinstance(_cause(error), final):
-                # For Tune the cell is complete, or it would start it again.
-                ray.tune.report({"failure": {"error": _sentence(error), "traceback": traceback.format_exc()}})
+                raise _FinalError(_sentence(error), traceback.format_exc()) from None
             elif _loses_one(nodes):
                 raise _NodeLostError("a node was lost") from error
             else:
@@ -155,34 +158,36 @@ def _trainable(
 def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str, patience: timedelta) -> None:
     """Runs one cell inside its Tune trial; the only place where one worker and several differ.
 
-    A lone worker *is* the trial's process (Ray Train's local mode). A worker group for it would add actors
-    that only wait, and some 15 s of CPU time per cell to start them. The price: Ray neither sets RANK,
-    WORLD_SIZE and so on nor initialises torch.distributed there; a function that needs them sets them itself.
+    A lone worker *is* the trial's process. A worker group for it would add actors that only wait, and some 15 s of CPU
+    time per cell to start them. The price: Ray neither sets RANK, WORLD_SIZE and so on nor initialises
+    torch.distributed there; a function that needs them sets them itself. Nor does it go through Ray Train's local mode,
+    which ends the process group of torch.distributed with each cell: the next one in the process would need a second,
+    with which DeepSpeed cannot do.
     """
-    from ray.train.torch import TorchConfig, TorchTrainer  # brings torch, which the driver of a sweep can do without
 
-    callbacks: list[Any] = []
-    if placement.workers == 1:
-        send = ray.tune.report
-        scaling = ray.train.ScalingConfig(num_workers=0)
-    else:
-        from ray.tune.integration.ray_train import TuneReportCallback
-
-        send = ray.train.report
-        callbacks.append(TuneReportCallback())  # type: ignore[no-untyped-call]
-        scaling = ray.train.ScalingConfig(
-            num_workers=placement.workers,
-            use_gpu=placement.gpus > 0,
-            resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
-        )
-
-    def worker() -> None:
+    def worker(send: Callable[[dict[str, Any]], None]) -> None:
         # One level down, so that Tune's own entries in a result cannot be taken for metrics.
         call(lambda metrics: send({"metrics": dict(metrics)}))
 
+    if placement.workers == 1:
+        return worker(ray.tune.report)
+
+    from ray.train.torch import TorchConfig, TorchTrainer  # brings torch, which the driver of a sweep can do without
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    scaling = ray.train.ScalingConfig(
+        num_workers=placement.workers,
+        use_gpu=placement.gpus > 0,
+        resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
+    )
+    callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
     backend = TorchConfig(timeout_s=math.ceil(patience.total_seconds()))
-    TorchTrainer(worker, torch_config=backend, scaling_config=scaling, run_config=run).fit()
+    TorchTrainer(lambda: worker(ray.train.report), torch_config=backend, scaling_config=scaling, run_config=run).fit()
+
+
+class _FinalError(Exception):
+    """The function raised what it would raise again: its sentence and its story."""
 
 
 class _NodeLostError(Exception):
@@ -240,8 +245,6 @@ class _Follower(ray.tune.Callback):
     def __init__(self, observer: Observer, queue: _Queue, retries: int) -> None:
         self.observer, self.queue, self.retries = observer, queue, retries
         self.outcomes: dict[str, Outcome] = {}
-        self.failures: dict[str, Outcome] = {}
-        """Of cells that are not started again."""
         self._stories: defaultdict[str, str] = defaultdict(str)
         self._failed, self._lost = Counter[str](), Counter[str]()
 
@@ -249,20 +252,19 @@ class _Follower(ray.tune.Callback):
         self.observer.started(trial.config["key"])
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
-        if "failure" in result:
-            self.failures[trial.config["key"]] = Outcome(trial.config["key"], **result["failure"])
-        elif "metrics" in result:
+        if "metrics" in result:
             self.observer.progress(trial.config["key"], result["metrics"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        key = trial.config["key"]
-        self._finish(self.failures.get(key, Outcome(key)))
+        self._finish(Outcome(trial.config["key"]))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # The trial's files on this machine; their copies in storage, for trial.get_error(), come later.
         text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
         key = trial.config["key"]
+        if isinstance(cause := getattr(error, "cause", None), _FinalError):
+            return self._finish(Outcome(key, *cause.args))
         self._stories[key] += text
         count, most = (self._lost, _LOSSES) if _is_lost(error) else (self._failed, self.retries)
         count[key] += 1

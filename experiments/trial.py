@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -200,6 +201,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     torch.set_num_threads(config.placement.cpus)
     train, val = loaders(config, trial.seed, rank, world)
 
+    gc.collect()  # a model that this process trained before may lie in a circle of references, and in the memory of a GPU
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
     complexity = san.complexity(model, config.data.size)

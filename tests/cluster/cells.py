@@ -57,6 +57,17 @@ def dying(marker: str, report: Report) -> None:
     report({"survived": 1.0})
 
 
+def ending(how: str, report: Report) -> None:
+    """Says in which process it was, and ends well, in a mistake, in one that is final, or with its process."""
+    report({"pid": os.getpid()})
+    if how == "raises":
+        raise RuntimeError("it breaks")
+    if how == "raises what is final":
+        raise ValueError("it is wrong")
+    if how == "dies":
+        os._exit(3)
+
+
 def describing(value: str, report: Report) -> None:
     """Reports what a lone worker sees."""
     report(

@@ -52,6 +52,18 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_process_goes_to_the_next_cell_unless_one_fails_in_it(
+    resources: Resources, memory: cells.Memory, tmp_path: Path
+) -> None:
+    ways = ["well", "well", "raises", "well", "raises what is final", "well", "dies", "well", "well"]
+    values = {f"{number}": way for number, way in enumerate(ways)}
+    alone = Placement(cpus=resources.cpus)  # one cell at a time
+    outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, final=(ValueError,))
+    assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
+    pids = [reports[0]["pid"] for reports in map(memory.of, values)]
+    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5, 7, 7]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_would_fail_again_is_not_retried(workers: int, resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     if resources.cpus < workers:
