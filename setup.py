@@ -14,7 +14,7 @@ setup(
     packages=find_packages(include=["san*", "cuda_ext*", "pipelines*", "experiments*", "cluster*"]),
     package_data={
         "san": ["py.typed"],
-        "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*", "image-requirements.txt"],
+        "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
         "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml"],
     },

@@ -14,7 +14,8 @@ import time
 import traceback
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -93,17 +94,15 @@ def sweep(
 
     Cells start in the order of `values`, as many at a time as the cluster holds just then.
 
-    `storage` is a directory that all nodes can reach. The sweep's own files there are gone when it returns:
-    a later sweep with the same keys starts afresh.
+    `storage` is a directory that all nodes can reach, or a URI that Ray knows. The sweep's own files in a directory are gone
+    when it returns; below a URI they are the caller's to remove. A later sweep with the same keys starts afresh.
 
     Several workers find torch.distributed initialised by Ray (gloo, or nccl with GPUs), in which they wait
     `patience` for each other, and the rank variables set. A lone worker finds neither: see `_train`.
     """
     if not values:
         return {}
-    storage = Path(storage).resolve()
-    storage.mkdir(parents=True, exist_ok=True)
-    with session() as found, tempfile.TemporaryDirectory(prefix="sweep-", dir=storage) as folder:
+    with session() as found, _own_folder(storage) as folder:
         concurrency(placement, found)
         queue = _Queue(values, placement)
         follower = _Follower(observer, queue, retries)
@@ -119,6 +118,19 @@ def sweep(
             ray.shutdown()  # Tune leaves its trials running
             raise
     return {key: follower.outcomes[key] for key in values}
+
+
+@contextmanager
+def _own_folder(storage: Path | str) -> Iterator[str]:
+    """A place in `storage` that no other sweep has."""
+    place, mark, options = str(storage).partition("?")
+    if "://" in place:
+        yield f"{place}/sweep-{uuid.uuid4().hex}{mark}{options}"
+        return
+    path = Path(storage).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sweep-", dir=path) as folder:
+        yield folder
 
 
 def _trial_resources(placement: Placement) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import shutil
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster import ClusterError, Placement, concurrency
-from experiments.config import PROJECT_DIR, ModelConfig
+from experiments.claims import WhileClaimed, claimed_cells, in_turn
+from experiments.config import ModelConfig
 from experiments.errors import UserError
 from experiments.estimate import Hours, Speeds
 from experiments.grid import Grid, Trial, expand
@@ -23,9 +23,10 @@ from experiments.progress import Progress
 from experiments.report import figures, table
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_rows, table_names
 from experiments.report.study import section_of, write_study
-from experiments.summary import read_run_id
-from experiments.tracking import PATIENCE, PAUSE, Result, TrackerError, require_no_secret
-from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
+from experiments.storage import Lease, StorageError
+from experiments.tracking import PATIENCE, PAUSE, Result, TrackerError
+from experiments.trial import data_digest, loaders, open_data, run_trial
+from experiments.workspace import Workspace, open_workspace
 from pipelines import DataError
 
 if TYPE_CHECKING:
@@ -61,43 +62,26 @@ class Job:
         return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
-def default_runs_dir() -> Path:
-    """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
-    if "SAN_RUNS" in os.environ:
-        return Path(os.environ["SAN_RUNS"])
-    is_job_copy = "_ray_pkg_" in PROJECT_DIR.as_posix()
-    return Path.home() / ".san" / "runs" if is_job_copy else PROJECT_DIR / "runs"
-
-
-def tracking_uri(runs: Path) -> str:
-    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs.
-
-    Raises:
-        UserError: a password is in it.
-    """
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        return f"sqlite:///{runs / 'mlflow.db'}"
-    require_no_secret(uri)
-    return uri
-
-
 def has_store(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
     return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
-def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None, seeds: int | None = None) -> Job:
-    """Reads and checks everything that a grid needs: its file, every row, the images.
+def open_job(
+    path: Path, profile: str, overrides: Sequence[str], runs: str | Path | None = None, seeds: int | None = None
+) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
     With `seeds`, 0 to seeds - 1 come instead of the grid's.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
         DataError: images that cannot be used.
+        StorageError: the bucket is not there, does not answer or does not take our credentials.
     """
-    runs = (runs or default_runs_dir()).resolve()
-    workspace = Workspace(runs, tracking_uri(runs))
+    workspace = open_workspace(runs)
+    if workspace.bucket is not None:
+        workspace.bucket.check()
     expanded = expand(path, profile, overrides, table_names())
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
@@ -205,7 +189,7 @@ def run(job: Job, address: str | None) -> bool:
     return complete
 
 
-def study(profile: str, seeds: int, runs: Path | None, address: str | None, page: Path) -> bool:
+def study(profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path) -> bool:
     """Trains what is missing of the paper's ablation tables and writes what of them shows; returns whether all is finished.
 
     Raises: as `open_job` and `run` do, before anything is trained.
@@ -235,12 +219,12 @@ def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
 
 
 def _patiently(ask: Callable[[], T]) -> T:
-    """What the tracker answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
+    """What the tracker or the bucket answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
     limit = time.monotonic() + PATIENCE
     while True:
         try:
             return ask()
-        except TrackerError:
+        except (TrackerError, StorageError):
             if time.monotonic() > limit:
                 raise
             time.sleep(PAUSE)
@@ -254,57 +238,72 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     with session(address) as resources:
         at_once = min(concurrency(job.placement, resources), len(missing))
         _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
-        runs = job.workspace.runs
-        with _only_one(runs / f"{job.name}-{job.profile}.lock"), _claimed(runs / "cells.lock", missing) as claimed:
+        with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 _say(f"{', '.join(others)}: left to another `san run`, which is training the same")
             results = known_results(job)  # another run may have finished some before they could be claimed
             claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
-            outcomes = _sweep(job, claimed)
+            outcomes = _sweep(job, claimed, claim)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
-                    run_id = read_run_id(job.workspace.checkpoints(missing[key]))
+                    run_id = job.workspace.run_id(missing[key])
                     _patiently(functools.partial(job.tracker.failed, missing[key], run_id, outcome.error))
     trained = [key for key, outcome in outcomes.items() if outcome.error is None]
     _say(f"trained {len(trained)} cells in {time.monotonic() - start:.0f} s")
     return trained
 
 
-def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, Outcome]:
+def _sweep(job: Job, missing: dict[str, Trial], claim: Lease | None) -> dict[str, Outcome]:
     from cluster.sweep import sweep  # brings Ray Tune and Train
 
-    with _in_turn(job.workspace.runs / "store.lock"):  # two grids may be the first in a store
+    with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
-    shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace)
     try:
-        return sweep(
-            train,
-            missing,
-            job.placement,
-            storage=scratch,
-            observer=progress,
-            final=(UserError, DataError, FloatingPointError),
-            patience=job.trials[0].config.reliability.patience,
-        )
+        with _sweep_storage(job.workspace, f"{job.name}-{job.profile}") as storage:
+            return sweep(
+                train,
+                missing,
+                job.placement,
+                storage=storage,
+                observer=progress if claim is None else WhileClaimed(progress, claim),
+                final=(UserError, DataError, FloatingPointError),
+                patience=job.trials[0].config.reliability.patience,
+            )
     except KeyboardInterrupt:
         with suppress(TrackerError):
-            job.tracker.interrupted((trial, read_run_id(job.workspace.checkpoints(trial))) for trial in missing.values())
+            job.tracker.interrupted((trial, job.workspace.run_id(trial)) for trial in missing.values())
         raise
     finally:
         progress.close()
 
 
+@contextmanager
+def _sweep_storage(workspace: Workspace, name: str) -> Iterator[Path | str]:
+    """Where a sweep leaves what only it needs; a killed run leaves its own."""
+    path = workspace.runs / "sweeps" / name
+    if workspace.bucket is None:
+        shutil.rmtree(path, ignore_errors=True)
+        yield path
+        return
+    workspace.bucket.remove_folder(workspace.name(path))
+    yield workspace.place(path)
+    with suppress(StorageError):
+        workspace.bucket.remove_folder(workspace.name(path))
+
+
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
-    path = job.workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
+    workspace = job.workspace
+    path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(story, encoding="utf-8")
-    _say(f"{trial.name}: the whole error is in {path}, what it said before in {job.workspace.log(trial)}")
+    _patiently(lambda: workspace.keep(path))
+    log = workspace.place(workspace.log(trial, node="*"))
+    _say(f"{trial.name}: the whole error is in {workspace.place(path)}, what it said before in {log}")
 
 
 def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
@@ -325,7 +324,9 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     if any(line.top1 is not None for line in lines):
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
-        _say(f"plot: {files[-1]}")
+        _say(f"plot: {job.workspace.place(files[-1])}")
+    for file in files:
+        _patiently(functools.partial(job.workspace.keep, file))
     _say(f"browse the runs: {_command()} ui")
     unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial)]
     if unfinished:
@@ -353,43 +354,6 @@ def _caption(job: Job) -> str:
     return (
         f"{job.grid.question}{paper} Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
     )
-
-
-@contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Holds the grid for this process; the lock is gone with the process, however it ends."""
-    _make(path.parent)
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path}: another `san run` is at work on this grid; wait for it or stop it") from None
-        yield
-
-
-@contextmanager
-def _in_turn(path: Path) -> Iterator[None]:
-    """Waits until no other process is in here."""
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _claimed(path: Path, cells: Mapping[str, Trial]) -> Iterator[dict[str, Trial]]:
-    """Those of the cells that no other process is training; nobody else gets them until this is left, however it ends.
-
-    Grids share cells, so the lock of a grid is not enough. Each cell is one byte of the file, at the offset that is its key.
-    """
-    with open(path, "a") as lock:
-        free = {}
-        for key, trial in cells.items():
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(key, 16))
-            except (BlockingIOError, PermissionError):  # which of the two is up to the system
-                continue
-            free[key] = trial
-        yield free
 
 
 def _say(text: str) -> None:

@@ -7,8 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,6 +19,7 @@ import san
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.grid import Trial
+from experiments.storage import Lease, Mirror, StorageError, writer_in
 from experiments.tracking import PATIENCE
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, determinism, device, join_process_group
@@ -27,6 +27,7 @@ from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.teller import Teller
 from experiments.training.watchdog import Watchdog
+from experiments.workspace import Workspace
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
@@ -36,22 +37,6 @@ if TYPE_CHECKING:
     from experiments.sender import Sender
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Where runs are kept: a folder that all nodes can reach, and the tracker's address."""
-
-    runs: Path
-    tracking_uri: str
-
-    def checkpoints(self, trial: Trial) -> Path:
-        """The folder of a trial's checkpoints."""
-        return self.runs / "checkpoints" / trial.key
-
-    def log(self, trial: Trial) -> Path:
-        """What a trial has to say."""
-        return self.runs / "logs" / f"{trial.name}-{trial.key}.log"
 
 
 @functools.cache
@@ -180,22 +165,67 @@ def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str,
     same steps; `Teller` says with what. Returns the model that was validated, which is the same on every worker.
 
     Raises:
-        UserError: a checkpoint cannot be written, or is another trial's, or another process trains the same.
+        UserError: a checkpoint cannot be kept, or is another trial's, or another process trains the same.
         DataError: an image cannot be used.
         FloatingPointError: a loss is not finite.
     """
+    workspace = workspace.on_this_node()
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
     with (
-        _logging_to(workspace.log(trial), rank) as log,
-        only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext(),
+        _kept_log(workspace, trial) as path,
+        _logging_to(path, rank) as log,
+        _only_writer(workspace, trial) if rank == 0 else nullcontext() as mirror,
         Watchdog(patience.total_seconds(), log) as watchdog,
         determinism(trial.config.engine.deterministic),
     ):
-        return _train(workspace, trial, report, watchdog)
+        return _train(workspace, trial, report, watchdog, mirror)
 
 
-def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], watchdog: Watchdog) -> nn.Module:
+@contextmanager
+def _only_writer(workspace: Workspace, trial: Trial) -> Iterator[Mirror | None]:
+    """Inside, no other process writes the trial's checkpoints; with a bucket, on no node. Yields what brings them there."""
+    folder = workspace.checkpoints(trial)
+    with only_writer(folder):
+        if workspace.bucket is None:
+            yield None
+            return
+        lease = Lease(workspace.bucket, f"cells/{trial.key}", f"the cell {trial.name}", writer_in(folder / "writer"))
+        away = _seconds_away(trial)
+        with lease.held(seconds=180, away=away):
+            mirror = Mirror(folder, workspace.bucket, workspace.name(folder), lease, away)
+            yield mirror
+            mirror.clear()
+
+
+@contextmanager
+def _kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
+    """The trial's log on this node, continued where a bucket has it, and kept there when the block is left."""
+    path = workspace.log(trial)
+    if workspace.bucket is not None and not path.exists():
+        with suppress(StorageError):  # whoever needs the bucket for more tells it
+            if before := workspace.bucket.get(workspace.name(path)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(before)
+    try:
+        yield path
+    finally:
+        with suppress(StorageError, OSError):
+            workspace.keep(path)
+
+
+def _seconds_away(trial: Trial) -> float:
+    """For which a tracker or a store may be away, while the other workers wait."""
+    return min(PATIENCE, trial.config.reliability.patience.total_seconds() / 2)
+
+
+def _train(
+    workspace: Workspace,
+    trial: Trial,
+    report: Callable[[Mapping[str, float]], None],
+    watchdog: Watchdog,
+    mirror: Mirror | None,
+) -> nn.Module:
     config, care = trial.config, trial.config.reliability
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(config.placement.cpus)
@@ -210,13 +240,14 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
     classes = train.dataset.classes
     origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
-    saved = _saved(checkpoints, rank, world)
+    saved = _saved(workspace, checkpoints, mirror, rank, world)
     history: tuple[Epoch, ...] = ()
     running = RunningEpoch(0, engine.lr)
     if saved is not None:
         engine.load_state_dict(saved.engine)
         history, running = saved.history, saved.running
     run = _sender(workspace, trial, complexity, len(train.dataset), history) if rank == 0 else None
+    send = functools.partial(_send, workspace, trial, mirror)
 
     def save(running: RunningEpoch) -> None:
         state = engine.state_dict()
@@ -224,6 +255,7 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             raise FloatingPointError(f"weights are not finite after {running.steps} steps of epoch {running.number}")
         if rank == 0:
             checkpoints.save(Checkpoint(trial.key, origin, history, running, state))
+        send()
 
     teller = Teller(report, config.recipe.epochs, train, history)
     between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
@@ -235,9 +267,12 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             save(running)
             if run is not None:
                 run.log(history)
+                send()
             teller.tell_epoch(history)
         if run is not None:
-            run.finish(_best(checkpoints, history), min(PATIENCE, care.patience.total_seconds() / 2))  # while the others wait
+            run.finish(_best(checkpoints, history), _seconds_away(trial))
+            with suppress(StorageError):  # all that counts is there
+                send()
     except FloatingPointError as error:
         good = checkpoints.newest()
         raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
@@ -246,6 +281,15 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             run.close()
     dist.barrier()
     return engine.model
+
+
+def _send(workspace: Workspace, trial: Trial, mirror: Mirror | None) -> None:
+    """Brings to the bucket, where there is one, what the first worker has for it, and each node's log."""
+    if mirror is not None:
+        mirror.send()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(StorageError):
+            workspace.keep(workspace.log(trial))
 
 
 def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
@@ -275,17 +319,21 @@ def _best(checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> Checkpoint | 
     return best
 
 
-def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None:
+def _saved(workspace: Workspace, checkpoints: Checkpoints, mirror: Mirror | None, rank: int, world: int) -> Checkpoint | None:
     """The last checkpoint that can be read, the same for all workers: the first looks for it."""
     saved: Checkpoint | None = None
     if rank == 0:
         checkpoints.prepare()
+        if mirror is not None:
+            mirror.bring()
         saved = checkpoints.load()
+        if mirror is not None:
+            mirror.send()
     found = [saved.name if saved else None]
     dist.broadcast_object_list(found)
     (name,) = found
     if name is not None and rank != 0:
-        saved = Checkpoint.read(checkpoints.folder / name)
+        saved = _read(workspace, checkpoints.folder / name)
     elif saved is not None:
         _log.info("goes on from %s", name)
     if saved is not None and saved.workers != world and rank == 0:
@@ -296,6 +344,16 @@ def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None
             world,
         )
     return saved
+
+
+def _read(workspace: Workspace, path: Path) -> Checkpoint:
+    """The checkpoint that the first worker has found, where it may be on another node."""
+    if workspace.bucket is None:
+        return Checkpoint.read(path)
+    content = workspace.bucket.get(workspace.name(path))
+    if content is None:
+        raise UserError(f"{workspace.place(path)}: is gone since it was read; the same command goes on from another")
+    return Checkpoint.of_bytes(content)
 
 
 @contextmanager

@@ -6,17 +6,13 @@ whatever grid, is never trained twice.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import yaml
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
@@ -25,6 +21,7 @@ from mlflow.tracking import MlflowClient
 
 from experiments.config import flat
 from experiments.grid import Grid, Trial
+from experiments.provenance import environment, git_commit
 from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
 from experiments.training.metrics import Epoch
@@ -288,22 +285,3 @@ class NodeMonitor(SystemMetricsMonitor):
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
-
-
-def git_commit() -> str:
-    """Commit of the project, and `-dirty` where files differ from it; `unknown` outside a checkout (as a Ray job's copy is)."""
-    where = ["git", "-C", str(Path(__file__).parent)]
-    command = [*where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:  # no git here
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-def environment() -> str:
-    """Hardware, Python and package versions, as text."""
-    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    lines = [f"python {platform.python_version()}", platform.platform(), f"{os.cpu_count()} CPUs, {device}"]
-    return "\n".join([*lines, "", *packages, ""])

@@ -102,6 +102,8 @@ class Engine:
         if dist.get_world_size() == 1 and not self._zero:
             # There is nobody to average with, but DeepSpeed would copy all gradients to one buffer and back in every step.
             self._engine.enable_backward_allreduce = False
+        # Stage 0 clears gradients by a walk through the module tree in every step; the optimizer has its parameters in a list.
+        self._engine.zero_grad = self.optimizer.zero_grad
         if config.channels_last:
             for each in self._models():
                 _lay_channels_last(each)
@@ -146,11 +148,14 @@ class Engine:
     def average_buffers(self) -> None:
         """Makes BatchNorm statistics the mean over the workers. DeepSpeed averages gradients only, so every worker has
         statistics of its own images; without this, validation would depend on who does it."""
+        workers = dist.get_world_size()
+        if workers == 1:
+            return
         for model in self._models():
             for buffer in model.buffers():
                 if buffer.is_floating_point():
                     dist.all_reduce(buffer)
-                    buffer /= dist.get_world_size()
+                    buffer /= workers
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, the same on every worker and for every stage of ZeRO; all must ask for it together.

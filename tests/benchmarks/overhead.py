@@ -4,10 +4,11 @@
 
 Both train the same model on the same images from the same loader, with the same SGD, cosine, label smoothing and validation;
 the bare loop is `bare_epochs`. `run_trial` is whole: DeepSpeed, checkpoints, log, `summary.csv`, MLflow on SQLite with system
-metrics. They take turns after each epoch. An epoch of `run_trial` lasts from the end of the bare one to its report; what the
-thread that talks to MLflow computes after that, while everything else waits, is added, as if a cell had no second core for it.
-The first epoch, and what comes before and after, is told apart. Ratios are taken of epochs that follow each other, and of the
-fastest of each, which tells more where other work disturbs.
+metrics. They take turns: an epoch of the trial, two of the bare loop, two of the trial, and so on, each after a short rest, so
+that neither is always the one that comes first. What the thread that talks to MLflow computes during a rest is added to the
+epoch before, as if a cell had no second core for it. The first pair, and what comes before and after, is told apart. The ratio
+is taken of each pair; their median comes with a 95 % interval (of 10 000 resamples), for other work on the machine disturbs.
+So does the ratio of CPU time, of all threads.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -34,18 +37,18 @@ from experiments.trial import loaders, run_trial
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
 ROW = "pairwise_7"
 SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "digits": ("digits", ()),
+    "digits": ("digits", ("recipe.epochs=120",)),
     "san10": (
         "imagenet",
         (
             *("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=8"),
-            *("recipe.batch=16", "recipe.epochs=8"),
+            *("recipe.batch=16", "recipe.epochs=14"),
             *("placement.workers=1", "placement.cpus=2", "placement.gpus=0"),
         ),
     ),
 }
-SETTLE = 0.25
-"""Seconds in which MLflow has an epoch's records."""
+REST = 0.25
+"""Seconds, in which MLflow has an epoch's records."""
 
 
 def bare_epochs(trial: Trial) -> Iterator[None]:
@@ -79,31 +82,51 @@ def bare_epochs(trial: Trial) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What an epoch took, in seconds."""
+
+    wall: float
+    cpu: float
+    """Of all threads of this process."""
+
+    @classmethod
+    def so_far(cls) -> Spent:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, earlier: Spent) -> Spent:
+        return Spent(self.wall - earlier.wall, self.cpu - earlier.cpu)
+
+
 class Turns:
-    """Lets the bare loop train an epoch after each of the trial's; seconds of both."""
+    """Lets the bare loop train after epochs of the trial, so that each has the other before it as often as after it."""
 
     def __init__(self, bare: Iterator[None]) -> None:
         self.bare = bare
-        self.trial_epochs: list[float] = []
-        self.bare_epochs: list[float] = []
+        self.trial_epochs: list[Spent] = []
+        self.bare_epochs: list[Spent] = []
         self.tracking: list[float] = []
         """Of the trial's seconds, those that were computed after its report."""
         self.saving: list[float] = []
         """Of the trial's seconds, those of writing a checkpoint: they do not grow with the epoch."""
-        self.began = time.perf_counter()
+        self.began = Spent.so_far()
 
     def report(self, metrics: Mapping[str, float]) -> None:
         if "step" in metrics:  # the epoch has not ended
             return
-        seconds = time.perf_counter() - self.began
-        computed = time.process_time()
-        time.sleep(SETTLE)
-        self.tracking.append(time.process_time() - computed)
-        self.trial_epochs.append(seconds + self.tracking[-1])
-        self.began = time.perf_counter()
-        next(self.bare)
-        self.bare_epochs.append(time.perf_counter() - self.began)
-        self.began = time.perf_counter()
+        mine = Spent.so_far().since(self.began)
+        after = Spent.so_far()
+        time.sleep(REST)
+        tracking = Spent.so_far().since(after).cpu
+        self.tracking.append(tracking)
+        self.trial_epochs.append(Spent(mine.wall + tracking, mine.cpu + tracking))
+        if len(self.trial_epochs) % 2:
+            for _ in range(2):
+                began = Spent.so_far()
+                next(self.bare)
+                self.bare_epochs.append(Spent.so_far().since(began))
+                time.sleep(REST)
+        self.began = Spent.so_far()
 
 
 def timed(function: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
@@ -124,21 +147,29 @@ def measured(setting: str, runs: Path) -> Turns:
     with patch.object(Checkpoints, "save", timed(Checkpoints.save, turns.saving)):
         run_trial(job.workspace, trial, turns.report)
     print(
-        f"{setting}: to the end of the first epoch {turns.trial_epochs[0]:.2f} s, bare {turns.bare_epochs[0]:.2f} s; "
-        f"after the last report {time.perf_counter() - turns.began:.2f} s",
+        f"{setting}: to the end of the first epoch {turns.trial_epochs[0].wall:.2f} s, bare {turns.bare_epochs[0].wall:.2f} s; "
+        f"after the last report {time.perf_counter() - turns.began.wall:.2f} s",
         file=sys.stderr,
         flush=True,
     )
     return turns
 
 
+def overhead(trial: Sequence[float], bare: Sequence[float]) -> str:
+    """In percent: the median over pairs, and its 95 % interval."""
+    ratios = numpy.array(trial) / numpy.array(bare)
+    resampled = numpy.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+    low, high = numpy.percentile(numpy.median(resampled, axis=1), (2.5, 97.5))
+    median, low, high = (f"{100 * (ratio - 1):+.1f}" for ratio in (numpy.median(ratios), low, high))
+    return f"{median} % ({low} to {high})"
+
+
 def line(setting: str, turns: Turns) -> str:
-    trial, bare = turns.trial_epochs[1:], turns.bare_epochs[1:]
-    ratios = [100 * (ours / theirs - 1) for ours, theirs in zip(trial, bare, strict=True)]
-    medians = " | ".join(f"{statistics.median(seconds):.3f}" for seconds in (bare, trial, turns.saving[1:], turns.tracking[1:]))
-    spread = f"{statistics.median(ratios):+.1f} % ({min(ratios):+.1f} to {max(ratios):+.1f})"
-    fastest = 100 * (min(trial) / min(bare) - 1)
-    return f"| {setting} | {len(bare)} | {medians} | {spread} | {fastest:+.1f} % |"
+    pairs = list(zip(turns.trial_epochs[1:], turns.bare_epochs[1:], strict=True))
+    walls = [trial.wall for trial, _ in pairs], [bare.wall for _, bare in pairs]
+    cpus = [trial.cpu for trial, _ in pairs], [bare.cpu for _, bare in pairs]
+    medians = (f"{statistics.median(each):.3f}" for each in (*reversed(walls), turns.saving[1:], turns.tracking[1:]))
+    return f"| {setting} | {len(pairs)} | {' | '.join(medians)} | {overhead(*walls)} | {overhead(*cpus)} |"
 
 
 def main() -> None:
@@ -149,8 +180,8 @@ def main() -> None:
     for setting in options.setting or SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
             lines.append(line(setting, measured(setting, Path(folder))))
-    print(f"torch {torch.__version__}; seconds of an epoch, medians; overhead: median (range) over pairs of epochs\n")
-    columns = ("setting", "pairs", "bare", "run_trial", "of it saving", "of it tracking", "overhead", "of the fastest")
+    print(f"torch {torch.__version__}; seconds of an epoch, medians; overhead: median over pairs of epochs (95 % interval)\n")
+    columns = ("setting", "pairs", "bare", "run_trial", "of it saving", "of it tracking", "overhead", "in CPU time")
     print(f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}", *lines, sep="\n")
 
 

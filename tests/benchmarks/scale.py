@@ -335,7 +335,8 @@ def draw(record: Path, folder: Path) -> None:
 
     records = [json.loads(line) for line in record.read_text().splitlines()]
     for name, panels in PICTURES.items():
-        if not any(panel.lines(records) for panel in panels):
+        panels = tuple(panel for panel in panels if panel.lines(records))
+        if not panels:
             continue
         figure = Figure(figsize=(3.6 * len(panels), 3), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

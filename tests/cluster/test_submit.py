@@ -31,6 +31,7 @@ from cuda_ext import build
 from experiments import submit
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
+from experiments.provenance import git_commit
 from tests.cluster.test_join import JOIN
 from tests.cluster.test_signals import MARK, marked
 from tests.experiments.servers import free_port
@@ -134,6 +135,12 @@ def runs_of(database: Path) -> list[str]:
         return [status for (status,) in store.execute(question)]
 
 
+def commits_of(database: Path) -> set[str]:
+    """What the trials' runs are said to come from."""
+    with sqlite3.connect(database) as store:
+        return {commit for (commit,) in store.execute("SELECT value FROM tags WHERE key = 'san.git_commit'")}
+
+
 def holders(secret: str, file: str) -> set[str]:
     """Names of processes that have a secret in a file of theirs in /proc."""
     found = set()
@@ -187,6 +194,7 @@ def test_a_grid_with_an_odd_name_runs_and_is_found_finished(head: Head, san: San
     assert again.returncode == 0, again.stdout + again.stderr
     assert "1 cells, 1 finished before (taken from MLflow), 0 to train" in again.stdout
     assert runs_of(tmp_path / "runs" / "mlflow.db") == ["FINISHED"]
+    assert commits_of(tmp_path / "runs" / "mlflow.db") == {git_commit()}, "the job's copy of the project is no checkout"
     client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
     first, second = [job for job in client.list_jobs() if (job.submission_id or "").startswith("it-s")]
     assert first.runtime_env and second.runtime_env
@@ -453,7 +461,7 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="must not hold a user's password"):
         submit.environment([])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
-    assert submit.environment([]) == {"MLFLOW_TRACKING_URI": "https://mlflow.example.org"}
+    assert submit.environment([]) == {"MLFLOW_TRACKING_URI": "https://mlflow.example.org", "SAN_GIT_COMMIT": git_commit()}
 
 
 @pytest.mark.parametrize(

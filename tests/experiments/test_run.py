@@ -161,7 +161,7 @@ def test_a_cell_that_another_process_trains_is_left_to_it(
     claim = """
 import sys
 from pathlib import Path
-from experiments.run import _claimed
+from experiments.claims import _claimed
 with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
     print("claimed", flush=True)
     sys.stdin.read()

@@ -1,8 +1,11 @@
-"""The CUDA sources without a GPU, compiled once for all tests of them: a library can be registered only once in a process."""
+"""The CUDA sources without a GPU, compiled once for all tests: a library can be registered only once in a process."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +18,26 @@ from san.ops import library
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
-    folder = tmp_path_factory.mktemp("shim")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder in one that they share
+        folder = folder.parent
+    built = folder / "shim.so"
+    with open(folder / "shim.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            compile_shim(built)
+    assert library.load(), "the shim is compared with the CPU's kernels"
+    torch.ops.load_library(built)
+    return torch.ops.san_shim
+
+
+def compile_shim(output: Path) -> None:
     toolchain = build.Toolchain.find("0")
     sources = [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/*.cu"))]
-    objects = [folder / f"{source.name}.o" for source in sources]
+    objects = [output.parent / f"{source.name}.o" for source in sources]
     commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
     build.run_all([[*command, "-Werror", "-O1"] for command in commands])
-    build.run(build.link_command(objects, folder / "shim.so", toolchain))
-    assert library.load(), "the shim is compared with the CPU's kernels"
-    torch.ops.load_library(folder / "shim.so")
-    return torch.ops.san_shim
+    build.run(build.link_command(objects, output, toolchain))
 
 
 @pytest.fixture(params=["forwards", "backwards"])
