@@ -2,29 +2,12 @@
 
 Here belongs what knows about processes, CPUs, GPUs and nodes. What is computed in them never does: this
 package takes any callable and any picklable values, and it is the only one that imports Ray.
+
+What is below imports no Ray. Whoever asks a cluster for something imports `cluster.session`, `cluster.sweep`
+(Ray Tune and Train, a second) or `cluster.submit` (Ray's jobs) when it does.
 """
 
 from cluster.errors import ClusterError
-from cluster.halving import Halving, Judge, judge
-from cluster.session import Node, Resources, session, this_machine
-from cluster.submit import Job, JobServer
-from cluster.sweep import Observer, Outcome, Placement, Report, concurrency, sweep
+from cluster.placement import Node, Placement, Resources, concurrency
 
-__all__ = [
-    "ClusterError",
-    "Halving",
-    "Job",
-    "JobServer",
-    "Judge",
-    "Node",
-    "Observer",
-    "Outcome",
-    "Placement",
-    "Report",
-    "Resources",
-    "concurrency",
-    "judge",
-    "session",
-    "sweep",
-    "this_machine",
-]
+__all__ = ["ClusterError", "Node", "Placement", "Resources", "concurrency"]

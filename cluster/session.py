@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
 from cluster.errors import ClusterError
+from cluster.placement import Node, Resources
 from cluster.token import refused, token
 
 _log = logging.getLogger(__name__)
@@ -34,38 +34,12 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; set, or Ray warns about it
     "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # cells start beside each other; how many run is bounded by the sweep
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the same in a cell as in the driver
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # a cell that is stopped clears up before another has its process
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # How often several workers are asked for reports. They wait in `report` until the one before was taken: at Ray's 2 s a cell
     # with short epochs spent most of its time there.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What one machine of the cluster offers."""
-
-    cpus: int
-    gpus: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What the cluster has, node by node, because a worker cannot spread over two nodes."""
-
-    nodes: tuple[Node, ...]
-    grows: bool = False
-    """An autoscaler adds nodes for what waits; Ray does not tell how many there may be."""
-
-    @property
-    def cpus(self) -> int:
-        """CPUs of all nodes."""
-        return sum(node.cpus for node in self.nodes)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return sum(node.gpus for node in self.nodes)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ import ray.tune.search
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.errors import ClusterError
-from cluster.session import Resources, alive, resources, session
+from cluster.placement import Placement, Resources, concurrency
+from cluster.session import alive, resources, session
 
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
@@ -47,25 +48,6 @@ _AHEAD = 4
 """So many cells at least, and up to as many as run, wait for nodes where the cluster grows."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 """At what the cluster has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What one cell takes: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
-
-    workers: int = 1
-    cpus: int = 1
-    gpus: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
-            if (asked := getattr(self, name)) < least:
-                raise ClusterError(f"placement.{name} is {asked}: it must be at least {least}")
-
-    def __str__(self) -> str:
-        workers = _count(self.workers, "worker")
-        each = _count(self.cpus, "CPU") + (f" and {_count(self.gpus, 'GPU')}" if self.gpus else "")
-        return f"{workers} with {each}" + (" each" if self.workers > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +72,6 @@ class Observer(Protocol):
         """A cell has ended for good."""
 
 
-def concurrency(placement: Placement, resources: Resources) -> int:
-    """How many cells run at once. A cell may spread over nodes, a worker may not.
-
-    Raises:
-        ClusterError: none does, and the cluster does not grow.
-    """
-    slots = [node.cpus // placement.cpus for node in resources.nodes]
-    if placement.gpus:
-        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
-    cells = sum(slots) // placement.workers
-    if cells == 0 and not resources.grows:
-        nodes = _count(len(resources.nodes), "node")
-        has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
-        raise ClusterError(
-            f"a cell needs {placement}, the cluster has {has}, room for {_count(sum(slots), 'such worker')}: "
-            "ask for less per cell or join a larger cluster"
-        )
-    return cells
-
-
 def sweep(
     function: Callable[[V, Report], object],
     values: Mapping[str, V],
@@ -123,6 +85,10 @@ def sweep(
     patience: timedelta = timedelta(minutes=30),
 ) -> dict[str, Outcome]:
     """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
+
+    Lone workers take one cell after another in the same process, which spares each the start of Python and all
+    imports: a function must leave nothing behind that changes what the next one computes. Where a cell has failed
+    or died, its process is not used again.
 
     The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
     a report waits for all; it takes some 5 ms, several workers up to 0.2 s after another. A cell that raises or
@@ -153,7 +119,7 @@ def sweep(
         trainable = _trainable(function, dict(values), placement, folder, final, patience)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
-            tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1),
+            tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
             run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower]),
         )
         try:
@@ -202,8 +168,7 @@ def _trainable(
             _train(functools.partial(function, values[key]), placement, name, folder, patience)
         except Exception as error:
             if isinstance(_cause(error), final):
-                # For Tune the cell is complete, or it would start it again.
-                ray.tune.report({"failure": {"error": _sentence(error), "traceback": traceback.format_exc()}})
+                raise _FinalError(_sentence(error), traceback.format_exc()) from None
             elif _loses_one(nodes):
                 raise _NodeLostError("a node was lost") from error
             else:
@@ -215,34 +180,36 @@ def _trainable(
 def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str, patience: timedelta) -> None:
     """Runs one cell inside its Tune trial; the only place where one worker and several differ.
 
-    A lone worker *is* the trial's process (Ray Train's local mode). A worker group for it would add actors
-    that only wait, and some 15 s of CPU time per cell to start them. The price: Ray neither sets RANK,
-    WORLD_SIZE and so on nor initialises torch.distributed there; a function that needs them sets them itself.
+    A lone worker *is* the trial's process. A worker group for it would add actors that only wait, and some 15 s of CPU
+    time per cell to start them. The price: Ray neither sets RANK, WORLD_SIZE and so on nor initialises
+    torch.distributed there; a function that needs them sets them itself. Nor does it go through Ray Train's local mode,
+    which ends the process group of torch.distributed with each cell: the next one in the process would need a second,
+    with which DeepSpeed cannot do.
     """
-    from ray.train.torch import TorchConfig, TorchTrainer  # brings torch, which the driver of a sweep can do without
 
-    callbacks: list[Any] = []
-    if placement.workers == 1:
-        send = ray.tune.report
-        scaling = ray.train.ScalingConfig(num_workers=0)
-    else:
-        from ray.tune.integration.ray_train import TuneReportCallback
-
-        send = ray.train.report
-        callbacks.append(TuneReportCallback())  # type: ignore[no-untyped-call]
-        scaling = ray.train.ScalingConfig(
-            num_workers=placement.workers,
-            use_gpu=placement.gpus > 0,
-            resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
-        )
-
-    def worker() -> None:
+    def worker(send: Callable[[dict[str, Any]], None]) -> None:
         # One level down, so that Tune's own entries in a result cannot be taken for metrics.
         call(lambda metrics: send({"metrics": dict(metrics)}))
 
+    if placement.workers == 1:
+        return worker(ray.tune.report)
+
+    from ray.train.torch import TorchConfig, TorchTrainer  # brings torch, which the driver of a sweep can do without
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    scaling = ray.train.ScalingConfig(
+        num_workers=placement.workers,
+        use_gpu=placement.gpus > 0,
+        resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
+    )
+    callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
     backend = TorchConfig(timeout_s=math.ceil(patience.total_seconds()))
-    TorchTrainer(worker, torch_config=backend, scaling_config=scaling, run_config=run).fit()
+    TorchTrainer(lambda: worker(ray.train.report), torch_config=backend, scaling_config=scaling, run_config=run).fit()
+
+
+class _FinalError(Exception):
+    """The function raised what it would raise again: its sentence and its story."""
 
 
 class _NodeLostError(Exception):
@@ -335,31 +302,28 @@ class _Follower(ray.tune.Callback):
     def __init__(self, observer: Observer, queue: _Queue, retries: int, progress: str | None) -> None:
         self.observer, self.queue, self.retries, self.progress = observer, queue, retries, progress
         self.outcomes: dict[str, Outcome] = {}
-        self.failures: dict[str, Outcome] = {}
-        """Of cells that are not started again."""
         self._pasts: defaultdict[str, _Past] = defaultdict(_Past)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
-        if "failure" in result:
-            self.failures[trial.config["key"]] = Outcome(trial.config["key"], **result["failure"])
-        elif "metrics" in result:
+        if "metrics" in result:
             key, metrics = trial.config["key"], result["metrics"]
             if self.progress in metrics:
                 self._pasts[key].reached = max(self._pasts[key].reached, metrics[self.progress])
             self.observer.progress(key, metrics)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        key = trial.config["key"]
-        self._finish(self.failures.get(key, Outcome(key)))
+        self._finish(Outcome(trial.config["key"]))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # The trial's files on this machine; their copies in storage, for trial.get_error(), come later.
         text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
         key = trial.config["key"]
+        if isinstance(cause := getattr(error, "cause", None), _FinalError):
+            return self._finish(Outcome(key, *cause.args))
         past = self._pasts[key]
         past.fail(text, _is_lost(error))
         if past.may_go_on(self.retries):
@@ -400,7 +364,3 @@ def _cause(error: Exception) -> Exception:
     if failures := getattr(cause, "worker_failures", None):
         cause = failures[min(failures)]
     return cause
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -6,19 +6,22 @@ import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import cluster
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.storage import Lease, writer_in
 from experiments.tracking import PATIENCE
 from experiments.workspace import Workspace
 
+if TYPE_CHECKING:
+    from cluster.sweep import Observer, Outcome
+
 
 class WhileClaimed:
     """A sweep's observer that ends it where another `san run` has taken its grid over."""
 
-    def __init__(self, observer: cluster.Observer, claim: Lease) -> None:
+    def __init__(self, observer: Observer, claim: Lease) -> None:
         self.observer, self.claim = observer, claim
 
     def __getstate__(self) -> dict[str, object]:
@@ -33,7 +36,7 @@ class WhileClaimed:
         self.claim.require()
         self.observer.progress(key, metrics)
 
-    def finished(self, outcome: cluster.Outcome) -> None:
+    def finished(self, outcome: Outcome) -> None:
         self.claim.require()
         self.observer.finished(outcome)
 

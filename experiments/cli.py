@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from experiments.estimate import Hours
     from experiments.grid import ProtocolName
     from experiments.run import Cell
-    from experiments.tracking import Listed
+    from experiments.tracking.listing import Listed
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -379,7 +379,7 @@ def show(
 def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: bool) -> None:
     """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
     from experiments.run import has_store
-    from experiments.tracking import list_runs as listed_runs
+    from experiments.tracking.listing import list_runs as listed_runs
     from experiments.workspace import open_workspace
 
     if as_json and follow:
@@ -419,7 +419,7 @@ def _listed(run: Listed) -> str:
 def ui(runs: Path | str | None, port: int | None) -> None:
     """Browse the runs: MLflow on the project's store, on this machine only, with the address of each grid's page."""
     from experiments.run import has_store
-    from experiments.tracking import experiment_pages
+    from experiments.tracking.listing import experiment_pages
     from experiments.workspace import open_workspace
 
     uri = open_workspace(runs).tracking_uri

@@ -28,6 +28,7 @@ from experiments.config import (
     value_at,
 )
 from experiments.errors import UserError
+from san.models import ModelSpec
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 
@@ -121,8 +122,14 @@ class Trial:
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
         how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch"}) | {"lr": recipe.lr_used}
-        content = [asdict(config.model.spec()), data, how, self.seed, self.data_digest]
+        content = [_record(config.model.spec()), data, how, self.seed, self.data_digest]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _record(model: ModelSpec) -> dict[str, Any]:
+    """Only to be read. Large grids have few models, and a record takes as long as all else of a key."""
+    return asdict(model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import click
 from experiments.options import AS_JSON, GRID, OVERRIDES, PROFILE, SEEDS, age
 
 if TYPE_CHECKING:
-    from cluster import Job, JobServer
+    from cluster.submit import Job, JobServer
 
 SERVER = click.option(
     "--address", help="the job server, such as http://head:8265  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]"
@@ -105,7 +105,7 @@ def stop(job: str, address: str | None) -> None:
 
 
 def _server(address: str | None) -> JobServer:
-    from cluster import JobServer
+    from cluster.submit import JobServer
 
     return JobServer(address)
 

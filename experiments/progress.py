@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from cluster import Outcome
 from experiments.training.teller import words
+
+if TYPE_CHECKING:
+    from cluster.sweep import Outcome
 
 SECONDS_BETWEEN_LINES = 10.0
 """Of a log, on one cell, at least."""

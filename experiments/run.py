@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import cluster
+from cluster import ClusterError, Placement, Resources, concurrency
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
 from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
@@ -31,10 +31,15 @@ from experiments.robustness import table as robust
 from experiments.robustness.cells import Work, measure_all, works
 from experiments.storage import Lease, StorageError
 from experiments.summary import read_top1
-from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError
+from experiments.tracking import PATIENCE, PAUSE, Result, TrackerError
 from experiments.trial import data_digest, loaders, open_data, run_trial
 from experiments.workspace import Workspace, open_workspace
 from pipelines import DataError
+
+if TYPE_CHECKING:
+    from cluster.halving import Judge
+    from cluster.sweep import Outcome
+    from experiments.tracking.tracker import Tracker
 
 GRIDS_DIR = Path(__file__).parent / "grids"
 T = TypeVar("T")
@@ -57,13 +62,15 @@ class Job:
 
     @property
     def tracker(self) -> Tracker:
+        from experiments.tracking.tracker import Tracker  # brings MLflow, which a plan without runs can do without
+
         return Tracker(self.workspace.tracking_uri, self.name, self.profile)
 
     @property
-    def placement(self) -> cluster.Placement:
+    def placement(self) -> Placement:
         """What each cell takes; a grid cannot change it from row to row."""
         wanted = self.trials[0].config.placement
-        return cluster.Placement(wanted.workers, wanted.cpus, wanted.gpus)
+        return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
 def has_store(uri: str) -> bool:
@@ -163,22 +170,24 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
+    from cluster.session import session, this_machine  # brings Ray
+
     missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
     if not missing:
         return [first]
     first += ", in this order"
-    here = cluster.this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
-    with nullcontext(here()) if here else cluster.session(address) as resources:
+    here = this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
+    with nullcontext(here()) if here else session(address) as resources:
         try:
-            at_once = min(cluster.concurrency(job.placement, resources), len(missing))
-        except cluster.ClusterError as error:
+            at_once = min(concurrency(job.placement, resources), len(missing))
+        except ClusterError as error:
             return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
     return [first, f"{where} has {_room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
 
 
-def _room(job: Job, resources: cluster.Resources, at_once: int) -> str:
+def _room(job: Job, resources: Resources, at_once: int) -> str:
     now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
     room = f"{at_once} cells at a time, {job.placement} per cell"
     if resources.grows:
@@ -303,9 +312,11 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains the cells that no other process is training; returns the keys of those that came to their end."""
+    from cluster.session import session  # brings Ray
+
     start = time.monotonic()
-    with cluster.session(address) as resources:
-        at_once = min(cluster.concurrency(job.placement, resources), len(missing))
+    with session(address) as resources:
+        at_once = min(concurrency(job.placement, resources), len(missing))
         _say(_room(job, resources, at_once))
         with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
@@ -326,19 +337,21 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
 
 
 @contextmanager
-def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[cluster.Judge | None]:
+def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge | None]:
     """Who tells the cells whether they go on, where the grid wants that; cells of earlier calls count too."""
     wanted = job.grid.early_stopping
     if wanted is None:
         yield None
         return
-    halving = cluster.Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
+    from cluster.halving import Halving, judge  # brings Ray Tune
+
+    halving = Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
     before = [trial for trial in job.trials if _is_done(job, results, trial)]
     summaries = {trial.key: job.workspace.checkpoints(trial) / "summary.csv" for trial in before}
     for summary in summaries.values():
         job.workspace.bring(summary)
     known = {key: read_top1(summary) for key, summary in summaries.items()}
-    with cluster.judge(halving, known) as goes_on:
+    with judge(halving, known) as goes_on:
         yield goes_on
 
 
@@ -349,16 +362,16 @@ def _prepare(job: Job) -> None:
         job.tracker.describe(_note(job, {}))
 
 
-def _sweep(
-    job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: cluster.Judge | None
-) -> dict[str, cluster.Outcome]:
+def _sweep(job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: Judge | None) -> dict[str, Outcome]:
+    from cluster.sweep import sweep  # brings Ray Tune and Train
+
     _prepare(job)
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
     try:
         with _sweep_storage(job.workspace, f"{job.name}-{job.profile}") as storage:
-            return cluster.sweep(
+            return sweep(
                 train,
                 missing,
                 job.placement,
@@ -398,15 +411,17 @@ def _to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
 
 def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
     """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
+    from cluster.session import session  # brings Ray
+
     start, placement = time.monotonic(), replace(job.placement, workers=1)
 
     def keep(work: Work, metrics: dict[str, float]) -> None:
         _patiently(lambda: job.tracker.add(work.run_id, metrics))
 
     name, trials = f"{job.name}-{job.profile}", {trial.key: trial for trial in job.trials if trial.key in missing}
-    with cluster.session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, _):
+    with session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, _):
         mine = {key: work for key, work in missing.items() if key in claimed}
-        at_once = min(cluster.concurrency(placement, resources), len(mine))
+        at_once = min(concurrency(placement, resources), len(mine))
         _say(f"{job.grid.robustness}: {len(mine)} cells to measure, {at_once} at a time, {placement} per cell")
         _prepare(job)
         with _sweep_storage(job.workspace, name) as storage:

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 from experiments.grid import Trial
 from experiments.summary import read_ended, read_run_id, write_run_id, write_summary
-from experiments.tracking import PATIENCE, PAUSE, UNUSABLE, NodeMonitor, Tracker, TrackerError, TrialRun, register
+from experiments.tracking import PATIENCE, PAUSE, TrackerError
+from experiments.tracking.registry import register
+from experiments.tracking.store import UNUSABLE
+from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.metrics import Epoch
 from san import CheckpointError, Complexity
 
 _log = logging.getLogger(__name__)
 
+LONGEST_PAUSE = 15
+"""Times `PAUSE`: half a minute, so that the end of a trial, which waits two, asks some times more."""
+
 
 class Sender:
     """Brings a trial's records to its run, in order, from a thread of its own: training never waits for the tracker.
 
-    The checkpoint has every epoch, so nothing else has to be kept: whenever the tracker answers it is asked which epochs it
-    has, and is sent the others. An epoch is sent with the moment at which it ended, which `summary.csv` keeps; MLflow takes a
-    value with the same step and moment once only, so a request whose answer was lost may be sent again.
+    The checkpoint has every epoch, so nothing else has to be kept: at the start, at the end, and after every request that was
+    not answered, the tracker is asked which epochs it has, and is sent all others at once. An epoch is sent with the moment at
+    which it ended, which `summary.csv` keeps; MLflow takes a value with the same step and moment once only, so a request whose
+    answer was lost may be sent again.
 
     Args:
         tracker: opens the tracker; called in the thread.
@@ -38,6 +46,7 @@ class Sender:
     ) -> None:
         self.tracker, self.trial, self.complexity, self.images, self.summary = tracker, trial, complexity, images, summary
         self._run: TrialRun | None = None
+        self._logged: Set[int] | None = None  # epochs that the run has; None where that has to be asked
         self._monitor: NodeMonitor | None = None
         self._ended = read_ended(summary)
         self._history: tuple[Epoch, ...] = ()
@@ -80,9 +89,12 @@ class Sender:
     def _work(self) -> None:
         try:
             for complete in iter(self._wanted.get, None):
+                pause = PAUSE
                 while not self._sent(complete):
-                    if self._given_up.wait(PAUSE):
+                    # Longer each time, each trial in its own rhythm: a server that is slow because many ask gets its breath.
+                    if self._given_up.wait(pause * random.uniform(0.5, 1)):
                         return
+                    pause = min(2 * pause, LONGEST_PAUSE * PAUSE)
                 self._complete = complete
         finally:
             if self._monitor is not None:
@@ -95,7 +107,8 @@ class Sender:
                 write_run_id(self.summary.parent, run.run_id)
                 run.describe(self.trial, self.complexity)
                 self._run = run
-            self._run.log(self._history, self._ended)
+            logged, self._logged = None if complete else self._logged, None  # the last time it is asked anyway
+            self._logged = self._run.log(self._history, self._ended, logged)
             if complete and self._stopped_by is not None:
                 self._run.stop(self._stopped_by, len(self._history))
             elif complete:
@@ -106,7 +119,7 @@ class Sender:
             elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
                 self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
         except (TrackerError, CheckpointError, *UNUSABLE) as error:
-            if not self._refused:  # once, for it is asked again every `PAUSE` seconds
+            if not self._refused:  # once, for it is asked again and again
                 _log.warning(
                     "MLflow does not take what it is sent, it is sent again later: %s", str(error).partition("\n")[0][:400]
                 )

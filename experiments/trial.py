@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,8 @@ import san
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.grid import Trial
-from experiments.sender import Sender
 from experiments.storage import Lease, Mirror, StorageError, writer_in
-from experiments.tracking import PATIENCE, Tracker
+from experiments.tracking import PATIENCE
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, determinism, device, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
@@ -32,6 +32,9 @@ from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_dig
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
 from pipelines.shards import index_path
+
+if TYPE_CHECKING:
+    from experiments.sender import Sender
 
 _log = logging.getLogger(__name__)
 
@@ -233,6 +236,7 @@ def _train(
     torch.set_num_threads(config.placement.cpus)
     train, val = loaders(config, trial.seed, rank, world)
 
+    gc.collect()  # a model that this process trained before may lie in a circle of references, and in the memory of a GPU
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
     complexity = san.complexity(model, config.data.size)
@@ -322,6 +326,9 @@ def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
 
 def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, images: int, history: tuple[Epoch, ...]) -> Sender:
     """The trial's records on their way to the tracker, begun with what a checkpoint held."""
+    from experiments.sender import Sender  # brings MLflow, which those who only ask for a trial's images can do without
+    from experiments.tracking.tracker import Tracker
+
     tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
     sender = Sender(tracker, trial, complexity, images, workspace.checkpoints(trial) / "summary.csv")
     sender.log(history)

@@ -73,3 +73,26 @@ assert not found, found
 assert "torch._dynamo" not in sys.modules  # the compiler takes a second to import
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "command, without",
+    [
+        (["--help"], {"torch", "ray", "mlflow", "deepspeed", "nvidia", "matplotlib"}),
+        (["plan", "tests/experiments/small.yaml"], {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}),
+    ],
+    ids=["help", "plan"],
+)
+def test_imports_no_more_than_it_needs(command: list[str], without: set[str], tmp_path: Path) -> None:
+    """A second or two each: how long a command takes that only tells something."""
+    code = f"""
+import sys
+from experiments.cli import main
+try:
+    main()
+finally:
+    print(*({without} & set(sys.modules)), file=sys.stderr)
+"""
+    runs = ["--runs", str(tmp_path)] if command[0] == "plan" else []
+    done = subprocess.run([sys.executable, "-c", code, *command, *runs], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "\n"), done.stderr

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
-import cluster
-from cluster import Outcome, Placement
+from cluster import Placement
 from experiments.config import TrialConfig
 from experiments.errors import UserError
 from experiments.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images, reach
@@ -26,6 +25,9 @@ from experiments.training.checkpoint import last_of
 from experiments.trial import logging_to
 from experiments.workspace import Workspace
 from pipelines import DataError
+
+if TYPE_CHECKING:
+    from cluster.sweep import Outcome
 
 Report = Callable[[Mapping[str, float]], None]
 
@@ -65,10 +67,12 @@ def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple
 def measure_all(
     missing: Mapping[str, Work], placement: Placement, storage: Path | str, keep: Callable[[Work, dict[str, float]], None]
 ) -> dict[str, Outcome]:
-    """Measures cells on the cluster of this session; `keep` gets their metrics as they come. Raises: as `cluster.sweep`."""
+    """Measures cells on the cluster of this session; `keep` gets their metrics as they come. Raises: as `sweep`."""
+    from cluster.sweep import sweep  # brings Ray Tune and Train
+
     watch = Watch(missing, keep, sys.stderr)
     try:
-        return cluster.sweep(measure, missing, placement, storage=storage, observer=watch, final=(UserError, DataError))
+        return sweep(measure, missing, placement, storage=storage, observer=watch, final=(UserError, DataError))
     finally:
         watch.close()
 

@@ -17,7 +17,7 @@ from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS, table
 from experiments.robustness.protocol import Ended, Numbers, measured
 from experiments.storage import Bucket
-from experiments.tracking import trial_key
+from experiments.tracking.listing import trial_key
 
 
 def measure_all(

@@ -1,4 +1,8 @@
-"""MLflow: where runs are kept and found again; the only folder that imports mlflow."""
+"""MLflow: where runs are kept and found again; the only folder that imports mlflow.
+
+What is below does not, for that takes a second or two: whoever writes or reads runs imports `tracker`, `listing` or `registry`
+when it does.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
-from experiments.tracking.listing import Listed, experiment_pages, list_runs, trial_key
-from experiments.tracking.registry import register
-from experiments.tracking.store import PATIENCE, PAUSE, UNUSABLE, TrackerError, require_no_secret
-from experiments.tracking.tracker import NodeMonitor, Result, Tracker, TrialRun
+from experiments.tracking.address import PATIENCE, PAUSE, TrackerError, require_no_secret
+from experiments.tracking.result import Result
 
-__all__ = [
-    "PATIENCE",
-    "PAUSE",
-    "UNUSABLE",
-    "Listed",
-    "NodeMonitor",
-    "Result",
-    "Tracker",
-    "TrackerError",
-    "TrialRun",
-    "experiment_pages",
-    "list_runs",
-    "register",
-    "require_no_secret",
-    "trial_key",
-]
+__all__ = ["PATIENCE", "PAUSE", "Result", "TrackerError", "require_no_secret"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from experiments.tracking.store import TrackerError, pages, usable
+from experiments.tracking.address import TrackerError
+from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import VIEW, Tracker
 
 

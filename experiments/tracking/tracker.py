@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -23,11 +23,13 @@ from mlflow.tracking import MlflowClient
 from experiments.config import flat
 from experiments.grid import Grid, Trial
 from experiments.provenance import environment, git_commit, machine, versions
+from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
 from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
+EPOCHS = 50  # whose metrics one call carries, which may be 1000
 VIEW = "grid"
 """Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
 COLUMNS = (
@@ -45,23 +47,6 @@ EXPERIMENT_TAGS = {
     ),
 }
 """What MLflow's pages read: the kind of experiment, the metric that matters, and a view of its runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A trial's run as the tracker knows it."""
-
-    run_id: str
-    finished: bool
-    metrics: Mapping[str, float]
-    seconds: float = 0.0
-    """From the start of the run to its end."""
-    params: Mapping[str, str] = field(default_factory=dict)
-    """Values of the config by dotted path, as text."""
-    stopped_at: int | None = None
-    """The epoch after which this grid's early stopping ended it."""
-    tags: Mapping[str, str] = field(default_factory=dict)
-    experiment_id: str = ""
 
 
 class Tracker:
@@ -122,12 +107,15 @@ class Tracker:
         """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
         same result, or that this one has stopped. A finished run comes before one that is not."""
         with usable(self.uri):
+            # First these, so that a run which ends meanwhile is seen; no run is read twice, for each takes milliseconds.
+            unfinished = self._own("and attributes.status != 'FINISHED'")
             experiments = pages(self.client.search_experiments)
-            everywhere = [experiment.experiment_id for experiment in experiments]
-            finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
-            stopped = self._stopped(everywhere)
-            own = self._own()
-        return own | stopped | finished | {key: result for key, result in own.items() if result.finished}
+            everywhere = {experiment.experiment_id: experiment.name for experiment in experiments}
+            finished = self._runs(list(everywhere), "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'")
+            stopped = self._stopped(list(everywhere))
+            me = self.grid, self.profile
+            finished.sort(key=lambda run: (everywhere[run.info.experiment_id], run.data.tags["san.profile"]) == me)
+        return unfinished | stopped | _by_key(finished)
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """Epoch, from 1, and value of a metric, in order."""
@@ -213,11 +201,11 @@ class Tracker:
         found = self._search("tags.`san.role` = 'grid'")
         return found[0] if found else None
 
-    def _own(self) -> dict[str, Result]:
+    def _own(self, where: str = "") -> dict[str, Result]:
         """The runs of this grid's and profile's trials, by content hash."""
         if self.client.get_experiment_by_name(self.grid) is None:
             return {}
-        return _by_key(self._search("tags.`san.role` = 'trial'"))
+        return _by_key(self._search(f"tags.`san.role` = 'trial' {where}"))
 
     def _stopped(self, experiments: list[str]) -> dict[str, Result]:
         """The runs that this grid under this profile has stopped, in whatever grid they began."""
@@ -297,13 +285,23 @@ class TrialRun:
         }
         self._log(counts, 0, int(time.time() * 1000))
 
-    def log(self, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
-        """Logs the epochs that the run does not have yet: none is missing or doubled after a crash. `ended` gives each epoch's
-        end in milliseconds since 1970."""
-        logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
-        for epoch in history:
-            if epoch.epoch not in logged:
-                self._log(epoch.metrics() | {"epoch": epoch.epoch + 1}, epoch.epoch, ended[epoch.epoch])
+    def log(self, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None = None) -> Set[int]:
+        """Logs the epochs that the run does not have yet, in few requests: none is missing or doubled after a crash.
+
+        `ended` gives each epoch's end in milliseconds since 1970. `logged` are the epochs that it is known to have; where that
+        is not given it is asked. Returns those that it has now.
+        """
+        if logged is None:
+            logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
+        missing = [epoch for epoch in history if epoch.epoch not in logged]
+        for first in range(0, len(missing), EPOCHS):
+            metrics = [
+                Metric(key, value, ended[epoch.epoch], epoch.epoch)
+                for epoch in missing[first : first + EPOCHS]
+                for key, value in (epoch.metrics() | {"epoch": epoch.epoch + 1}).items()
+            ]
+            self.client.log_batch(self.run_id, metrics=metrics)
+        return logged | {epoch.epoch for epoch in missing}
 
     def summarise(self, history: Sequence[Epoch], images: int, at: int) -> None:
         """What a table of runs shows: the best and the last epoch, speed, and hours of training, without validation and pauses.

@@ -108,6 +108,8 @@ class Engine:
             for each in self._models():
                 _lay_channels_last(each)
         if config.compile:
+            # A process may train one model after another, and torch would compile no more after some that differ.
+            torch.compiler.reset()
             self.module.compile()
 
     @property

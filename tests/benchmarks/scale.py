@@ -1,8 +1,10 @@
 """How cost grows with cells, writers and the size of a plan: the figures of docs/scale.md.
 
     python -m tests.benchmarks.scale cells 200        # a sweep of cells that do nothing, in a session of this machine
+    python -m tests.benchmarks.scale nodes 8 40       # 40 of them on a cluster of 8 nodes, all on this machine
     python -m tests.benchmarks.scale runs 2000        # MLflow with so many finished runs in sqlite: what a new start reads
-    python -m tests.benchmarks.scale writers 64       # so many writers at once, to `mlflow server` on PostgreSQL
+    python -m tests.benchmarks.scale writers 64 10 2  # cells that log an epoch every 10 s, to `mlflow server --workers 2`
+                                                      # on PostgreSQL; every 0 s: as fast as they are answered
     python -m tests.benchmarks.scale plan 10000       # `san plan` of a product with so many cells
     python -m tests.benchmarks.scale draw docs        # the curves of all that was measured
 
@@ -12,8 +14,10 @@ Each call appends lines of JSON to `--record`, from which `draw` takes them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
 import resource
 import secrets
 import shutil
@@ -24,19 +28,28 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlflow.entities import Metric, Param, RunStatus
-from mlflow.tracking import MlflowClient
 
-from cluster import Outcome, Placement, Report, session, sweep
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import Outcome, Report, sweep
 from experiments.config import PROJECT_DIR, flat
 from experiments.grid import Trial
+from experiments.report.figures import COLOURS, DASHES, MARKERS
 from experiments.run import Job, known_results, open_job
-from experiments.tracking import PAUSE, UNUSABLE, TrialRun
+from experiments.sender import Sender
+from experiments.summary import read_run_id
+from experiments.tracking.store import UNUSABLE
+from experiments.tracking.tracker import TrialRun
 from experiments.training.metrics import Epoch
+from san import Complexity
+from tests.cluster.nodes import nodes as several_nodes
 from tests.experiments.servers import Server, postgres
 
 GRID = """
@@ -61,10 +74,11 @@ def grid_of(cells: int, folder: Path) -> Path:
 
 
 class Clock:
-    """An observer that keeps when cells ended."""
+    """An observer that keeps when cells ended, and how large the driver was then."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.megabytes: list[float] = []
 
     def started(self, key: str) -> None: ...
 
@@ -73,6 +87,7 @@ class Clock:
     def finished(self, outcome: Outcome) -> None:
         assert outcome.error is None, outcome
         self.ends.append(time.monotonic())
+        self.megabytes.append(_megabytes())
 
 
 def nothing(value: int, report: Report) -> None:
@@ -81,19 +96,43 @@ def nothing(value: int, report: Report) -> None:
 
 def cells(number: int, folder: Path) -> Iterator[dict[str, float]]:
     with session() as resources:
-        before = _megabytes()
-        clock, began = Clock(), time.monotonic()
-        sweep(nothing, {f"{i:012x}": i for i in range(number)}, Placement(), storage=folder, observer=clock)
-        seconds = time.monotonic() - began
-        tenth = max(number // 10, 2)
+        yield from _sweep_of_nothing(number, resources.cpus, folder)
+
+
+def nodes(number: int, folder: Path, cells: float = 40) -> Iterator[dict[str, float]]:
+    """On so many nodes of one CPU, which all are this machine: what Ray's bookkeeping costs, not what a network does."""
+    with several_nodes(head_cpus=1) as several:
+        for _ in range(number - 1):
+            several.add()
+        command = [sys.executable, "-m", "tests.benchmarks.scale", "join", several.address, str(int(cells)), str(folder)]
+        done = subprocess.run(command, cwd=PROJECT_DIR, check=True, stdout=subprocess.PIPE, text=True)
+        yield from ({"nodes": number, **json.loads(line)} for line in done.stdout.splitlines())
+
+
+def join(address: str, cells: int, folder: Path) -> None:
+    """The driver of such a sweep."""
+    with session(address) as resources:
+        for line in _sweep_of_nothing(cells, resources.cpus, folder):
+            print(json.dumps(line))
+
+
+def _sweep_of_nothing(number: int, at_once: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Twelve points on the way, then the whole."""
+    before, began = _megabytes(), time.monotonic()
+    clock = Clock()
+    sweep(nothing, {f"{i:012x}": i for i in range(number)}, Placement(), storage=folder, observer=clock)
+    whole = time.monotonic() - began
+    steps = range(max(number // 12, 2), number + 1, max(number // 12, 2))
+    for last in steps:
+        first = last - steps.step
         yield {
-            "cells": number,
-            "at_once": resources.cpus,
-            "seconds": seconds,
-            "first_tenth": (clock.ends[tenth - 1] - clock.ends[0]) / (tenth - 1),
-            "last_tenth": (clock.ends[-1] - clock.ends[-tenth]) / (tenth - 1),
-            "driver_megabytes": _megabytes() - before,
+            "cells": last,
+            "at_once": at_once,
+            "seconds": clock.ends[last - 1] - began,
+            "seconds_per_cell": (clock.ends[last - 1] - clock.ends[first]) / (last - 1 - first),
+            "driver_megabytes": clock.megabytes[last - 1] - before,
         }
+    yield {"all_cells": number, "at_once": at_once, "first_after": clock.ends[0] - began, "seconds": whole}
 
 
 def _megabytes() -> float:
@@ -133,39 +172,47 @@ def _epoch(number: int) -> Epoch:
     return Epoch(number, lr=0.1, train_loss=1.0, images_per_second=1e3, wait_share=0.0, val_loss=1.0, top1=50.0, top5=90.0)
 
 
-def writers(number: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Each logs its epochs one after another as a cell does, as fast as it is answered."""
-    with _server(folder) as uri:
-        client = MlflowClient(uri)
-        experiment = client.create_experiment("scale")
-        ids = [client.create_run(experiment).info.run_id for _ in range(number)]
+def writers(number: int, folder: Path, every: float = 0.0, workers: float = 1) -> Iterator[dict[str, float]]:
+    """Each is a trial's `Sender` with all that it sends: what the run tells of itself, an epoch every so many seconds,
+    the node's metrics, its end. With `every=0` each logs its next epoch when the last one is answered."""
+    with _server(folder, int(workers)) as uri:
+        os.environ["MLFLOW_TRACKING_URI"] = uri
+        job = open_job(grid_of(number, folder), "digits", (), folder / "runs")
+        job.tracker.prepare(job.grid, folder)
         count = min(PROCESSES, number)
-        command = [sys.executable, "-m", "tests.benchmarks.scale", "write", uri]
+        command = [sys.executable, "-m", "tests.benchmarks.scale", "write", str(number), str(every)]
         began = time.monotonic()
         started = [
-            subprocess.Popen([*command, *ids[i::count]], cwd=PROJECT_DIR, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([*command, str(folder), f"{i}", f"{count}"], cwd=PROJECT_DIR, stdout=subprocess.PIPE, text=True)
             for i in range(count)
         ]
         answers = [json.loads(process.communicate()[0]) for process in started]
         seconds = [second for answer in answers for second in answer["seconds"]]
         busy = max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
-        logged = [len(client.get_metric_history(run, "val/top1")) for run in ids]
-        assert logged == [EPOCHS] * number, logged
+        client, results = job.tracker.client, job.tracker.results()
+        ids = [results[trial.key].run_id for trial in job.trials[:number] if trial.key in results]
+        epochs = [[metric.step for metric in client.get_metric_history(run, "val/top1")] for run in ids]
         yield {
             "writers": number,
-            "epochs_per_second": number * EPOCHS / busy,
+            "every": every,
+            "workers": workers,
+            "epochs_per_second": sum(map(len, epochs)) / busy,
             "median_seconds": statistics.median(seconds),
             "p95_seconds": statistics.quantiles(seconds, n=20)[-1],
+            "p99_seconds": statistics.quantiles(seconds, n=100)[-1],
             "unanswered": sum(answer["unanswered"] for answer in answers),
+            "lost": number * EPOCHS - sum(len(set(steps)) for steps in epochs),
+            "doubled": sum(len(steps) - len(set(steps)) for steps in epochs),
+            "finished": sum(results[trial.key].finished for trial in job.trials[:number] if trial.key in results),
             "wall": time.monotonic() - began,
         }
 
 
 @contextmanager
-def _server(folder: Path) -> Iterator[str]:
+def _server(folder: Path, workers: int) -> Iterator[str]:
     password = secrets.token_hex(16)
     with postgres(password) as database:
-        server = Server(folder, database, environment={"PGPASSWORD": password})
+        server = Server(folder, database, environment={"PGPASSWORD": password}, workers=workers)
         server.launch()
         try:
             server.wait()
@@ -174,26 +221,43 @@ def _server(folder: Path) -> Iterator[str]:
             server.kill()
 
 
-def write(uri: str, ids: list[str]) -> None:
-    """A process with a writer for each run; what is not answered is sent again, as the trials' `Sender` does."""
+def write(number: int, every: float, folder: Path, first: int, step: int) -> None:
+    """A process with a writer for every so manieth trial, beginning with the first."""
+    job = open_job(folder / "scale.yaml", "digits", (), folder / "runs")
     seconds: list[float] = []
-    unanswered: list[int] = []
+    unanswered: list[str] = []
+    answered: dict[str, int] = {}
+    send = TrialRun.log
 
-    def work(run: TrialRun) -> None:
-        history: list[Epoch] = []
-        for number in range(EPOCHS):
-            history.append(_epoch(number))
-            start = time.monotonic()
-            while True:
-                try:
-                    run.log(history, {epoch.epoch: int(time.time() * 1000) for epoch in history})
-                    break
-                except UNUSABLE:
-                    unanswered.append(number)
-                    time.sleep(PAUSE)
+    def timed(run: TrialRun, *what: Any) -> Any:
+        start = time.monotonic()
+        try:
+            answer = send(run, *what)
+        except UNUSABLE:
+            unanswered.append(run.run_id)
+            raise
+        if what[-1] is None or len(answer) > len(what[-1]):  # else there was nothing to send
             seconds.append(time.monotonic() - start)
+        answered[run.run_id] = len(answer)
+        return answer
 
-    threads = [threading.Thread(target=work, args=[TrialRun(uri, MlflowClient(uri), run)]) for run in ids]
+    TrialRun.log = timed  # type: ignore[method-assign]
+
+    def work(trial: Trial) -> None:
+        summary = folder / "runs" / trial.key / "summary.csv"
+        sender = Sender(lambda: job.tracker, trial, Complexity(1, 2, 3, ()), 1000, summary)
+        history: list[Epoch] = []
+        time.sleep(random.uniform(0, every))  # cells do not start together
+        for epoch in range(EPOCHS):
+            history.append(_epoch(epoch))
+            sender.log(history)
+            time.sleep(every)
+            while not every and answered.get(read_run_id(summary.parent) or "", 0) <= epoch:
+                time.sleep(0.01)
+        sender.finish(None)
+
+    trials = job.trials[:number][first::step]
+    threads = [threading.Thread(target=work, args=[trial]) for trial in trials]
     began = time.time()
     for thread in threads:
         thread.start()
@@ -203,60 +267,109 @@ def write(uri: str, ids: list[str]) -> None:
 
 
 def plan(number: int, folder: Path) -> Iterator[dict[str, float]]:
-    """The command itself, and the same with its imports taken off: what one cell costs it."""
-    took = {}
-    for cells in (20, number):
+    """The whole command, from the start of Python on."""
+    for cells in (20, number // 4, number // 2, number):
         command = [sys.executable, "-m", "experiments", "plan", str(grid_of(cells, folder)), "--runs", str(folder / "runs")]
         began = time.monotonic()
         subprocess.run(command, cwd=PROJECT_DIR, check=True, stdout=subprocess.DEVNULL)
-        took[cells] = time.monotonic() - began
-    yield {"cells": number, "seconds": took[number], "seconds_for_20": took[20]}
+        took = time.monotonic() - began
+        yield {"cells": cells, "seconds": took}
 
 
-PIECES = {"cells": cells, "runs": runs, "writers": writers, "plan": plan}
-CURVES = {
-    "cells": ("cells", {"seconds": "seconds", "driver_megabytes": "driver, MiB more"}),
-    "runs": ("runs", {"seconds_to_read": "seconds to read all", "database_megabytes": "database, MiB"}),
-    "writers": (
-        "writers",
-        {"epochs_per_second": "epochs per second", "median_seconds": "median seconds", "p95_seconds": "95 %"},
+PIECES = {"cells": cells, "nodes": nodes, "runs": runs, "writers": writers, "plan": plan}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A quantity over another, one line for each value of `series`, of the records that have all of them."""
+
+    piece: str
+    x: str
+    y: str
+    xlabel: str
+    ylabel: str
+    series: str = ""
+    where: Callable[[Mapping[str, float]], bool] = lambda line: True
+
+    def lines(self, records: Sequence[Mapping[str, Any]]) -> dict[float, list[tuple[float, float]]]:
+        found: dict[float, list[tuple[float, float]]] = {}
+        for line in records:
+            if line["piece"] == self.piece and self.x in line and self.y in line and self.where(line):
+                found.setdefault(line.get(self.series, 0), []).append((line[self.x], line[self.y]))
+        return {series: sorted(points) for series, points in sorted(found.items())}
+
+
+def _at_ease(line: Mapping[str, float]) -> bool:
+    return line["every"] > 0
+
+
+def _at_full_speed(line: Mapping[str, float]) -> bool:
+    return line["every"] == 0
+
+
+PICTURES = {
+    "cells": (
+        Panel("cells", "cells", "seconds_per_cell", "cells that ended before", "seconds per cell"),
+        Panel("cells", "cells", "driver_megabytes", "cells that ended before", "driver, MiB more than at the start"),
     ),
-    "plan": ("cells", {"seconds": "seconds"}),
+    "runs": (
+        Panel("runs", "runs", "seconds_to_read", "finished runs in sqlite", "seconds to read all"),
+        Panel("runs", "runs", "database_megabytes", "finished runs in sqlite", "database, MiB"),
+        Panel("plan", "cells", "seconds", "cells of a grid", "seconds of `san plan`"),
+    ),
+    "writers": (
+        Panel("writers", "every", "p95_seconds", "64 cells: seconds per epoch", "95 % answered within, s", "workers", _at_ease),
+        Panel("writers", "writers", "epochs_per_second", "writers, full speed", "epochs per second", "workers", _at_full_speed),
+        Panel("writers", "writers", "p95_seconds", "writers, full speed", "95 % answered within, s", "workers", _at_full_speed),
+    ),
+    "nodes": (
+        Panel("nodes", "nodes", "first_after", "nodes", "seconds to the first cell's end"),
+        Panel("nodes", "nodes", "seconds", "nodes", "seconds for 40 cells", "", lambda line: "all_cells" in line),
+    ),
 }
 
 
 def draw(record: Path, folder: Path) -> None:
-    """A picture for each piece: one small plot per quantity."""
+    """A picture for each subject that was measured."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    for piece, (x, quantities) in CURVES.items():
-        points = sorted((line for line in lines if line["piece"] == piece), key=lambda line: line[x])
-        if not points:
+    records = [json.loads(line) for line in record.read_text().splitlines()]
+    for name, panels in PICTURES.items():
+        panels = tuple(panel for panel in panels if panel.lines(records))
+        if not panels:
             continue
-        figure = Figure(figsize=(3.4 * len(quantities), 2.8), layout="constrained")
-        for axes, (quantity, label) in zip(
-            figure.subplots(1, len(quantities), squeeze=False)[0], quantities.items(), strict=True
-        ):
-            axes.plot([point[x] for point in points], [point[quantity] for point in points], marker="o")
-            axes.set(xlabel=x, ylabel=label, xlim=(0, None), ylim=(0, None))
-        figure.savefig(folder / f"scale-{piece}.png", dpi=110)
+        figure = Figure(figsize=(3.6 * len(panels), 3), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            lines = panel.lines(records)
+            styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
+            for (series, points), (colour, marker, dashes) in zip(lines.items(), styles, strict=False):
+                label = f"{series:g} {panel.series}"
+                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dashes, markersize=4, label=label)
+            axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xlim=(0, None), ylim=(0, None))
+            axes.grid(alpha=0.3)
+            if len(lines) > 1:
+                axes.legend(fontsize="small", title="`mlflow server`", title_fontsize="small")
+        figure.savefig(folder / f"scale-{name}.png", dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("piece", choices=[*PIECES, "draw", "write"])
+    parser.add_argument("piece", choices=[*PIECES, "draw", "join", "write"])
     parser.add_argument("arguments", nargs="+")
     parser.add_argument("--record", type=Path, default=Path("scale.jsonl"))
     options = parser.parse_args()
     if options.piece == "write":
-        return write(options.arguments[0], options.arguments[1:])
+        number, every, at, first, step = options.arguments
+        return write(int(number), float(every), Path(at), int(first), int(step))
+    if options.piece == "join":
+        address, cells, at = options.arguments
+        return join(address, int(cells), Path(at))
     if options.piece == "draw":
         return draw(options.record, Path(options.arguments[0]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit leaves no servers behind
     folder = Path(tempfile.mkdtemp(prefix="scale-"))
     try:
-        for line in PIECES[options.piece](int(options.arguments[0]), folder):
+        for line in PIECES[options.piece](int(options.arguments[0]), folder, *map(float, options.arguments[1:])):
             text = json.dumps({"piece": options.piece, **line})
             print(text, flush=True)
             with open(options.record, "a") as file:

@@ -18,8 +18,9 @@ import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE, FakeMultiNodeProvider
 from ray.util import get_node_ip_address
 
-from cluster import Placement, Report, session, sweep
-from cluster.session import _nodes
+from cluster import Placement
+from cluster.session import _nodes, session
+from cluster.sweep import Report, sweep
 from tests.cluster.cells import Memory
 from tests.cluster.test_submit import LEFT_OUT, MARK, OTHERS, free_port, marked
 

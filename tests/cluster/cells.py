@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Judge, Outcome, Placement, Report, session, sweep
+from cluster import Placement
+from cluster.halving import Judge
+from cluster.session import session
+from cluster.sweep import Outcome, Report, sweep
 
 
 @dataclass(slots=True)
@@ -69,6 +72,17 @@ def stumbling(plan: tuple[str, list[int]], report: Report) -> None:
             file.write("x")
         report({"epoch": done.stat().st_size})
     raise RuntimeError(f"attempt {attempt}")
+
+
+def ending(how: str, report: Report) -> None:
+    """Says in which process it was, and ends well, in a mistake, in one that is final, or with its process."""
+    report({"pid": os.getpid()})
+    if how == "raises":
+        raise RuntimeError("it breaks")
+    if how == "raises what is final":
+        raise ValueError("it is wrong")
+    if how == "dies":
+        os._exit(3)
 
 
 def describing(value: str, report: Report) -> None:

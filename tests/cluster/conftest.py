@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster import Resources, session
+from cluster import Resources
+from cluster.session import session
 
 
 @pytest.fixture(scope="package")

@@ -18,7 +18,9 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from cluster import Placement, Report, session, sweep
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import Report, sweep
 from tests.cluster.cells import Shouting
 
 # A lost node is missed within 2 s instead of 15.

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import Halving, Judge, Placement, Resources, judge, sweep
-from cluster.halving import Rungs
+from cluster import Placement, Resources
+from cluster.halving import Halving, Judge, Rungs, judge
+from cluster.sweep import sweep
 from tests.cluster import cells
 
 HISTORIES = st.lists(st.lists(st.integers(0, 5).map(float), min_size=1, max_size=30), min_size=1, max_size=12)

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster import Resources, session
+from cluster import Resources
+from cluster.session import session
 from tests.cluster.nodes import nodes
 
 JOIN = """
 import sys
-from cluster import ClusterError, session
+from cluster import ClusterError
+from cluster.session import session
 try:
     with session(*sys.argv[1:]) as resources:
         print(resources)
@@ -24,7 +26,9 @@ except ClusterError as error:
 
 CELL = """
 import sys
-from cluster import Placement, session, sweep
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import sweep
 from tests.cluster import cells
 memory = cells.Memory()
 with session(sys.argv[1]):

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import ray
 
-from cluster import Node, Resources, session
-from cluster.session import _cgroup_quota, available_cpus
+from cluster import Node, Resources
+from cluster.session import _cgroup_quota, available_cpus, session
 
 
 def test_resources_add_up() -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 import pytest
 from ray.job_submission import JobSubmissionClient
 
-from cluster import ClusterError, JobServer
-from cluster.submit import UnreachableError
+from cluster import ClusterError
+from cluster.submit import JobServer, UnreachableError
 from cuda_ext import build
 from experiments import submit
 from experiments.config import PROJECT_DIR

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import Placement, Resources, sweep
-from cluster.sweep import _Past
+from cluster import Placement, Resources
+from cluster.sweep import _Past, sweep
 from tests.cluster import cells
 
 
@@ -76,6 +76,18 @@ def test_failures_count_where_no_progress_lies_between(ends: list[tuple[bool, bo
         past.fail("", node)
         failures = sum(not was_node for _, was_node in ends[: number + 1])
         assert past.may_go_on(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
+
+
+def test_a_process_goes_to_the_next_cell_unless_one_fails_in_it(
+    resources: Resources, memory: cells.Memory, tmp_path: Path
+) -> None:
+    ways = ["well", "well", "raises", "well", "raises what is final", "well", "dies", "well", "well"]
+    values = {f"{number}": way for number, way in enumerate(ways)}
+    alone = Placement(cpus=resources.cpus)  # one cell at a time
+    outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, final=(ValueError,))
+    assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
+    pids = [reports[0]["pid"] for reports in map(memory.of, values)]
+    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5, 7, 7]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from experiments.run import Job, open_job
-from experiments.tracking import Tracker
+from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
 from experiments.trial import Workspace, run_trial

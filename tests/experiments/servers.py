@@ -30,11 +30,14 @@ def free_port() -> int:
 class Server:
     """`mlflow server` on a database; it may be killed and started again, at the same address."""
 
-    def __init__(self, folder: Path, database: str, *options: str, environment: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, folder: Path, database: str, *options: str, environment: Mapping[str, str] = {}, workers: int = 1
+    ) -> None:
         self.folder, self.port = folder, free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, *options]
-        self.command += ["--artifacts-destination", str(folder / "artifacts"), "--port", str(self.port), "--workers", "1"]
+        self.command += ["--artifacts-destination", str(folder / "artifacts")]
+        self.command += ["--port", str(self.port), "--workers", str(workers)]
         self.environment = {**os.environ, **environment}
         self.environment.pop("MLFLOW_TRACKING_URI", None)
         self.process: subprocess.Popen[bytes] | None = None

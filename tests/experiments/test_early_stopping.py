@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import cluster
-from cluster.halving import Rungs
+from cluster import Node, Resources
+from cluster.halving import Halving, Rungs
 from cluster.session import available_cpus
+from cluster.sweep import Outcome
 from experiments.run import Job, known_results, open_job, plan, plan_in_words, run
 from experiments.summary import write_summary
-from experiments.tracking import Tracker, list_runs
+from experiments.tracking.listing import list_runs
+from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import only_writer
 from experiments.trial import Workspace
 from tests.experiments.drivers import Driver
@@ -120,11 +122,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     @contextmanager
-    def session(address: str | None) -> Iterator[cluster.Resources]:
-        yield cluster.Resources((cluster.Node(cpus=2, gpus=0),))
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
 
     @contextmanager
-    def judge(halving: cluster.Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
+    def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
         yield Rungs(halving, known).goes_on
 
     def sweep(train: functools.partial[object], trials: Mapping[str, object], *_: object, observer: object, **__: object):  # type: ignore[no-untyped-def]
@@ -145,11 +147,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 run.stop(f"{trial.grid}-{trial.profile}", len(history))
             else:
                 run.finish()
-            observer.finished(cluster.Outcome(key))
-        return {key: cluster.Outcome(key) for key in trials}
+            observer.finished(Outcome(key))
+        return {key: Outcome(key) for key in trials}
 
-    for name, fake in (("session", session), ("judge", judge), ("sweep", sweep)):
-        monkeypatch.setattr(cluster, name, fake)
+    for name, fake in (("session.session", session), ("halving.judge", judge), ("sweep.sweep", sweep)):
+        monkeypatch.setattr(f"cluster.{name}", fake)
     return names
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,12 +18,15 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import cluster
+from cluster import Placement
+from cluster.session import available_cpus
+from cluster.sweep import Outcome, sweep
 from experiments.config import PROJECT_DIR
 from experiments.grid import Trial
 from experiments.run import Job, open_job
@@ -117,14 +121,14 @@ class Silent:
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None: ...
 
-    def finished(self, outcome: cluster.Outcome) -> None: ...
+    def finished(self, outcome: Outcome) -> None: ...
 
 
 @pytest.mark.slow
 def test_two_workers_end_with_the_same_weights_and_statistics(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job("placement.workers=2", "recipe.epochs=2", "recipe.batch=64")
     trial = job.trials[0]
-    outcomes = cluster.sweep(
+    outcomes = sweep(
         functools.partial(train_and_keep, job.workspace),
         {trial.key: trial},
         job.placement,
@@ -139,6 +143,45 @@ def test_two_workers_end_with_the_same_weights_and_statistics(open_small_job: Ca
         assert torch.equal(value, second[name]), name
     metrics = job.tracker.results()[trial.key].metrics
     assert (metrics["val/top1"] * 360 / 100) == pytest.approx(round(metrics["val/top1"] * 360 / 100), abs=1e-6)
+
+
+def keep_by_key(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> None:
+    """Trains a cell and leaves its state, and the process that it was trained in."""
+    state = run_trial(workspace, trial, report).state_dict()
+    torch.save({"state": state, "pid": os.getpid()}, workspace.runs / f"{trial.row}.pt")
+
+
+UNLIKE = """
+question: Is a cell the same whatever its process did before?
+base: {recipe: {epochs: 1, batch: 64}, data: {train_per_class: 30}}
+rows:
+  - {id: pairwise, model: {name: san10_pairwise, footprint: 3}, recipe: {precision: bfloat16, mixup: 0.2}}
+  - {id: resnet26, model: {name: resnet26}, recipe: {accumulate: 2}}
+  - {id: patchwise, model: {name: san10_patchwise, footprint: 3}, recipe: {ema: 0.9}}
+"""
+
+
+@pytest.mark.slow
+def test_a_cell_is_the_same_whatever_its_process_did_before(
+    write_grid: Callable[[str], Path], tmp_path: Path, empty_database: Path
+) -> None:
+    kept: list[dict[str, Any]] = []
+    for name, step in (("forwards", 1), ("backwards", -1)):
+        (tmp_path / name).mkdir()
+        shutil.copy(empty_database, tmp_path / name / "mlflow.db")
+        job = open_job(write_grid(UNLIKE), "digits", (), tmp_path / name)
+        job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+        cells = {trial.key: trial for trial in job.trials[::step]}
+        alone = Placement(cpus=available_cpus())  # one cell at a time
+        train = functools.partial(keep_by_key, job.workspace)
+        outcomes = sweep(train, cells, alone, storage=tmp_path / name, observer=Silent(), retries=0)
+        assert [outcome.error for outcome in outcomes.values()] == [None] * 3, outcomes
+        kept.append({trial.row: torch.load(tmp_path / name / f"{trial.row}.pt") for trial in job.trials})
+    for each in kept:
+        assert len({cell["pid"] for cell in each.values()}) == 1
+    for row, cell in kept[0].items():
+        for weights, value in cell["state"].items():
+            assert torch.equal(value, kept[1][row]["state"][weights]), (row, weights)
 
 
 def free_port() -> str:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster import Outcome
+from cluster.sweep import Outcome
 from experiments.progress import Progress
 from experiments.run import Job
 from experiments.training import teller

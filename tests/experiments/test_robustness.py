@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-import cluster
 import san
+from cluster import Node, Resources
+from cluster.sweep import Outcome
 from experiments import evaluate
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
@@ -164,21 +165,21 @@ def here(monkeypatch: pytest.MonkeyPatch, process_group: None) -> list[tuple[str
     given: list[tuple[str, object]] = []
 
     @contextmanager
-    def session(address: str | None) -> Iterator[cluster.Resources]:
-        yield cluster.Resources((cluster.Node(cpus=2, gpus=0),))
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
 
     def sweep(
         function: Callable[..., object], values: Mapping[str, object], placement: object, *, observer: Any, **_: object
-    ) -> dict[str, cluster.Outcome]:
+    ) -> dict[str, Outcome]:
         for key, value in values.items():
             given.append((key, value))
             observer.started(key)
             function(value, functools.partial(observer.progress, key))
-            observer.finished(cluster.Outcome(key))
-        return {key: cluster.Outcome(key) for key in values}
+            observer.finished(Outcome(key))
+        return {key: Outcome(key) for key in values}
 
-    monkeypatch.setattr(cluster, "session", session)
-    monkeypatch.setattr(cluster, "sweep", sweep)
+    monkeypatch.setattr("cluster.session.session", session)
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
     return given
 
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 from mlflow.entities import Metric, Param
 
-import cluster
+from cluster import Node, Resources
+from cluster.sweep import Outcome
 from experiments import grid as grid_files
 from experiments import run as grids
 from experiments.config import ModelConfig, flat, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.run import Job, known_results, open_job, plan, plan_in_words, run, study, table_of
-from experiments.tracking import Tracker
+from experiments.tracking.tracker import Tracker
 from tests.experiments.test_training import EPOCH
 
 EQUAL_ROWS = """
@@ -52,8 +53,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     @contextmanager
-    def session(address: str | None) -> Iterator[cluster.Resources]:
-        yield cluster.Resources((cluster.Node(cpus=2, gpus=0),))
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
 
     def sweep(
         train: functools.partial[object],
@@ -65,17 +66,17 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         progress: object,
         final: object,
         patience: object,
-    ) -> dict[str, cluster.Outcome]:
+    ) -> dict[str, Outcome]:
         (workspace,) = train.args
         for trial in trials.values():
             names.append(f"{trial.grid}/{trial.name}")
             tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
             tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
             tracked.finish()
-        return {key: cluster.Outcome(key) for key in trials}
+        return {key: Outcome(key) for key in trials}
 
-    monkeypatch.setattr(cluster, "session", session)
-    monkeypatch.setattr(cluster, "sweep", sweep)
+    monkeypatch.setattr("cluster.session.session", session)
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
     return names
 
 
@@ -225,12 +226,12 @@ def test_what_the_tracker_lacks_after_training_is_told(
     job = open_text(EQUAL_ROWS)
     database = job.workspace.runs / "mlflow.db"
 
-    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, cluster.Outcome]:
+    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
         if not answers:
             database.write_bytes(b"these bytes are no database" * 100)
-        return {key: cluster.Outcome(key) for key in trials}
+        return {key: Outcome(key) for key in trials}
 
-    monkeypatch.setattr(cluster, "sweep", sweep)
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
     monkeypatch.setattr(grids, "PATIENCE", 0.1)
     monkeypatch.setattr(grids, "PAUSE", 0.01)
     if answers:
@@ -245,11 +246,11 @@ def test_what_the_tracker_lacks_after_training_is_told(
 def test_cells_that_failed_are_not_counted_as_trained(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, cluster.Outcome]:
+    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
         first, *others = trials
-        return {first: cluster.Outcome(first, "it broke"), **{key: cluster.Outcome(key) for key in others}}
+        return {first: Outcome(first, "it broke"), **{key: Outcome(key) for key in others}}
 
-    monkeypatch.setattr(cluster, "sweep", sweep)
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
     assert not run(open_text(EQUAL_ROWS), None)
     assert "trained 1 cells" in capsys.readouterr().err
 

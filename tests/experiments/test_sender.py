@@ -15,8 +15,11 @@ from experiments import sender
 from experiments.errors import UserError
 from experiments.run import Job, open_job
 from experiments.summary import read_ended, write_summary
-from experiments.tracking import list_runs
+from experiments.tracking import TrackerError
+from experiments.tracking.listing import list_runs
+from experiments.tracking.tracker import Tracker
 from experiments.trial import run_trial
+from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.servers import Server
 from tests.experiments.test_training import EPOCH
@@ -96,6 +99,23 @@ def test_a_server_that_goes_away_costs_no_epoch(
     assert [metric.timestamp for metric in history] == list(
         read_ended(job.workspace.checkpoints(trial) / "summary.csv").values()
     )
+
+
+def test_a_server_that_is_away_is_asked_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "PAUSE", 0.02)
+    trial = open_job(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0]
+    asked: list[float] = []
+
+    def away() -> Tracker:
+        asked.append(time.monotonic())
+        raise TrackerError("nobody answers")
+
+    waiting = sender.Sender(away, trial, Complexity(1, 2, 3, ()), 10, tmp_path / "summary.csv")
+    waiting.log([EPOCH])
+    time.sleep(2)
+    assert not waiting.finish(None, seconds=0.0)
+    assert 6 <= len(asked) <= 20  # 100, at the first rhythm
+    assert asked[-1] - asked[-2] > 3 * (asked[1] - asked[0])
 
 
 def test_summary_round_trip(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.entities import Run
 
 from experiments.cli import main
 from experiments.errors import UserError
 from experiments.run import Job, open_job, plan
-from experiments.tracking import Tracker, store
+from experiments.tracking import require_no_secret, store
+from experiments.tracking.tracker import Tracker
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_training import EPOCH
@@ -67,6 +70,43 @@ def test_finished_trials_are_found_from_everywhere(grid: str, profile: str, open
     assert job.tracker.results().keys() == {trial.key for trial in job.trials}
     begun.finish()
     assert Tracker(job.workspace.tracking_uri, grid, profile).results().keys() == {trial.key for trial in job.trials[:2]}
+
+
+def test_epochs_that_wait_go_in_one_request(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = open_small_job()
+    run, asked = job.tracker.open(job.trials[0]), []
+
+    def count(name: str) -> None:
+        call = getattr(run.client, name)
+        monkeypatch.setattr(run.client, name, lambda *arguments, **options: asked.append(name) or call(*arguments, **options))
+
+    count("get_metric_history")
+    count("log_batch")
+    history = [replace(EPOCH, epoch=number, top1=float(number)) for number in range(4)]
+    ended = {number: 1_000 + number for number in range(4)}
+    logged = run.log(history[:3], ended)
+    assert run.log(history, ended, logged) == {0, 1, 2, 3}
+    assert asked == ["get_metric_history", "log_batch", "log_batch"]
+    kept = run.client.get_metric_history(run.run_id, "val/top1")
+    assert [(metric.step, metric.value, metric.timestamp) for metric in kept] == [(n, n, 1_000 + n) for n in range(4)]
+
+
+def test_no_run_is_read_twice(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes milliseconds, and a store may have thousands."""
+    job = open_small_job()
+    finished, _, failed = (job.tracker.open(trial) for trial in job.trials)
+    finished.finish()
+    failed.finish("the loss is not finite")
+    tracker, read = job.tracker, []
+    search = tracker.client.search_runs
+
+    def counted(*arguments: Any, **options: Any) -> list[Run]:
+        page = search(*arguments, **options)
+        read.extend(run.info.run_id for run in page)
+        return page
+
+    monkeypatch.setattr(tracker.client, "search_runs", counted)
+    assert len(tracker.results()) == len(read) == 3
 
 
 def test_runs_are_listed(
@@ -286,4 +326,4 @@ def test_a_password_in_the_address_is_refused(
 
 @pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
 def test_an_address_without_a_password_is_taken(uri: str) -> None:
-    store.require_no_secret(uri)
+    require_no_secret(uri)

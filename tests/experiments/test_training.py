@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from experiments.config import RecipeConfig
+from experiments.config import EngineConfig, RecipeConfig
 from experiments.run import Job
 from experiments.training.engine import Engine
 from experiments.training.metrics import Accuracy, Epoch
@@ -168,3 +168,13 @@ def test_system_metrics(
     run_trial(job.workspace, job.trials[1], silent)
     metrics = job.tracker.results()[job.trials[1].key].metrics
     assert ("system/cpu_utilization_percentage" in metrics) == wanted
+
+
+@pytest.mark.slow
+def test_one_model_after_another_is_compiled(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have many cells; torch counts how often it compiles the same code."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    x, labels = batches()[0]
+    for model in (network(), nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 4))):
+        Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True)).train_step(x, labels)

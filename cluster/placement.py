@@ -1,0 +1,75 @@
+"""What a cell takes and what a cluster has, as values: how many cells fit. Known without Ray."""
+
+from dataclasses import dataclass
+
+from cluster.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What one machine of the cluster offers."""
+
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the cluster has, node by node, because a worker cannot spread over two nodes."""
+
+    nodes: tuple[Node, ...]
+    grows: bool = False
+    """An autoscaler adds nodes for what waits; Ray does not tell how many there may be."""
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of all nodes."""
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(node.gpus for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one cell takes: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
+
+    workers: int = 1
+    cpus: int = 1
+    gpus: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
+            if (asked := getattr(self, name)) < least:
+                raise ClusterError(f"placement.{name} is {asked}: it must be at least {least}")
+
+    def __str__(self) -> str:
+        workers = _count(self.workers, "worker")
+        each = _count(self.cpus, "CPU") + (f" and {_count(self.gpus, 'GPU')}" if self.gpus else "")
+        return f"{workers} with {each}" + (" each" if self.workers > 1 else "")
+
+
+def concurrency(placement: Placement, resources: Resources) -> int:
+    """How many cells run at once. A cell may spread over nodes, a worker may not.
+
+    Raises:
+        ClusterError: none does, and the cluster does not grow.
+    """
+    slots = [node.cpus // placement.cpus for node in resources.nodes]
+    if placement.gpus:
+        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
+    cells = sum(slots) // placement.workers
+    if cells == 0 and not resources.grows:
+        nodes = _count(len(resources.nodes), "node")
+        has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
+        raise ClusterError(
+            f"a cell needs {placement}, the cluster has {has}, room for {_count(sum(slots), 'such worker')}: "
+            "ask for less per cell or join a larger cluster"
+        )
+    return cells
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,33 @@
+"""Where runs are kept, and how long that is waited for."""
+
+from __future__ import annotations
+
+import re
+
+from experiments.errors import UserError
+
+PATIENCE = 120.0  # seconds that the end of a trial, or of a grid, waits for a tracker that is away
+PAUSE = 2.0  # seconds before a tracker that is away is asked again
+
+
+class TrackerError(UserError):
+    """The tracker cannot be used, now or as it is addressed."""
+
+
+def require_no_secret(uri: str) -> None:
+    """An address is printed, kept with runs and handed to other processes, so it must hold no password.
+
+    Raises:
+        UserError: it does; the text shows no more of the address than its kind, for a password may hold an @ or a ? too.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("sqlite", "file"):
+        return
+    server = scheme in ("http", "https")
+    if not re.search("@" if server else "^[^@]*:[^@]*@|passw(or)?d=", rest):
+        return
+    way = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    raise UserError(
+        f"MLFLOW_TRACKING_URI={scheme}://...: an address must not hold a user's password, for it is printed and kept; leave it "
+        f"out and give {way if server else 'it as the database wants it, such as PGPASSWORD or ~/.pgpass'}"
+    )
