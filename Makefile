@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study faults figures test test-long lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
+.PHONY: demo study faults figures gallery test test-long lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -23,6 +23,10 @@ faults: setup
 # The figures of docs/operators.md.
 figures: setup
 	@$(BIN)/python docs/figures/draw.py
+
+# The pictures of docs/gallery.md, by the very commands that stand there: trains what is missing, a quarter of an hour.
+gallery: setup
+	@sed -n '/^```sh$$/,/^```$$/{/^```/!p}' docs/gallery.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
 
 # Two processes: half of the time of one goes by in waiting for others that it started.
 test: setup lint

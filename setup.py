@@ -14,7 +14,7 @@ setup(
     packages=find_packages(include=["san*", "cuda_ext*", "pipelines*", "experiments*", "cluster*"]),
     package_data={
         "san": ["py.typed"],
-        "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*", "image-requirements.txt"],
+        "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
         "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/*.html"],
     },
@@ -33,9 +33,13 @@ setup(
             "scikit-learn",
             "scipy",
             "pillow",
+            "psutil",
         ],
         "onnx": ["onnxscript>=0.7"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format", "onnxscript", "onnxruntime"],
+        "dev": [
+            *("pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format", "onnxscript", "onnxruntime"),
+            "foolbox>=3.3.4",  # what the paper's authors attacked with: the other opinion on our attack
+        ],
         "server": ["mlflow[auth]>=3.17", "psycopg[binary]>=3.2"],  # a tracking server with users, on PostgreSQL
     },
     entry_points={"console_scripts": ["san=experiments.cli:main"]},

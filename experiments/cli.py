@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,8 @@ from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
+    from experiments.grid import ProtocolName
+    from experiments.run import Cell
     from experiments.tracking import Listed
 
 
@@ -136,7 +139,7 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
 @SEEDS
 @ADDRESS
 def run(
-    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, address: str | None
+    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
 ) -> None:
     """Train what is missing of a grid and print its table; interrupted, the same command continues."""
     from experiments.run import open_job
@@ -157,7 +160,7 @@ def plan(
     grid: Path,
     overrides: tuple[str, ...],
     profile: str,
-    runs: Path | None,
+    runs: Path | str | None,
     seeds: int | None,
     address: str | None,
     as_json: bool,
@@ -175,11 +178,14 @@ def plan(
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
         return
     width = max(len(cell.row) for cell in cells)
-    lines = [
-        f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {'finished' if cell.finished else 'to train'}{_hours(cell.hours)}"
-        for cell in cells
-    ]
+    lines = [f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {_state(cell)}{_hours(cell.hours)}" for cell in cells]
     click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
+
+
+def _state(cell: Cell) -> str:
+    if cell.stopped_at is not None:
+        return f"stopped at epoch {cell.stopped_at}"
+    return "finished" if cell.finished else "to train"
 
 
 def _hours(hours: Hours | None) -> str:
@@ -206,15 +212,14 @@ def report(
     grid: Path,
     overrides: tuple[str, ...],
     profile: str,
-    runs: Path | None,
+    runs: Path | str | None,
     seeds: int | None,
     form: str,
     html: Path | None,
     as_json: bool,
 ) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.report import table
-    from experiments.run import finished_results, known_results, open_job, show, table_of, write_page
+    from experiments.run import finished_results, known_results, open_job, robustness_of, show, table_of, tables, write_page
 
     if as_json and form != "text":
         raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
@@ -222,9 +227,10 @@ def report(
     if html is not None:
         write_page(job, finished_results(job), html)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(line) for line in table_of(job, known_results(job))]))
+        lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
+        click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))
     elif form != "text":
-        click.echo(table.FORMS[form](table_of(job, finished_results(job))).rstrip("\n"))
+        click.echo(tables(job, finished_results(job))[form].rstrip("\n"))
     else:
         _, complete = show(job, known_results(job))
         sys.exit(0 if complete else 1)
@@ -238,7 +244,7 @@ def report(
 @click.option(
     "--page", type=click.Path(path_type=Path), help="the page to write, plots beside it  [default: docs/digits-study.md]"
 )
-def study(profile: str, seeds: int, runs: Path | None, address: str | None, page: Path | None) -> None:
+def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
     """Train the paper's ablation tables over several seeds, and tell which of its orderings show; continues like `run`."""
     from experiments.config import PROJECT_DIR
     from experiments.run import study as run_study
@@ -254,23 +260,26 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
 @RUNS
 @click.option("--json", "as_json", is_flag=True, help="an object")
 def evaluate(
-    checkpoint: str, overrides: tuple[str, ...], profile: str | None, split: str | None, runs: Path | None, as_json: bool
+    checkpoint: str, overrides: tuple[str, ...], profile: str | None, split: str | None, runs: Path | str | None, as_json: bool
 ) -> None:
     """Tell top-1, top-5 and loss of a checkpoint on a split.
 
     CHECKPOINT is a trial's (the file, or its folder or the trial's key, for the best epoch), which tells how its images are
-    treated; or a file of `san.save_checkpoint`; or one of the paper's authors. Overrides: data.*, recipe.batch, placement.cpus;
+    treated; or a file of `san.save_checkpoint`; or one of the paper's authors; each may be s3://bucket/... Overrides: data.*,
+    recipe.batch, placement.cpus;
     for a file of the authors' also what it does not tell, such as model.footprint=9.
     """
-    from experiments.evaluate import checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images, shown
-    from experiments.run import default_runs_dir
+    from experiments.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
     from experiments.trial import transform
+    from experiments.workspace import open_runs
 
-    path = checkpoint_path(checkpoint, (runs or default_runs_dir()).resolve())
-    opened = open_checkpoint(path, overrides, profile)
-    images = open_images(opened, split)
-    with shown(len(images), opened.config.recipe.batch) as ended:
-        found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+    with reach(checkpoint, open_runs(runs)) as (path, place):
+        opened = open_checkpoint(path, overrides, profile)
+        images = open_images(opened, split)
+        with shown(len(images), opened.config.recipe.batch) as ended:
+            found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+    if place is not None:
+        found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:
         click.echo(f"note: the images of {found.split} in {found.root} are not those of the trial", err=True)
     if as_json:
@@ -284,19 +293,98 @@ def evaluate(
     )
 
 
+@cli.command()
+@click.argument("checkpoints", nargs=-1, required=True, metavar="CHECKPOINT... [KEY=VALUE]...")
+@click.option("--protocol", type=click.Choice(["rotation", "attack"]), default="rotation", show_default=True)
+@click.option("--profile", help="how images are treated, where a file does not tell  [default: imagenet]")
+@click.option("--split", help="val, train, val-split, or another folder of images  [default: what is validated on]")
+@RUNS
+@AS_JSON
+def robustness(
+    checkpoints: tuple[str, ...],
+    protocol: ProtocolName,
+    profile: str | None,
+    split: str | None,
+    runs: Path | str | None,
+    as_json: bool,
+) -> None:
+    """Take checkpoints through a protocol: accuracy on turned images, or under targeted attacks, and the drop.
+
+    CHECKPOINT is what `san evaluate` takes, or an MLflow run's id; a trial's is that of its best epoch. Overrides come after
+    them. The grids `rotation` and `attack` are tables of trained cells beside the paper's numbers.
+    """
+    from experiments.robustness import PROTOCOLS, table
+    from experiments.robustness.checkpoints import measure_all
+    from experiments.workspace import open_runs, open_workspace
+
+    names = [word for word in checkpoints if "=" not in word or Path(word).exists()]
+    overrides = [word for word in checkpoints if word not in names]
+    cells = measure_all(names, overrides, protocol, profile, split, open_runs(runs), open_workspace(runs).tracking_uri)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+    else:
+        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{table.as_text(cells)}")
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.argument("image")
+@OVERRIDES
+@click.option("--pixel", metavar="ROW,COL", help="of the square that the network sees  [default: its centre]")
+@click.option("--grid", type=click.IntRange(1), metavar="N", help="instead, N by N pixels spread over the image")
+@click.option("--layer", metavar="NAME|NUMBER", help="[default: the last of the first stage with the largest footprint]")
+@click.option("--out", type=click.Path(path_type=Path), default="attention.png", show_default=True, metavar="FILE.png")
+@click.option("--profile", help="how images are treated, where the file does not tell  [default: imagenet]")
+@click.option("--split", help="where IMAGE is a number: of which images  [default: what is validated on]")
+@RUNS
+def show(
+    checkpoint: str,
+    image: str,
+    overrides: tuple[str, ...],
+    pixel: str | None,
+    grid: int | None,
+    layer: str | None,
+    out: Path,
+    profile: str | None,
+    split: str | None,
+    runs: Path | str | None,
+) -> None:
+    """Draw how an attention layer weighs the footprint of a pixel, or of a grid of pixels, channel by channel.
+
+    CHECKPOINT and overrides are those of `san evaluate`. IMAGE is a JPEG or PNG file, or the number of an image of the split.
+    """
+    from experiments.evaluate import open_checkpoint, reach
+    from experiments.report.attention import draw, in_words
+    from experiments.show import look, open_image
+    from experiments.workspace import open_runs
+
+    if pixel is not None and grid is not None:
+        raise UserError("show draws one pixel or a grid of them: leave out --pixel or --grid")
+    place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
+    if pixel is not None and place is None:
+        raise UserError(f"--pixel {pixel}: it is written ROW,COL, such as 12,8")
+    with reach(checkpoint, open_runs(runs)) as (path, _):
+        opened = open_checkpoint(path, overrides, profile)
+    chosen = None if place is None else (int(place[1]), int(place[2]))
+    attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
+    draw(attention, out)
+    click.echo(f"{out}: {in_words(attention)}")
+
+
 @cli.command("runs")
 @click.argument("grid", required=False)
 @RUNS
 @AS_JSON
 @click.option("--follow", is_flag=True, help="again every 5 seconds, on a terminal in place, until nothing runs")
-def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) -> None:
+def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: bool) -> None:
     """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
-    from experiments.run import default_runs_dir, has_store, tracking_uri
+    from experiments.run import has_store
     from experiments.tracking import list_runs as listed_runs
+    from experiments.workspace import open_workspace
 
     if as_json and follow:
         raise UserError("--json tells once; leave out --follow")
-    uri = tracking_uri((runs or default_runs_dir()).resolve())
+    uri = open_workspace(runs).tracking_uri
     while True:
         listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
         if as_json:
@@ -328,12 +416,13 @@ def _listed(run: Listed) -> str:
 @cli.command()
 @RUNS
 @click.option("--port", type=click.IntRange(1, 65535), help="[default: 5000, or the next one that is free]")
-def ui(runs: Path | None, port: int | None) -> None:
+def ui(runs: Path | str | None, port: int | None) -> None:
     """Browse the runs: MLflow on the project's store, on this machine only, with the address of each grid's page."""
-    from experiments.run import default_runs_dir, has_store, tracking_uri
+    from experiments.run import has_store
     from experiments.tracking import experiment_pages
+    from experiments.workspace import open_workspace
 
-    uri = tracking_uri((runs or default_runs_dir()).resolve())
+    uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
     is_server = uri.startswith("http")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from experiments.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import parse_override, profile_path, read_yaml
+from experiments.storage import Bucket, is_uri
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.engine import device
 from experiments.training.loop import evaluate
@@ -30,6 +32,8 @@ from san.models.spec import Trunk
 TAKEN = ("recipe.batch", "placement.cpus")
 """Overrides besides those of `data` that an evaluation has a use for."""
 SECONDS_BETWEEN_LINES = 10.0
+KEY = "[0-9a-f]{12}"
+"""Of a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,26 +183,21 @@ def open_images(opened: Opened, split: str | None = None) -> Dataset:
 
 
 def evaluate_checkpoint(
-    opened: Opened, images: Dataset, transform: Transform, ended: Callable[[], None] = lambda: None
+    opened: Opened,
+    images: Dataset,
+    transform: Transform,
+    ended: Callable[[], None] = lambda: None,
+    batch: int | None = None,
 ) -> Evaluation:
-    """Exact accuracy and loss over all images, on a GPU where torch sees one; `ended` is called after each batch.
+    """Exact accuracy and loss over all images, on a GPU where torch sees one; `ended` is called after each batch, of the
+    recipe's size unless `batch` gives another.
 
-    With the images and the transform of its trial, and on the same hardware, what the trial's validation gave.
+    With the images, the transform and the batch of its trial, and on the same hardware, what the trial's validation gave.
 
     Raises:
         DataError: an image cannot be used.
     """
-    config = opened.config
-    torch.set_num_threads(config.placement.cpus)
-    loader = Loader(
-        images,
-        transform,
-        train=False,
-        batch=config.recipe.batch,
-        seed=opened.seed,
-        threads=threads_of(config.placement.cpus),
-        device=device(),
-    )
+    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch)
     loss, top1, top5, count = evaluate(opened.model.to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),
@@ -215,12 +214,20 @@ def evaluate_checkpoint(
     )
 
 
+def evaluation_loader(opened: Opened, images: Dataset, transform: Transform, batch: int) -> Loader:
+    """Batches in the order of the images, where the network is to run, with the threads that the config gives."""
+    cpus = opened.config.placement.cpus
+    torch.set_num_threads(cpus)
+    threads, where = threads_of(cpus), device()
+    return Loader(images, transform, train=False, batch=batch, seed=opened.seed, threads=threads, device=where)
+
+
 @contextmanager
-def shown(images: int, batch: int) -> Iterator[Callable[[], None]]:
+def shown(images: int, batch: int, what: str = "") -> Iterator[Callable[[], None]]:
     """Shows how far an evaluation is, with each call of what it yields: a bar on a terminal, lines in a log."""
     steps, start = -(-images // batch), time.monotonic()
     if sys.stderr.isatty():
-        with tqdm(total=steps, unit="batch", dynamic_ncols=True, leave=False) as bar:
+        with tqdm(total=steps, desc=what or None, unit="batch", dynamic_ncols=True, leave=False) as bar:
             yield bar.update
         return
     done, told = 0, start
@@ -230,9 +237,44 @@ def shown(images: int, batch: int) -> Iterator[Callable[[], None]]:
         done += 1
         if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
             told = time.monotonic()
-            print(f"[{told - start:4.0f} s] {done} of {steps} batches", file=sys.stderr, flush=True)
+            told_of = f"{what}: " if what else ""
+            print(f"[{told - start:4.0f} s] {told_of}{done} of {steps} batches", file=sys.stderr, flush=True)
 
     yield ended
+
+
+@contextmanager
+def reach(name: str, runs: Path | Bucket) -> Iterator[tuple[Path, str | None]]:
+    """The checkpoint that a path, a trial's key or a URI means, as a file or folder of this machine. One in a bucket is there
+    as long as the block lasts, and comes with its URI; of a folder there, it is that of the best epoch.
+
+    Raises:
+        UserError: there is none.
+        StorageError: the bucket cannot be used.
+    """
+    bucket = Bucket.parse(name) if is_uri(name) else None
+    if isinstance(runs, Bucket) and re.fullmatch(KEY, name) and not Path(name).exists():
+        bucket = runs.folder(f"checkpoints/{name}")
+    if bucket is None:
+        yield checkpoint_path(name, runs if isinstance(runs, Path) else Path()), None
+        return
+    with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
+        above, own = bucket.split()
+        content = above.get(own) if own else None
+        if content is not None:
+            path = Path(folder) / own
+            path.write_bytes(content)
+            yield path, bucket.uri
+            return
+        for found in bucket.names(""):
+            if "/" not in found and found.startswith("epoch-"):
+                (Path(folder) / found).write_bytes(bucket.get(found) or b"")
+        best = best_in(Path(folder))
+        if best is None:
+            raise UserError(
+                f"{bucket}: there is no such file, nor a folder with a checkpoint of a whole epoch that can be read"
+            )
+        yield Path(folder) / best.name, bucket.below(best.name)
 
 
 def checkpoint_path(name: str, runs: Path) -> Path:
@@ -242,7 +284,7 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         UserError: there is neither.
     """
     path = Path(name)
-    if path.exists() or not re.fullmatch("[0-9a-f]{12}", name):
+    if path.exists() or not re.fullmatch(KEY, name):
         return path
     folder = runs / "checkpoints" / name
     if not folder.is_dir():

@@ -121,6 +121,18 @@ class Dataset:
         return cls(root, split, classes, index.paths, labels, index.sizes, index.offsets, shards)
 
     @classmethod
+    def of_image(cls, path: Path | str) -> "Dataset":
+        """One picture by itself, whatever folder it is in.
+
+        Raises:
+            DataError: there is no such file.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"There is no picture {path}: give the path of a JPEG or PNG file.")
+        return cls(path.parent, "", ("",), (path.name,), (0,), (path.stat().st_size,))
+
+    @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
         """`per_class` images of each of so many classes, of which there are only the names.
 
@@ -221,7 +233,7 @@ class Dataset:
         labels = np.asarray(self.labels)
         order = np.lexsort((_hashes(self.paths, seed), labels))
         place_in_class = np.arange(len(self)) - np.searchsorted(labels[order], labels[order])
-        return self._only(order[place_in_class < per_class].tolist())
+        return self.only(order[place_in_class < per_class].tolist())
 
     def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
@@ -232,7 +244,7 @@ class Dataset:
         self._require_per_class(per_class, kept=1)
         held = self.first(per_class, seed)
         taken = set(held.paths)
-        return self._only([index for index, path in enumerate(self.paths) if path not in taken]), held
+        return self.only([index for index, path in enumerate(self.paths) if path not in taken]), held
 
     def without(self, indices: Iterable[int]) -> "Dataset":
         """All images but these.
@@ -241,7 +253,7 @@ class Dataset:
             DataError: of a class nothing is left; the sentence names it.
         """
         out = set(indices)
-        left = self._only([index for index in range(len(self)) if index not in out])
+        left = self.only([index for index in range(len(self)) if index not in out])
         kept = set(left.labels)
         empty = {name for label, name in enumerate(self.classes) if label not in kept}
         if empty:
@@ -264,7 +276,8 @@ class Dataset:
                 f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; {remedy}."
             )
 
-    def _only(self, indices: list[int]) -> "Dataset":
+    def only(self, indices: Iterable[int]) -> "Dataset":
+        """The same data with these images alone, in their order here."""
         chosen = sorted(indices)
         return replace(
             self,

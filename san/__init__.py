@@ -15,7 +15,7 @@ from san.models import (
     save_checkpoint,
     save_released_checkpoint,
 )
-from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights
 
 __all__ = [
     "CheckpointError",
@@ -23,6 +23,7 @@ __all__ = [
     "PairwiseAttention",
     "PatchwiseAttention",
     "ScalarAttention",
+    "attention_weights",
     "complexity",
     "create_model",
     "list_models",

@@ -56,6 +56,18 @@ def paper_rows(table: str) -> dict[str, PaperRow]:
     return {row["id"]: PaperRow(**{key: row.get(key) for key in ("top1", "top5", "params", "flops")}) for row in rows}
 
 
+def paper_numbers(table: str) -> dict[str, dict[str, float]]:
+    """A table that has columns of its own, by row: `n2_success` for a column of that name, and `cw90_top1` and `cw90_top5` for
+    a column `cw90` with two numbers."""
+    columns, rows = _content(TABLES)[table]["columns"], _content(TABLES)[table]["rows"]
+    if "values" in rows[0]:
+        return {row["id"]: dict(zip(columns, row["values"], strict=True)) for row in rows}
+    return {
+        row["id"]: {f"{column}_{number}": row[column][k] for column in columns for k, number in enumerate(("top1", "top5"))}
+        for row in rows
+    }
+
+
 def paper_claims() -> dict[str, list[Claim]]:
     """What the paper states of its ablation tables, by table."""
     return {table: [Claim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from experiments.tracking.store import TrackerError, pages, usable
 from experiments.tracking.tracker import VIEW, Tracker
@@ -20,7 +21,8 @@ class Listed:
     name: str
     key: str
     state: str
-    """running, finished, failed or killed; a run whose driver was killed stays running until it is continued."""
+    """running, finished, stopped (early, by its grid), failed or killed; a run whose driver was killed stays running until it
+    is continued."""
     epoch: int | None
     epochs: int | None
     top1: float | None
@@ -48,6 +50,27 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
     return sorted(map(_listed, runs), key=lambda listed: listed.age)
 
 
+def trial_key(uri: str, run_id: str) -> str:
+    """The key of the trial whose run it is.
+
+    Raises:
+        TrackerError: the tracker cannot be used, or has no such run of a trial.
+    """
+    client = Tracker(uri, "", "").client
+    with usable(uri):
+        try:
+            key = client.get_run(run_id).data.tags.get("san.trial")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            key = None
+    if key is None:
+        raise TrackerError(
+            f"{run_id}: MLflow at {uri} has no run of a trial with that id; `san runs` lists keys, which do as well"
+        )
+    return key
+
+
 def _listed(run: Run) -> Listed:
     tags, metrics, params = run.data.tags, run.data.metrics, run.data.params
     return Listed(
@@ -55,7 +78,7 @@ def _listed(run: Run) -> Listed:
         profile=tags["san.profile"],
         name=tags["mlflow.runName"],
         key=tags["san.trial"],
-        state=run.info.status.lower(),
+        state="stopped" if "san.stopped_at" in tags else run.info.status.lower(),
         epoch=int(metrics["epoch"]) if "epoch" in metrics else None,
         epochs=int(params["recipe.epochs"]) if "recipe.epochs" in params else None,
         top1=metrics.get("val/top1"),

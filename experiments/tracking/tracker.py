@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -58,6 +58,8 @@ class Result:
     """From the start of the run to its end."""
     params: Mapping[str, str] = field(default_factory=dict)
     """Values of the config by dotted path, as text."""
+    stopped_at: int | None = None
+    """The epoch after which this grid's early stopping ended it."""
     tags: Mapping[str, str] = field(default_factory=dict)
     experiment_id: str = ""
 
@@ -118,13 +120,14 @@ class Tracker:
 
     def results(self) -> dict[str, Result]:
         """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
-        same result. A finished run comes before one that is not."""
+        same result, or that this one has stopped. A finished run comes before one that is not."""
         with usable(self.uri):
             experiments = pages(self.client.search_experiments)
             everywhere = [experiment.experiment_id for experiment in experiments]
             finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
+            stopped = self._stopped(everywhere)
             own = self._own()
-        return own | finished | {key: result for key, result in own.items() if result.finished}
+        return own | stopped | finished | {key: result for key, result in own.items() if result.finished}
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """Epoch, from 1, and value of a metric, in order."""
@@ -148,8 +151,8 @@ class Tracker:
                 numbers = found[0].data.tags.get("san.workers", workers).split(",")
                 if numbers[-1] != workers:
                     self.client.set_tag(found[0].info.run_id, "san.workers", ",".join([*numbers, workers]))
-                if "san.error" in found[0].data.tags:
-                    self.client.delete_tag(found[0].info.run_id, "san.error")
+                for tag in {"san.error", "san.stopped_by", "san.stopped_at"} & found[0].data.tags.keys():
+                    self.client.delete_tag(found[0].info.run_id, tag)
                 return TrialRun(self.uri, self.client, found[0].info.run_id)
             parent = self._parent()
             assert parent is not None, "prepare() makes the parent run before any trial starts"
@@ -187,6 +190,11 @@ class Tracker:
                 if trial.key in known and not known[trial.key].finished:
                     self.client.set_terminated(known[trial.key].run_id, status="KILLED")
 
+    def add(self, run_id: str, values: Mapping[str, float]) -> None:
+        """Adds what was measured of a trial's network to its run, which may be finished, and another grid's."""
+        with usable(self.uri):
+            TrialRun(self.uri, self.client, run_id).add(values)
+
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
         """Keeps the table and the plot with the grid's parent run, and ends that."""
         with usable(self.uri):
@@ -210,6 +218,16 @@ class Tracker:
         if self.client.get_experiment_by_name(self.grid) is None:
             return {}
         return _by_key(self._search("tags.`san.role` = 'trial'"))
+
+    def _stopped(self, experiments: list[str]) -> dict[str, Result]:
+        """The runs that this grid under this profile has stopped, in whatever grid they began."""
+        runs = [
+            run
+            for run in self._runs(experiments, "tags.`san.role` = 'trial' and tags.`san.stopped_at` != ''")
+            if run.data.tags.get("san.stopped_by") == f"{self.grid}-{self.profile}"
+        ]
+        at = {run.data.tags["san.trial"]: int(run.data.tags["san.stopped_at"]) for run in runs}
+        return {key: replace(result, stopped_at=at[key]) for key, result in _by_key(runs).items()}
 
     def _known(self, trial: Trial, run_id: str | None) -> list[Run]:
         """The run of that name, nothing where it is gone or none of this trial's."""
@@ -244,8 +262,8 @@ def _result(run: Run) -> Result:
         dict(run.data.metrics),
         seconds,
         dict(run.data.params),
-        dict(run.data.tags),
-        run.info.experiment_id,
+        tags=dict(run.data.tags),
+        experiment_id=run.info.experiment_id,
     )
 
 
@@ -305,11 +323,20 @@ class TrialRun:
         }
         self._log(values, last.epoch, at)
 
+    def add(self, values: Mapping[str, float]) -> None:
+        """Logs numbers of the trained network."""
+        self._log(values, 0, int(time.time() * 1000))
+
     def finish(self, error: str | None = None) -> None:
         """Ends the run; with an error it is marked as failed and carries the sentence."""
         if error is not None:
             self.client.log_batch(self.run_id, tags=[RunTag("san.error", error)])
         self.client.set_terminated(self.run_id, status="FAILED" if error else "FINISHED")
+
+    def stop(self, by: str, epoch: int) -> None:
+        """Ends the run early: `by` is the grid and its profile, `epoch` how many there were."""
+        self.client.log_batch(self.run_id, tags=[RunTag("san.stopped_by", by), RunTag("san.stopped_at", str(epoch))])
+        self.client.set_terminated(self.run_id, status="KILLED")
 
     def _log(self, values: Mapping[str, float], step: int, at: int) -> None:
         self.client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in values.items()])

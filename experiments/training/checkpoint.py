@@ -89,7 +89,11 @@ class Checkpoint:
     @staticmethod
     def read(path: Path) -> Checkpoint:
         """Raises one of `DAMAGE` where the file is not what was written."""
-        content = path.read_bytes()
+        return Checkpoint.of_bytes(path.read_bytes())
+
+    @staticmethod
+    def of_bytes(content: bytes) -> Checkpoint:
+        """What `as_bytes` gave. Raises one of `DAMAGE` where it is not that."""
         # torch writes a checksum for each part of the archive, and does not look at it again.
         broken = zipfile.ZipFile(io.BytesIO(content)).testzip()
         if broken is not None:
@@ -111,6 +115,11 @@ def best_in(folder: Path) -> Checkpoint | None:
         with suppress(*DAMAGE):
             found.append(Checkpoint.read(path))
     return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
+
+
+def last_of(folder: Path, epochs: int) -> Path:
+    """The file of a finished trial after its last epoch."""
+    return folder / _name(epochs, 0)
 
 
 class Checkpoints:

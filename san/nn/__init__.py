@@ -1,6 +1,6 @@
 """Modules: attention of all kinds and the residual block around it."""
 
-from san.nn.attention import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention
+from san.nn.attention import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
 from san.nn.block import GlobalAveragePool, SelfAttentionBlock
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "ScalarAttention",
     "SelfAttention",
     "SelfAttentionBlock",
+    "attention_weights",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from san import ops
 from san.choice import ChoiceError, choose
@@ -248,3 +249,36 @@ class ScalarAttention(SelfAttention):
 
     def extra_repr(self) -> str:
         return f"footprint={self.footprint}, values={self.value_channels}, heads={self.weight_channels}"
+
+
+def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
+    """The attention weights alpha of every attention layer in a network, as it works on `x_NCHW`: [N, G, K, P] by module name.
+
+    Fused kernels never hold these weights. Here each layer makes them beside what it computes, from the same input; the network
+    runs as it always does. All of them are kept, G * K floats for every pixel of every map, so batches should be small. A
+    network without attention gives an empty dict.
+
+    Args:
+        model: any module with `SelfAttention` inside, such as a model of `create_model`, in evaluation mode.
+        x_NCHW: what it is called with.
+
+    Raises:
+        ValueError: the network is in training mode, where the weights would change its running statistics.
+    """
+    if any(module.training for module in model.modules()):
+        raise ValueError("attention weights are those of a network in evaluation mode; call model.eval() first")
+    found: dict[str, Tensor] = {}
+
+    def watch(name: str, layer: SelfAttention) -> RemovableHandle:
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[name] = layer.weights(*inputs)
+
+        return layer.register_forward_pre_hook(keep)
+
+    watches = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, SelfAttention)]
+    try:
+        model(x_NCHW)
+    finally:
+        for handle in watches:
+            handle.remove()
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,9 +12,11 @@ import pytest
 
 from experiments.run import Job, open_job
 from experiments.tracking import Tracker
+from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
-from experiments.trial import Workspace
+from experiments.trial import Workspace, run_trial
 
+HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"
 
 
@@ -77,3 +80,29 @@ def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str],
 def process_group() -> None:
     """One torch.distributed group of this process alone; DeepSpeed cannot do with a second one."""
     join_process_group()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trial of two epochs that validated on 120 images of val-split."""
+
+    job: Job
+    folder: Path
+
+    @property
+    def best(self) -> Checkpoint:
+        found = best_in(self.folder)
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, process_group: None) -> Trained:
+    runs = tmp_path_factory.mktemp("trained") / "runs"
+    runs.mkdir()
+    shutil.copy(empty_database, runs / "mlflow.db")
+    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs)
+    job.tracker.prepare(job.grid, runs / "artifacts")
+    trial = job.trials[0]
+    run_trial(job.workspace, trial, lambda metrics: None)
+    return Trained(job, job.workspace.checkpoints(trial))

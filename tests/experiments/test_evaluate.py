@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,43 +16,14 @@ from experiments import evaluate
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
-from experiments.run import Job, open_job
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
-from experiments.trial import run_trial, transform
-from tests.experiments.conftest import SMALL_GRID
+from experiments.trial import transform
+from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Trained
 from tests.experiments.test_reliability import kept, of_step
-from tests.experiments.test_training import silent
 
 DIGITS = PROJECT_DIR / "data" / "digits"
-HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch=64")
 PAIRWISE = ("model.name=san10_pairwise", "model.footprint=3")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trial of two epochs that validated on 120 images of val-split."""
-
-    job: Job
-    folder: Path
-
-    @property
-    def best(self) -> Checkpoint:
-        found = best_in(self.folder)
-        assert found is not None
-        return found
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, process_group: None) -> Trained:
-    runs = tmp_path_factory.mktemp("evaluate") / "runs"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
-    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs)
-    job.tracker.prepare(job.grid, runs / "artifacts")
-    trial = job.trials[0]
-    run_trial(job.workspace, trial, silent)
-    return Trained(job, job.workspace.checkpoints(trial))
 
 
 def evaluated(path: Path, *overrides: str, profile: str | None = None, split: str | None = None) -> Evaluation:

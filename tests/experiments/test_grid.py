@@ -91,6 +91,7 @@ def test_tables_share_their_cells() -> None:
         ["comparison/san10_patchwise", "relation/patchwise_concatenation", "mapping/patchwise_LRL", "footprint/patchwise_7"],
         ["comparison/resnet26", "relation/resnet26", "footprint/resnet26_3"],
         ["transformation/pairwise_distinct", "footprint/pairwise_7"],
+        *([f"{table}/{row}" for table in ("comparison", "rotation", "attack")] for row in paper_rows("comparison")),
     ):
         assert len({keys[name] for name in shared}) == 1, shared
     for path in GRIDS:
@@ -101,13 +102,14 @@ def test_tables_share_their_cells() -> None:
 def test_the_papers_setting() -> None:
     assert {path.stem for path in GRIDS} == {
         "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
+        "rotation", "attack",
     }  # fmt: skip
     rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS}
-    assert sum(map(len, rows.values())) == 47
+    assert sum(map(len, rows.values())) == 47 + 2 * 9
     for name, trials in rows.items():
         for trial in trials.values():
             data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.placement
-            assert data.split == ("val-original" if name == "comparison" else "val-split")
+            assert data.split == ("val-original" if name in ("comparison", "rotation", "attack") else "val-split")
             assert (data.val_split_per_class, data.train_per_class) == (50, None)
             assert (data.size, data.resize, data.crop_area, data.flip) == (224, 256, (0.08, 1.0), True)
             assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))

@@ -163,6 +163,35 @@ def test_patchwise_weights_are_unbounded(kind: str) -> None:
 
 
 @every_kind
+@pytest.mark.parametrize("backend", ["auto", "unfused", "reference"])
+@torch.no_grad()
+def test_seen_weights_are_those_of_the_output(kind: str, backend: ops.Backend) -> None:
+    """The fused kernels never hold them: their output is the aggregation by what `attention_weights` tells."""
+    module = made(kind, 3).eval()
+    x = torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64)
+    with ops.backend(backend):
+        y = module(x)
+        (weights,) = san.attention_weights(nn.Sequential(nn.Identity(), module).eval(), x).values()
+    torch.testing.assert_close(ops.aggregation(module.transform(x)[2], weights, 3), y, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_weights_are_told_of_every_layer_and_nothing_is_left_behind() -> None:
+    model = san.create_model("san10_patchwise", 10, stages=2, width_factor=0.5).eval()
+    x = torch.randn(2, 3, 24, 24)
+    before = model(x)
+    weights = san.attention_weights(model, x)
+    assert {name: tuple(found.shape) for name, found in weights.items()} == {
+        "stages.0.blocks.0.attention": (2, 1, 9, 144),
+        "stages.0.blocks.1.attention": (2, 1, 9, 144),
+        "stages.1.blocks.0.attention": (2, 4, 49, 36),
+    }
+    assert torch.equal(model(x), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert san.attention_weights(san.create_model("resnet26", 10, stages=1).eval(), x) == {}
+
+
+@every_kind
 def test_channels_last_in_and_out(kind: str) -> None:
     module = made(kind, 3).eval()
     x = torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64)
@@ -252,6 +281,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "channels not shared evenly": (lambda: PairwiseAttention(64, share=3), "16 value channels .* divided by share=3"),
     "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels cannot be divided by 16 for the hidden"),
     "heads": (lambda: ScalarAttention(64, heads=3), "16 relation and 16 value channels cannot be divided by heads=3"),
+    "weights in training": (
+        lambda: san.attention_weights(nn.Sequential(PairwiseAttention(64)), torch.zeros(1)),
+        "a network in evaluation mode; call model.eval",
+    ),
     "a map that is too small": (
         lambda: PairwiseAttention(64)(torch.randn(1, 64, 3, 9)),
         "7x7 footprint needs a map of at least 4x4, not 3x9",

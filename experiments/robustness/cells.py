@@ -1,0 +1,144 @@
+"""Takes the trained cells of a grid through a protocol, on the machines that trained them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+import cluster
+from cluster import Outcome, Placement
+from experiments.config import TrialConfig
+from experiments.errors import UserError
+from experiments.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images, reach
+from experiments.grid import ProtocolName, Trial
+from experiments.report.text import percentages
+from experiments.robustness import PROTOCOLS
+from experiments.robustness.protocol import Condition, measured
+from experiments.tracking import Result
+from experiments.training.checkpoint import last_of
+from experiments.trial import logging_to
+from experiments.workspace import Workspace
+from pipelines import DataError
+
+Report = Callable[[Mapping[str, float]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be measured of a cell."""
+
+    name: str
+    run_id: str
+    """Of its run in the tracker."""
+    checkpoint: str
+    """A file, or its URI in a bucket."""
+    config: TrialConfig
+    log: Path
+    protocol: ProtocolName
+    missing: tuple[str, ...]
+    """Names of conditions."""
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        return tuple(condition for condition in PROTOCOLS[self.protocol].conditions if condition.name in self.missing)
+
+
+def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]) -> dict[str, Work]:
+    """What is to be measured of trained cells after their last epoch, by their keys; of one that has all numbers nothing."""
+    found = {}
+    for trial, result in finished:
+        missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
+        last = last_of(workspace.checkpoints(trial), trial.config.recipe.epochs)
+        if missing:
+            place = workspace.place(last)
+            found[trial.key] = Work(trial.name, result.run_id, place, trial.config, workspace.log(trial), protocol, missing)
+    return found
+
+
+def measure_all(
+    missing: Mapping[str, Work], placement: Placement, storage: Path | str, keep: Callable[[Work, dict[str, float]], None]
+) -> dict[str, Outcome]:
+    """Measures cells on the cluster of this session; `keep` gets their metrics as they come. Raises: as `cluster.sweep`."""
+    watch = Watch(missing, keep, sys.stderr)
+    try:
+        return cluster.sweep(measure, missing, placement, storage=storage, observer=watch, final=(UserError, DataError))
+    finally:
+        watch.close()
+
+
+def measure(work: Work, report: Report) -> None:
+    """Measures a cell; what is reported is `condition`, its place in `work.conditions`, with its metrics when it is done, and
+    with `done`, a part of 1, on the way.
+
+    Raises:
+        UserError: there is no checkpoint that can be used, or no memory.
+        DataError: an image cannot be used.
+    """
+    with logging_to(work.log, rank=0), reach(work.checkpoint, work.log.parent) as (path, _):
+        opened = replace(open_checkpoint(path), config=work.config)
+        places = {condition.name: float(place) for place, condition in enumerate(work.conditions)}
+
+        @contextmanager
+        def shown(name: str, images: int, batch: int) -> Iterator[Callable[[], None]]:
+            done, told = 0, time.monotonic()
+
+            def ended() -> None:
+                nonlocal done, told
+                done = min(done + batch, images)
+                if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+                    told = time.monotonic()
+                    report({"condition": places[name], "done": done / images})
+
+            yield ended
+
+        for condition, numbers in measured(opened, open_images(opened), work.conditions, shown):
+            report({"condition": places[condition.name], **condition.metrics(numbers)})
+
+
+class Watch:
+    """Observes a sweep of `measure`: `keep` gets the metrics of a cell as they come; a bar on a terminal, lines in a log."""
+
+    def __init__(self, works: Mapping[str, Work], keep: Callable[[Work, dict[str, float]], None], out: TextIO) -> None:
+        self.works, self.keep, self.out, self.start = works, keep, out, time.monotonic()
+        self.left = sum(len(work.missing) for work in works.values())
+        is_terminal = out.isatty()
+        self.bar = tqdm(total=self.left, unit="condition", file=out, dynamic_ncols=True, leave=False) if is_terminal else None
+
+    def started(self, key: str) -> None:
+        """Its first condition tells."""
+
+    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
+        work, values = self.works[key], dict(metrics)
+        condition = work.conditions[int(values.pop("condition"))]
+        what = f"{work.name} {condition.name}"
+        if "done" in values:
+            if self.bar is not None:
+                self.bar.set_postfix_str(f"{what} {values['done']:.0%}")
+            else:
+                self._say(f"{what}: {values['done']:.0%}")
+            return
+        self.keep(work, values)
+        self.left -= 1
+        if self.bar is not None:
+            self.bar.update()
+        self._say(f"{what}: {percentages(condition.found(values))}")
+
+    def finished(self, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._say(f"{self.works[outcome.key].name} FAILED: {outcome.error}")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _say(self, text: str) -> None:
+        line = f"[{time.monotonic() - self.start:4.0f} s, {self.left} left] {text}"
+        tqdm.write(line, file=self.out)
+        self.out.flush()

@@ -1,0 +1,64 @@
+"""`san robustness`: any checkpoints through a protocol."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+
+from experiments import evaluate
+from experiments.errors import UserError
+from experiments.evaluate import open_checkpoint, open_images, reach
+from experiments.grid import ProtocolName
+from experiments.report.text import percentages
+from experiments.robustness import PROTOCOLS, table
+from experiments.robustness.protocol import Ended, Numbers, measured
+from experiments.storage import Bucket
+from experiments.tracking import trial_key
+
+
+def measure_all(
+    names: Sequence[str],
+    overrides: Sequence[str],
+    protocol: ProtocolName,
+    profile: str | None,
+    split: str | None,
+    runs: Path | Bucket,
+    uri: str,
+) -> list[table.Cell]:
+    """The table of checkpoints, a row for each name: a path, a trial's key or the id of its run in MLflow at `uri`.
+
+    All are looked at, and their images, before the first is measured.
+
+    Raises:
+        UserError, DataError: as `open_checkpoint` and `open_images`; none is given, or one twice.
+    """
+    if not names:
+        raise UserError("no checkpoint is given; give files, keys (`san runs` lists them) or MLflow's ids of runs")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{twice[0]}: is given twice; leave out one")
+    ours: dict[str, list[dict[str, Numbers]]] = {}
+    with ExitStack() as reached:
+        paths = {name: reached.enter_context(reach(_checkpoint(name, uri), runs))[0] for name in names}
+        for path in paths.values():
+            open_images(open_checkpoint(path, overrides, profile), split)
+        for name, path in paths.items():
+            opened = open_checkpoint(path, overrides, profile)  # again: they may be too many for the memory
+            images, found = open_images(opened, split), {}
+            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, partial(_shown, name)):
+                found[condition.name] = numbers
+                print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
+            ours[name] = [found]
+    return table.cells(PROTOCOLS[protocol], ours)
+
+
+def _checkpoint(name: str, uri: str) -> str:
+    """What `reach` knows: a name as it is, of a run the key of its trial."""
+    return name if Path(name).exists() or not re.fullmatch("[0-9a-f]{32}", name) else trial_key(uri, name)
+
+
+def _shown(name: str, condition: str, images: int, batch: int) -> AbstractContextManager[Ended]:
+    return evaluate.shown(images, batch, f"{name} {condition}")

@@ -1,0 +1,147 @@
+"""What an attack costs over what it must compute: n + 1 forward and n backward passes, side by side.
+
+    python -m tests.benchmarks.robustness [--setting digits] [--attack n2] [--rounds 15]
+
+`passes` are those of the bare network on batches that lie normalised in memory: nothing is stepped or counted. `attack` is ours
+on batches of pixels in memory, `foolbox` that library's, where it is installed; `with loading` is the whole condition as `san
+run` measures it. They take turns. Overheads are of the same round: by the clock, the median (range) and that of the fastest
+rounds; and the median by the CPU time of all threads, which tells more where other work disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import san
+from experiments.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.robustness import PROTOCOLS
+from experiments.robustness.attack import Attack, OnPixels, predictions, targets
+from experiments.trial import transform
+
+SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=1", "placement.cpus=2")
+SETTINGS: dict[str, tuple[str, str, tuple[str, ...], int]] = {
+    "digits": ("san10_pairwise", "digits", (), 64),
+    "digits, resnet": ("resnet26", "digits", (), 64),
+    "san10 pairwise": ("san10_pairwise", "imagenet", SYNTHETIC, 16),
+    "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, 16),
+}
+"""Variant, profile, overrides, batch."""
+COLUMNS = ("attack", "with loading", "foolbox")
+ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
+
+
+def untrained(setting: str) -> tuple[Opened, int]:
+    variant, profile, overrides, batch = SETTINGS[setting]
+    is_small = profile == "digits"
+    fields = {"stages": 2, "width_factor": 0.5} if is_small else {}
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.pt"
+        san.save_checkpoint(san.create_model(variant, num_classes=10 if is_small else 16, **fields), path)
+        opened = open_checkpoint(path, overrides, profile)
+    opened.model.eval().requires_grad_(False)
+    return opened, batch
+
+
+def passes(opened: Opened, batches: list[Tensor], steps: int) -> None:
+    for images in batches:
+        for _ in range(steps):
+            x = images.detach().requires_grad_()
+            logits = opened.model(x)
+            torch.autograd.grad(logits, x, torch.ones_like(logits))
+        with torch.no_grad():
+            opened.model(images)
+
+
+def ours(opened: Opened, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
+    network = OnPixels(opened.model, transform(opened.config.data)).eval().to(batches[0].device)
+
+    def run() -> None:
+        for pixels, classes in zip(batches, wanted, strict=True):
+            (predictions(network, attack.attacked(network, pixels, classes)) == classes).sum()
+
+    return run
+
+
+def by_foolbox(opened: Opened, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
+    import foolbox
+
+    how = transform(opened.config.data)
+    bounds = {"bounds": (0, 1), "device": str(batches[0].device)}
+    network = foolbox.PyTorchModel(opened.model, preprocessing={"mean": how.mean, "std": how.std, "axis": -3}, **bounds)
+    steps = foolbox.attacks.LinfPGD(abs_stepsize=attack.step / 255, steps=attack.steps, random_start=False)
+
+    def run() -> None:
+        for pixels, classes in zip(batches, wanted, strict=True):
+            goal = foolbox.criteria.TargetedMisclassification(classes)
+            goal(pixels, network(steps.run(network, pixels, goal, epsilon=attack.epsilon / 255)))
+
+    return run
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock and of all threads' CPU time."""
+    began = time.perf_counter(), time.process_time()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def overhead(rounds: list[dict[str, tuple[float, float]]], what: str) -> str:
+    clock, cpu = ([100 * (times[what][k] / times["passes"][k] - 1) for times in rounds] for k in (0, 1))
+    fastest = 100 * (min(times[what][0] for times in rounds) / min(times["passes"][0] for times in rounds) - 1)
+    median = f"{statistics.median(clock):+.1f} ({min(clock):+.1f} to {max(clock):+.1f})"
+    return f"{median}, {fastest:+.1f}; {statistics.median(cpu):+.1f}"
+
+
+def line(setting: str, name: str, rounds: int) -> str:
+    (opened, batch), attack = untrained(setting), ATTACKS[name]
+    images = open_images(opened)
+    loaded = list(evaluation_loader(opened, images, transform(opened.config.data), batch).epoch(0))
+    normalised = [images_NCHW for images_NCHW, _ in loaded]
+    pixels = [x.clamp(0, 1) for x in normalised]
+    wanted = [targets(y.cpu().numpy(), len(images.classes), 0).to(y.device) for _, y in loaded]
+    contenders: dict[str, Callable[[], object]] = {
+        "passes": lambda: passes(opened, normalised, attack.steps),
+        "attack": ours(opened, attack, pixels, wanted),
+        "with loading": lambda: attack(opened, images, batch, lambda: None),
+    }
+    if importlib.util.find_spec("foolbox"):
+        contenders["foolbox"] = by_foolbox(opened, attack, pixels, wanted)
+    for run in contenders.values():
+        run()
+    found = [{what: timed(run) for what, run in contenders.items()} for _ in range(rounds)]
+    passing = 1000 * statistics.median(times["passes"][0] for times in found) / len(images)
+    overheads = [overhead(found, what) if what in contenders else "-" for what in COLUMNS]
+    return " | ".join([f"| {setting}", name, str(rounds), f"{passing:.3g}", *overheads]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", action="append", choices=list(SETTINGS))
+    parser.add_argument("--attack", action="append", choices=list(ATTACKS))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"torch {torch.__version__}, {device}; milliseconds per image; overheads in %: median (range), fastest; by CPU time\n"
+    )
+    columns = ("setting", "condition", "rounds", "passes, ms", *COLUMNS)
+    print(f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}", sep="\n")
+    for setting in options.setting or SETTINGS:
+        for name in options.attack or ATTACKS:
+            print(line(setting, name, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
