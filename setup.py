@@ -14,9 +14,9 @@ setup(
     packages=find_packages(include=["san*", "cuda_ext*", "pipelines*", "experiments*", "cluster*"]),
     package_data={
         "san": ["py.typed"],
-        "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*", "image-requirements.txt"],
+        "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
-        "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml"],
+        "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/*.html"],
     },
     install_requires=["torch>=2.11"],
     extras_require={

@@ -5,14 +5,17 @@ package takes any callable and any picklable values, and it is the only one that
 """
 
 from cluster.errors import ClusterError
+from cluster.halving import Halving, Judge, judge
 from cluster.session import Node, Resources, session, this_machine
 from cluster.submit import Job, JobServer
 from cluster.sweep import Observer, Outcome, Placement, Report, concurrency, sweep
 
 __all__ = [
     "ClusterError",
+    "Halving",
     "Job",
     "JobServer",
+    "Judge",
     "Node",
     "Observer",
     "Outcome",
@@ -20,6 +23,7 @@ __all__ = [
     "Report",
     "Resources",
     "concurrency",
+    "judge",
     "session",
     "sweep",
     "this_machine",

@@ -16,7 +16,7 @@ import ray
 import ray._private.worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.grpc_utils import init_grpc_channel
-from ray._raylet import Config  # type: ignore[attr-defined]
+from ray._raylet import RAY_NODE_GROUP_KEY, Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
@@ -54,6 +54,8 @@ class Resources:
     """What the cluster has, node by node, because a worker cannot spread over two nodes."""
 
     nodes: tuple[Node, ...]
+    grows: bool = False
+    """An autoscaler adds nodes for what waits; Ray does not tell how many there may be."""
 
     @property
     def cpus(self) -> int:
@@ -121,9 +123,12 @@ def _connect(address: str | None) -> None:
             log_to_driver=False,
         )
         return
-    _take_token()
     try:
-        _knock(address)
+        try:
+            _knock(address)
+        except AuthenticationError:
+            _take_token()
+            _knock(address)
         ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
     except AuthenticationError:
         raise refused(address) from None
@@ -138,7 +143,8 @@ def _connect(address: str | None) -> None:
 
 
 def _take_token() -> None:
-    """Where there is a token it is sent, as Ray itself does for `auto` only; a cluster without tokens does not mind."""
+    """Where there is a token it is sent, as Ray itself does for `auto` only. Not to a cluster that asks for none: from then on
+    this process refuses what the head tells it without a token, and its actors are taken for lost."""
     if token() is not None and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")
@@ -181,8 +187,11 @@ def this_machine() -> Resources:
 
 def resources() -> Resources:
     """What the cluster of this session has now."""
-    nodes = [node["Resources"] for node in _nodes()]
-    return Resources(tuple(Node(int(has.get("CPU", 0)), int(has.get("GPU", 0))) for has in nodes))
+    nodes = _nodes()
+    # Both `ray up` and KubeRay name the group of each node for Ray's autoscaler; `ray start` by hand does not.
+    grows = any(RAY_NODE_GROUP_KEY in node["Labels"] for node in nodes)
+    has = [node["Resources"] for node in nodes]
+    return Resources(tuple(Node(int(one.get("CPU", 0)), int(one.get("GPU", 0))) for one in has), grows)
 
 
 def alive() -> frozenset[str]:

@@ -13,8 +13,9 @@ import textwrap
 import time
 import traceback
 import uuid
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,12 +35,16 @@ V = TypeVar("V")
 
 # A driver of several workers computes nothing: it takes a sliver of a resource that only the head node has,
 # which leaves all CPUs to the workers and keeps the driver away from nodes that may be taken back.
-_DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
+DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
 _LOSSES = 10
-"""So many nodes may be lost under a cell. Not without bound: a cell may be what brings its nodes down."""
+"""So many nodes may be lost under a cell that comes no further. Not without bound: it may be what brings its nodes down."""
+_FAILURES = 10
+"""So often a cell that comes further each time is started again after failures of its own."""
 _SECONDS_TO_NOTICE = 30.0
 """Ray misses a node whose processes are gone after 15 s; workers on others see their broken connections at once."""
+_AHEAD = 4
+"""So many cells at least, and up to as many as run, wait for nodes where the cluster grows."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 """At what the cluster has."""
 
@@ -86,12 +91,16 @@ class Observer(Protocol):
 
 
 def concurrency(placement: Placement, resources: Resources) -> int:
-    """How many cells run at once. A cell may spread over nodes, a worker may not."""
+    """How many cells run at once. A cell may spread over nodes, a worker may not.
+
+    Raises:
+        ClusterError: none does, and the cluster does not grow.
+    """
     slots = [node.cpus // placement.cpus for node in resources.nodes]
     if placement.gpus:
         slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
     cells = sum(slots) // placement.workers
-    if cells == 0:
+    if cells == 0 and not resources.grows:
         nodes = _count(len(resources.nodes), "node")
         has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
         raise ClusterError(
@@ -109,6 +118,7 @@ def sweep(
     storage: Path | str,
     observer: Observer,
     retries: int = 1,
+    progress: str | None = None,
     final: tuple[type[Exception], ...] = (),
     patience: timedelta = timedelta(minutes=30),
 ) -> dict[str, Outcome]:
@@ -118,25 +128,28 @@ def sweep(
     a report waits for all; it takes some 5 ms, several workers up to 0.2 s after another. A cell that raises or
     dies is started again up to `retries` times, from the beginning: continuing is the function's own business.
     One that raises any of `final` is not: it would again. One that loses a node, or is pre-empted, is started
-    again on other nodes, up to 10 times besides; it waits where there are none. A cell that fails for good does
-    not disturb the others. Ctrl-C, or an observer that raises, ends the cells and the session, and is raised on.
+    again on other nodes, up to 10 times besides; it waits where there are none. Where the metric `progress`, such
+    as whole epochs, has become greater than it was at the failure before, both counts begin anew, for 10 failures
+    of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises,
+    ends the cells and the session, and is raised on.
 
-    Cells start in the order of `values`, as many at a time as the cluster holds just then.
+    Cells start in the order of `values`, as many at a time as the cluster holds just then. Where an autoscaler adds
+    nodes, some more are handed to Ray and wait there: what waits is what it adds nodes for, and nothing of that
+    outlives the sweep. (`ray.autoscaler.sdk.request_resources` would: it stays until somebody takes it back, there is
+    one for all jobs of a cluster, and one that cannot be met in full brings no node at all.)
 
-    `storage` is a directory that all nodes can reach. The sweep's own files there are gone when it returns:
-    a later sweep with the same keys starts afresh.
+    `storage` is a directory that all nodes can reach, or a URI that Ray knows. The sweep's own files in a directory are gone
+    when it returns; below a URI they are the caller's to remove. A later sweep with the same keys starts afresh.
 
     Several workers find torch.distributed initialised by Ray (gloo, or nccl with GPUs), in which they wait
     `patience` for each other, and the rank variables set. A lone worker finds neither: see `_train`.
     """
     if not values:
         return {}
-    storage = Path(storage).resolve()
-    storage.mkdir(parents=True, exist_ok=True)
-    with session() as found, tempfile.TemporaryDirectory(prefix="sweep-", dir=storage) as folder:
+    with session() as found, _own_folder(storage) as folder:
         concurrency(placement, found)
         queue = _Queue(values, placement)
-        follower = _Follower(observer, queue, retries)
+        follower = _Follower(observer, queue, retries, progress)
         trainable = _trainable(function, dict(values), placement, folder, final, patience)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
@@ -151,9 +164,22 @@ def sweep(
     return {key: follower.outcomes[key] for key in values}
 
 
+@contextmanager
+def _own_folder(storage: Path | str) -> Iterator[str]:
+    """A place in `storage` that no other sweep has."""
+    place, mark, options = str(storage).partition("?")
+    if "://" in place:
+        yield f"{place}/sweep-{uuid.uuid4().hex}{mark}{options}"
+        return
+    path = Path(storage).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sweep-", dir=path) as folder:
+        yield folder
+
+
 def _trial_resources(placement: Placement) -> dict[str, float]:
     if placement.workers > 1:
-        return _DRIVER_RESOURCES
+        return DRIVER_RESOURCES
     return {"CPU": placement.cpus, "GPU": placement.gpus}
 
 
@@ -260,24 +286,58 @@ class _Queue(ray.tune.search.Searcher):
     def _room_now(self) -> int:
         """Nodes come and go."""
         if time.monotonic() - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
-            try:
-                self._room = concurrency(self.placement, resources())
-            except ClusterError:
-                self._room = 1  # it waits where an autoscaler sees what is missing
-            self._looked_at = time.monotonic()
+            self._room, self._looked_at = _room(self.placement, resources()), time.monotonic()
         return self._room
+
+
+def _room(placement: Placement, has: Resources) -> int:
+    """How many cells Ray is given, with those that wait for nodes."""
+    try:
+        cells = concurrency(placement, has)
+    except ClusterError:
+        return 1  # it waits for a node that comes back
+    return cells + max(cells, _AHEAD) if has.grows else cells
+
+
+@dataclass(slots=True)
+class _Past:
+    """How a cell has failed so far."""
+
+    story: str = ""
+    reached: float = 0.0
+    """The most that it has told of its progress; and what that was at its last failure."""
+    reached_before: float = 0.0
+    failures: int = 0
+    """Since it came further, as are the losses."""
+    losses: int = 0
+    failures_ever: int = 0
+
+    def fail(self, story: str, lost: bool) -> None:
+        """By the loss of a node, or by its own doing."""
+        self.story += story
+        if self.reached > self.reached_before:
+            self.failures = self.losses = 0
+        self.reached_before = self.reached
+        if lost:
+            self.losses += 1
+        else:
+            self.failures += 1
+            self.failures_ever += 1
+
+    def may_go_on(self, retries: int) -> bool:
+        # Who asks for more retries than the bound gets them.
+        return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
 
 
 class _Follower(ray.tune.Callback):
     """Translates what Tune says about trials, of which each attempt at a cell is one, into what the observer hears."""
 
-    def __init__(self, observer: Observer, queue: _Queue, retries: int) -> None:
-        self.observer, self.queue, self.retries = observer, queue, retries
+    def __init__(self, observer: Observer, queue: _Queue, retries: int, progress: str | None) -> None:
+        self.observer, self.queue, self.retries, self.progress = observer, queue, retries, progress
         self.outcomes: dict[str, Outcome] = {}
         self.failures: dict[str, Outcome] = {}
         """Of cells that are not started again."""
-        self._stories: defaultdict[str, str] = defaultdict(str)
-        self._failed, self._lost = Counter[str](), Counter[str]()
+        self._pasts: defaultdict[str, _Past] = defaultdict(_Past)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
@@ -286,7 +346,10 @@ class _Follower(ray.tune.Callback):
         if "failure" in result:
             self.failures[trial.config["key"]] = Outcome(trial.config["key"], **result["failure"])
         elif "metrics" in result:
-            self.observer.progress(trial.config["key"], result["metrics"])
+            key, metrics = trial.config["key"], result["metrics"]
+            if self.progress in metrics:
+                self._pasts[key].reached = max(self._pasts[key].reached, metrics[self.progress])
+            self.observer.progress(key, metrics)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         key = trial.config["key"]
@@ -297,13 +360,12 @@ class _Follower(ray.tune.Callback):
         text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
         key = trial.config["key"]
-        self._stories[key] += text
-        count, most = (self._lost, _LOSSES) if _is_lost(error) else (self._failed, self.retries)
-        count[key] += 1
-        if count[key] > most:
-            self._finish(Outcome(key, _reason(error, text), self._stories[key]))
-        else:
+        past = self._pasts[key]
+        past.fail(text, _is_lost(error))
+        if past.may_go_on(self.retries):
             self.queue.waiting.appendleft(key)
+        else:
+            self._finish(Outcome(key, _reason(error, text), past.story))
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcomes[outcome.key] = outcome

@@ -11,9 +11,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS
 if TYPE_CHECKING:
     from experiments.estimate import Hours
     from experiments.grid import ProtocolName
+    from experiments.run import Cell
     from experiments.tracking import Listed
 
 
@@ -136,7 +139,7 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
 @SEEDS
 @ADDRESS
 def run(
-    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, address: str | None
+    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
 ) -> None:
     """Train what is missing of a grid and print its table; interrupted, the same command continues."""
     from experiments.run import open_job
@@ -157,7 +160,7 @@ def plan(
     grid: Path,
     overrides: tuple[str, ...],
     profile: str,
-    runs: Path | None,
+    runs: Path | str | None,
     seeds: int | None,
     address: str | None,
     as_json: bool,
@@ -175,11 +178,14 @@ def plan(
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
         return
     width = max(len(cell.row) for cell in cells)
-    lines = [
-        f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {'finished' if cell.finished else 'to train'}{_hours(cell.hours)}"
-        for cell in cells
-    ]
+    lines = [f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {_state(cell)}{_hours(cell.hours)}" for cell in cells]
     click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
+
+
+def _state(cell: Cell) -> str:
+    if cell.stopped_at is not None:
+        return f"stopped at epoch {cell.stopped_at}"
+    return "finished" if cell.finished else "to train"
 
 
 def _hours(hours: Hours | None) -> str:
@@ -192,18 +198,50 @@ def _hours(hours: Hours | None) -> str:
 @PROFILE
 @RUNS
 @SEEDS
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "markdown", "latex", "csv"]),
+    default="text",
+    show_default=True,
+    help="of the table; all but text print it alone",
+)
+@click.option("--html", type=click.Path(path_type=Path), help="write table, plots and curves as one page to this file")
 @AS_JSON
-def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | None, seeds: int | None, as_json: bool) -> None:
+def report(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    form: str,
+    html: Path | None,
+    as_json: bool,
+) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.run import known_results, open_job, robustness_of, show, table_of
+    from experiments.report import table
+    from experiments.robustness import table as robust
+    from experiments.run import finished_results, known_results, open_job, robustness_of, show, table_of, write_page
 
+    if as_json and form != "text":
+        raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
     job = open_job(grid, profile, overrides, runs, seeds)
+    if html is not None and job.grid.robustness:
+        raise UserError(
+            f"--html: a grid with robustness={job.grid.robustness} has no page yet; --format and --json tell its table"
+        )
+    if html is not None:
+        write_page(job, finished_results(job), html)
     if as_json:
         lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
         click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))
-        return
-    _, complete = show(job, known_results(job))
-    sys.exit(0 if complete else 1)
+    elif form != "text" and job.grid.robustness:
+        click.echo(robust.FORMS[form](robustness_of(job, finished_results(job))).rstrip("\n"))
+    elif form != "text":
+        click.echo(table.FORMS[form](table_of(job, finished_results(job))).rstrip("\n"))
+    else:
+        _, complete = show(job, known_results(job))
+        sys.exit(0 if complete else 1)
 
 
 @cli.command()
@@ -214,7 +252,7 @@ def report(grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | No
 @click.option(
     "--page", type=click.Path(path_type=Path), help="the page to write, plots beside it  [default: docs/digits-study.md]"
 )
-def study(profile: str, seeds: int, runs: Path | None, address: str | None, page: Path | None) -> None:
+def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
     """Train the paper's ablation tables over several seeds, and tell which of its orderings show; continues like `run`."""
     from experiments.config import PROJECT_DIR
     from experiments.run import study as run_study
@@ -230,23 +268,26 @@ def study(profile: str, seeds: int, runs: Path | None, address: str | None, page
 @RUNS
 @click.option("--json", "as_json", is_flag=True, help="an object")
 def evaluate(
-    checkpoint: str, overrides: tuple[str, ...], profile: str | None, split: str | None, runs: Path | None, as_json: bool
+    checkpoint: str, overrides: tuple[str, ...], profile: str | None, split: str | None, runs: Path | str | None, as_json: bool
 ) -> None:
     """Tell top-1, top-5 and loss of a checkpoint on a split.
 
     CHECKPOINT is a trial's (the file, or its folder or the trial's key, for the best epoch), which tells how its images are
-    treated; or a file of `san.save_checkpoint`; or one of the paper's authors. Overrides: data.*, recipe.batch, placement.cpus;
+    treated; or a file of `san.save_checkpoint`; or one of the paper's authors; each may be s3://bucket/... Overrides: data.*,
+    recipe.batch, placement.cpus;
     for a file of the authors' also what it does not tell, such as model.footprint=9.
     """
-    from experiments.evaluate import checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images, shown
-    from experiments.run import default_runs_dir
+    from experiments.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
     from experiments.trial import transform
+    from experiments.workspace import open_runs
 
-    path = checkpoint_path(checkpoint, (runs or default_runs_dir()).resolve())
-    opened = open_checkpoint(path, overrides, profile)
-    images = open_images(opened, split)
-    with shown(len(images), opened.config.recipe.batch) as ended:
-        found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+    with reach(checkpoint, open_runs(runs)) as (path, place):
+        opened = open_checkpoint(path, overrides, profile)
+        images = open_images(opened, split)
+        with shown(len(images), opened.config.recipe.batch) as ended:
+            found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+    if place is not None:
+        found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:
         click.echo(f"note: the images of {found.split} in {found.root} are not those of the trial", err=True)
     if as_json:
@@ -272,7 +313,7 @@ def robustness(
     protocol: ProtocolName,
     profile: str | None,
     split: str | None,
-    runs: Path | None,
+    runs: Path | str | None,
     as_json: bool,
 ) -> None:
     """Take checkpoints through a protocol: accuracy on turned images, or under targeted attacks, and the drop.
@@ -282,12 +323,11 @@ def robustness(
     """
     from experiments.robustness import PROTOCOLS, table
     from experiments.robustness.checkpoints import measure_all
-    from experiments.run import default_runs_dir, tracking_uri
+    from experiments.workspace import open_workspace
 
     names = [word for word in checkpoints if "=" not in word or Path(word).exists()]
     overrides = [word for word in checkpoints if word not in names]
-    folder = (runs or default_runs_dir()).resolve()
-    cells = measure_all(names, overrides, protocol, profile, split, folder, tracking_uri(folder))
+    cells = measure_all(names, overrides, protocol, profile, split, open_workspace(runs))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
     else:
@@ -315,23 +355,24 @@ def show(
     out: Path,
     profile: str | None,
     split: str | None,
-    runs: Path | None,
+    runs: Path | str | None,
 ) -> None:
     """Draw how an attention layer weighs the footprint of a pixel, or of a grid of pixels, channel by channel.
 
     CHECKPOINT and overrides are those of `san evaluate`. IMAGE is a JPEG or PNG file, or the number of an image of the split.
     """
-    from experiments.evaluate import checkpoint_path, open_checkpoint
+    from experiments.evaluate import open_checkpoint, reach
     from experiments.report.attention import draw, in_words
-    from experiments.run import default_runs_dir
     from experiments.show import look, open_image
+    from experiments.workspace import open_runs
 
     if pixel is not None and grid is not None:
         raise UserError("show draws one pixel or a grid of them: leave out --pixel or --grid")
     place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and place is None:
         raise UserError(f"--pixel {pixel}: it is written ROW,COL, such as 12,8")
-    opened = open_checkpoint(checkpoint_path(checkpoint, (runs or default_runs_dir()).resolve()), overrides, profile)
+    with reach(checkpoint, open_runs(runs)) as (path, _):
+        opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))
     attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
     draw(attention, out)
@@ -343,14 +384,15 @@ def show(
 @RUNS
 @AS_JSON
 @click.option("--follow", is_flag=True, help="again every 5 seconds, on a terminal in place, until nothing runs")
-def list_runs(grid: str | None, runs: Path | None, as_json: bool, follow: bool) -> None:
+def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: bool) -> None:
     """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
-    from experiments.run import default_runs_dir, has_store, tracking_uri
+    from experiments.run import has_store
     from experiments.tracking import list_runs as listed_runs
+    from experiments.workspace import open_workspace
 
     if as_json and follow:
         raise UserError("--json tells once; leave out --follow")
-    uri = tracking_uri((runs or default_runs_dir()).resolve())
+    uri = open_workspace(runs).tracking_uri
     while True:
         listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
         if as_json:
@@ -381,20 +423,48 @@ def _listed(run: Listed) -> str:
 
 @cli.command()
 @RUNS
-@click.option("--port", default=5000, show_default=True)
-def ui(runs: Path | None, port: int) -> None:
-    """Browse the runs: MLflow on the project's store, on this machine only."""
-    from experiments.run import default_runs_dir, has_store, tracking_uri
+@click.option("--port", type=click.IntRange(1, 65535), help="[default: 5000, or the next one that is free]")
+def ui(runs: Path | str | None, port: int | None) -> None:
+    """Browse the runs: MLflow on the project's store, on this machine only, with the address of each grid's page."""
+    from experiments.run import has_store
+    from experiments.tracking import experiment_pages
+    from experiments.workspace import open_workspace
 
-    uri = tracking_uri((runs or default_runs_dir()).resolve())
-    if uri.startswith("http"):
-        click.echo(f"{uri}  (the server of MLFLOW_TRACKING_URI)")
-        return
+    uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
-    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    click.echo(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
-    subprocess.run([*mlflow, "--host", "127.0.0.1", "--port", str(port)], check=False)
+    is_server = uri.startswith("http")
+    port = port if is_server else _free_port(port)
+    address = uri if is_server else f"http://127.0.0.1:{port}"
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    asks = f", which asks for {user}'s password" if user else ""
+    how = f"(the server of MLFLOW_TRACKING_URI{asks})" if is_server else "(Ctrl-C ends it)"
+    found = experiment_pages(uri, address.rstrip("/"))
+    width = max(map(len, found), default=0)
+    click.echo("\n".join([f"{address}  {how}", *(f"{name:{width}s}  {page}" for name, page in found.items())]))
+    if is_server:
+        return
+    options = ["--host", "127.0.0.1", "--port", str(port), "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}"]
+    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options, "--workers", "1"]
+    try:
+        sys.exit(subprocess.run(mlflow, check=False).returncode)
+    except KeyboardInterrupt:  # how one leaves it
+        return
+
+
+def _free_port(wanted: int | None) -> int:
+    """The wanted port of this machine; without one, the first from 5000 on that is free.
+
+    Raises:
+        UserError: it is taken.
+    """
+    for port in range(5000, 5100) if wanted is None else (wanted,):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise UserError(f"port {wanted or '5000 to 5099'} is taken; name another with --port")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from experiments.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import parse_override, profile_path, read_yaml
+from experiments.storage import Bucket, is_uri
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.engine import device
 from experiments.training.loop import evaluate
@@ -30,6 +32,8 @@ from san.models.spec import Trunk
 TAKEN = ("recipe.batch", "placement.cpus")
 """Overrides besides those of `data` that an evaluation has a use for."""
 SECONDS_BETWEEN_LINES = 10.0
+KEY = "[0-9a-f]{12}"
+"""Of a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,40 @@ def shown(images: int, batch: int, what: str = "") -> Iterator[Callable[[], None
     yield ended
 
 
+@contextmanager
+def reach(name: str, runs: Path | Bucket) -> Iterator[tuple[Path, str | None]]:
+    """The checkpoint that a path, a trial's key or a URI means, as a file or folder of this machine. One in a bucket is there
+    as long as the block lasts, and comes with its URI; of a folder there, it is that of the best epoch.
+
+    Raises:
+        UserError: there is none.
+        StorageError: the bucket cannot be used.
+    """
+    bucket = Bucket.parse(name) if is_uri(name) else None
+    if isinstance(runs, Bucket) and re.fullmatch(KEY, name) and not Path(name).exists():
+        bucket = runs.folder(f"checkpoints/{name}")
+    if bucket is None:
+        yield checkpoint_path(name, runs if isinstance(runs, Path) else Path()), None
+        return
+    with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
+        above, own = bucket.split()
+        content = above.get(own) if own else None
+        if content is not None:
+            path = Path(folder) / own
+            path.write_bytes(content)
+            yield path, bucket.uri
+            return
+        for found in bucket.names(""):
+            if "/" not in found and found.startswith("epoch-"):
+                (Path(folder) / found).write_bytes(bucket.get(found) or b"")
+        best = best_in(Path(folder))
+        if best is None:
+            raise UserError(
+                f"{bucket}: there is no such file, nor a folder with a checkpoint of a whole epoch that can be read"
+            )
+        yield Path(folder) / best.name, bucket.below(best.name)
+
+
 def checkpoint_path(name: str, runs: Path) -> Path:
     """A path as it is; a trial's key, where there is no such file, as the folder of its checkpoints.
 
@@ -246,7 +284,7 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         UserError: there is neither.
     """
     path = Path(name)
-    if path.exists() or not re.fullmatch("[0-9a-f]{12}", name):
+    if path.exists() or not re.fullmatch(KEY, name):
         return path
     folder = runs / "checkpoints" / name
     if not folder.is_dir():

@@ -16,7 +16,17 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from experiments.config import ModelConfig, Strict, TrialConfig, contradictions, merged, mistakes, model_mistakes, value_at
+from experiments.config import (
+    Count,
+    ModelConfig,
+    Strict,
+    TrialConfig,
+    contradictions,
+    merged,
+    mistakes,
+    model_mistakes,
+    value_at,
+)
 from experiments.errors import UserError
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
@@ -47,6 +57,15 @@ class Plot(Strict):
 ProtocolName = Literal["rotation", "attack"]
 
 
+class EarlyStopping(Strict):
+    """Cells whose top-1 is low among those of the same epoch end early: asynchronous successive halving."""
+
+    grace_epochs: Count
+    """After so many epochs cells are compared first, and then after each `reduction` times as many."""
+    reduction: Annotated[int, Field(ge=2)] = 3
+    """About the best 1 of so many goes on."""
+
+
 class Grid(Strict):
     """The file of a grid."""
 
@@ -62,6 +81,8 @@ class Grid(Strict):
     plot: Plot | None = None
     robustness: ProtocolName | None = None
     """The protocol whose numbers the table holds, taken of each trained cell, in place of its accuracy."""
+    early_stopping: EarlyStopping | None = None
+    """Off where it is null. No part of a trial's key: what is finished has the same result."""
 
 
 PLACES = (
@@ -194,6 +215,8 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     configs = _configs(_Layers(path, grid, profile_file, read_yaml(profile_file), layers), wrong)
     if not wrong and grid.plot is not None:
         wrong += _unplottable(path, grid.plot, configs)
+    if grid.early_stopping is not None:
+        wrong += _unstoppable(path, grid, grid.early_stopping, configs)
     if wrong:
         raise UserError("\n".join(dict.fromkeys(wrong)))
     models = [layer.get("model", {}) for _, layer in layers]
@@ -369,3 +392,23 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
                 break
             places[place] = row
     return wrong
+
+
+def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping[str, TrialConfig]) -> list[str]:
+    """Why cells cannot be compared on their way; an option that does nothing is a mistake too."""
+    if grid.table is not None:
+        return [
+            f"{path}: early_stopping: a table of the paper ({grid.table}) compares whole trainings; leave out one of the two"
+        ]
+    lengths = {row: config.recipe.epochs for row, config in configs.items()}
+    if len(set(lengths.values())) > 1:
+        short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
+        return [
+            f"{path}: early_stopping: cells are compared after equal epochs of equally long trainings, but recipe.epochs is "
+            f"{lengths[short]} in row {short} and {lengths[long]} in row {long}; make them one, or leave early_stopping out"
+        ]
+    return [
+        f"{path}: early_stopping.grace_epochs: must be less than recipe.epochs={epochs}, not {wanted.grace_epochs}"
+        for epochs in set(lengths.values())
+        if wanted.grace_epochs >= epochs
+    ]

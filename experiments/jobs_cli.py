@@ -27,7 +27,9 @@ SERVER = click.option(
 @GRID
 @OVERRIDES
 @PROFILE
-@click.option("--runs", help="where runs are kept, a folder of the cluster's  [default: SAN_RUNS there, else ~/.san/runs]")
+@click.option(
+    "--runs", help="where runs are kept, a folder of the cluster's or s3://...  [default: SAN_RUNS there, else ~/.san/runs]"
+)
 @SEEDS
 @SERVER
 @click.option("--env", "names", multiple=True, metavar="NAME", help="give the job this variable's value; may be repeated")

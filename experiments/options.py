@@ -6,6 +6,16 @@ from pathlib import Path
 
 import click
 
+
+class _Place(click.ParamType[str | Path]):
+    """A folder, or the URI of a bucket, which as a path would lose a slash."""
+
+    name = "folder"
+
+    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> str | Path:
+        return value if "://" in str(value) else Path(value)
+
+
 GRID = click.argument("grid", type=click.Path(path_type=Path))
 PROFILE = click.option(
     "--profile",
@@ -13,7 +23,11 @@ PROFILE = click.option(
     show_default=True,
     help="digits (laptop), study (harder digits) or imagenet (the paper's setting)",
 )
-RUNS = click.option("--runs", type=click.Path(path_type=Path), help="where runs are kept  [default: SAN_RUNS, else runs/]")
+RUNS = click.option(
+    "--runs",
+    type=_Place(),
+    help="where runs are kept: a folder, or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
+)
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="seeds 0 to N-1 instead of the grid's")
 ADDRESS = click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")

@@ -81,10 +81,17 @@ class _Cell:
 
     def end(self, failed: bool) -> None:
         self.running, self.failed = False, failed
-        if not failed:
+        if self.stopped:
+            self.epochs = round(self.done)  # the others are not to come
+        elif not failed:
             self.done = self.epochs
         if self.done_before is None:
             self.done_before = self.done
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended early."""
+        return self.latest is not None and "stopped" in self.latest
 
     def seconds_left(self, now: float) -> float | None:
         """By the speed of the latest attempt; None before there is one, and in the last validation, whose time is not known."""
@@ -132,6 +139,8 @@ class Progress:
         seconds = self.clock() - cell.begun
         if outcome.error is not None:
             self._say(f"{cell.name} FAILED after {seconds:.0f} s: {outcome.error}")
+        elif cell.latest is not None and cell.stopped:
+            self._say(f"{cell.name} {', '.join(words(cell.latest)[:2])}, after {seconds:.0f} s")
         elif cell.latest is not None:
             self._say(f"{cell.name} finished in {seconds:.0f} s: {', '.join(words(cell.latest))}")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -33,9 +34,21 @@ def _told() -> str:
 def environment() -> str:
     """Hardware, Python and package versions, as text."""
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
+    return "\n".join([f"python {platform.python_version()}", platform.platform(), machine(), "", *packages, ""])
+
+
+def machine() -> str:
+    """Processors, memory and GPUs of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    hardware = f"{os.cpu_count()} CPUs ({_processor()}), {memory:.0f} GiB of memory, {_gpus()}"
-    return "\n".join([f"python {platform.python_version()}", platform.platform(), hardware, "", *packages, ""])
+    return f"{os.cpu_count()} CPUs ({_processor()}), {memory:.0f} GiB of memory, {_gpus()}"
+
+
+def versions() -> str:
+    """Of Python and of the packages that a result depends on most; `environment` has them all."""
+    wanted = re.compile("torch|deepspeed|ray|nvidia-dali-.*")
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    packages = [f"{name} {found[name]}" for name in sorted(found) if wanted.fullmatch(name)]
+    return ", ".join([f"python {platform.python_version()}", *packages])
 
 
 def _processor() -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
+import shlex
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -15,20 +16,24 @@ from pathlib import Path
 from typing import TypeVar
 
 import cluster
+from experiments.claims import WhileClaimed, claimed_cells, in_turn
 from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
-from experiments.estimate import Hours, Speeds
+from experiments.estimate import Costs, Hours
 from experiments.grid import Grid, Trial, expand
 from experiments.progress import Progress
 from experiments.report import figures, table
+from experiments.report.page import CURVES, Answer, page, shown_rows
 from experiments.report.paper import counts_at_paper_setting, paper_claims, paper_numbers, paper_rows, table_names
 from experiments.report.study import section_of, write_study
 from experiments.robustness import PROTOCOLS
 from experiments.robustness import table as robust
-from experiments.robustness.cells import Work, measure_all, works
-from experiments.summary import read_run_id
-from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError, require_no_secret
-from experiments.trial import Workspace, data_digest, loaders, open_data, run_trial
+from experiments.robustness.cells import Watch, Work, measure, works
+from experiments.storage import Lease, StorageError
+from experiments.summary import read_top1
+from experiments.tracking import PATIENCE, PAUSE, Result, Tracker, TrackerError
+from experiments.trial import data_digest, loaders, open_data, run_trial
+from experiments.workspace import Workspace, open_workspace
 from pipelines import DataError
 
 GRIDS_DIR = Path(__file__).parent / "grids"
@@ -46,6 +51,9 @@ class Job:
     full_size: Mapping[str, ModelConfig]
     """Each row's model at the paper's setting."""
     workspace: Workspace
+    overrides: tuple[str, ...]
+    command: str
+    """The `san run` that was, or would be, asked for."""
 
     @property
     def tracker(self) -> Tracker:
@@ -58,43 +66,26 @@ class Job:
         return cluster.Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
-def default_runs_dir() -> Path:
-    """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
-    if "SAN_RUNS" in os.environ:
-        return Path(os.environ["SAN_RUNS"])
-    is_job_copy = "_ray_pkg_" in PROJECT_DIR.as_posix()
-    return Path.home() / ".san" / "runs" if is_job_copy else PROJECT_DIR / "runs"
-
-
-def tracking_uri(runs: Path) -> str:
-    """`MLFLOW_TRACKING_URI`, else a database in the folder of runs.
-
-    Raises:
-        UserError: a password is in it.
-    """
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        return f"sqlite:///{runs / 'mlflow.db'}"
-    require_no_secret(uri)
-    return uri
-
-
 def has_store(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
     return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
-def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | None = None, seeds: int | None = None) -> Job:
-    """Reads and checks everything that a grid needs: its file, every row, the images.
+def open_job(
+    path: Path, profile: str, overrides: Sequence[str], runs: str | Path | None = None, seeds: int | None = None
+) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
     With `seeds`, 0 to seeds - 1 come instead of the grid's.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
         DataError: images that cannot be used.
+        StorageError: the bucket is not there, does not answer or does not take our credentials.
     """
-    runs = (runs or default_runs_dir()).resolve()
-    workspace = Workspace(runs, tracking_uri(runs))
+    workspace = open_workspace(runs)
+    if workspace.bucket is not None:
+        workspace.bucket.check()
     expanded = expand(path, profile, overrides, table_names())
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
@@ -108,7 +99,16 @@ def open_job(path: Path, profile: str, overrides: Sequence[str], runs: Path | No
     for scaling in dict.fromkeys(config.recipe.scaling for config in expanded.configs.values()):
         if scaling is not None:
             _say(scaling)
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace)
+    command = _run_command(path, profile, overrides, seeds)
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command)
+
+
+def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
+    """What to type in the project's folder."""
+    whole = path.resolve()
+    grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else path
+    chosen = [] if seeds is None else ["--seeds", str(seeds)]
+    return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +119,51 @@ class Cell:
     seed: int
     key: str
     finished: bool
+    stopped_at: int | None
+    """The epoch after which early stopping ended it."""
     hours: Hours | None
-    """None where it is finished, and where no finished run is like it."""
+    """None where nothing is to train, and where no finished run is like it."""
 
 
 def plan(job: Job) -> list[Cell]:
-    """The cells in order, each with its content hash and whether it is finished. Trains and tracks nothing."""
+    """The cells, each with its content hash: finished and stopped ones, then those to train, as `run` would start them. Trains
+    and tracks nothing."""
     results = known_results(job)
-    speeds = Speeds(results.values())
-    cells, met = [], set()
+    done = [trial for trial in job.trials if _is_done(job, results, trial)]
+    alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in job.trials:
-        finished = _is_finished(results, trial)
-        trains = not finished and trial.key not in met  # equal cells are trained once
-        met.add(trial.key)
-        hours = speeds.hours(trial, len(open_data(trial.config.data)[0])) if trains else None
-        cells.append(Cell(trial.row, trial.seed, trial.key, finished, hours))
+        alike[trial.key].append(trial)
+    cells = []
+    for trial in done:
+        result = results[trial.key]
+        cells.append(Cell(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
+    for first, hours in to_train(job, results):
+        for trial in alike[first.key]:  # equal cells are trained once
+            cells.append(Cell(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
     return cells
+
+
+def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours | None]]:
+    """The cells that are neither finished nor stopped, one for each key, with their hours where those are known.
+
+    In the order in which they start: what takes least comes first, for its answer comes soonest.
+    """
+    missing: dict[str, Trial] = {}
+    for trial in job.trials:
+        if not _is_done(job, results, trial):
+            missing.setdefault(trial.key, trial)
+    costs = Costs(results.values())
+    found = []
+    for trial in missing.values():
+        images = len(open_data(trial.config.data)[0])
+        hours = costs.speeds.hours(trial, images)
+        found.append((costs.hours(trial, hours, images), trial, hours))
+    return [(trial, hours) for _, trial, hours in sorted(found, key=lambda each: each[0])]
 
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
-    missing = {cell.key: cell for cell in reversed(cells) if not cell.finished}  # the first of equal ones has the hours
+    missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
     if not missing:
         return [first]
@@ -151,8 +175,19 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
         except cluster.ClusterError as error:
             return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
-    room = f"{where} has {resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell"
-    return [first, room, *_in_hours(missing.values(), at_once)]
+    return [first, f"{where} has {_room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+
+
+def _room(job: Job, resources: cluster.Resources, at_once: int) -> str:
+    now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
+    room = f"{at_once} cells at a time, {job.placement} per cell"
+    if resources.grows:
+        return f"{now} now: {room}; its autoscaler adds nodes while cells wait, Ray does not tell how many"
+    return f"{now}: {room}"
+
+
+def _is_settled(cell: Cell) -> bool:
+    return cell.finished or cell.stopped_at is not None
 
 
 def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
@@ -161,7 +196,7 @@ def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
         return ["time: not known, no finished run has the same model, size and placement"]
     cpu, gpu, wall = (sum(getattr(hours, unit) for hours in known) for unit in ("cpu", "gpu", "wall"))
     text = f"training, by the speed of finished runs like them: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
-    if at_once is not None:
+    if at_once:
         text += f", {max(wall / at_once, max(hours.wall for hours in known)):.3g} hours with {at_once} at a time"
     unknown = len(missing) - len(known)
     return [text + (f"; {unknown} cells of models, sizes or placements not met before are not counted" if unknown else "")]
@@ -175,12 +210,12 @@ def run(job: Job, address: str | None) -> bool:
         KeyboardInterrupt: stopped by the user; the next call continues.
     """
     results = known_results(job)
-    unfinished = [trial for trial in job.trials if not _is_finished(results, trial)]
-    missing: dict[str, Trial] = {}
-    for trial in unfinished:
-        missing.setdefault(trial.key, trial)
-    done, equal = len(job.trials) - len(unfinished), len(unfinished) - len(missing)
+    missing = {trial.key: trial for trial, _ in to_train(job, results)}
+    done = sum(_is_finished(results, trial) for trial in job.trials)
+    stopped = sum(_is_done(job, results, trial) for trial in job.trials) - done
+    equal = len(job.trials) - done - stopped - len(missing)
     found = f", {done} finished before (taken from MLflow)" if done else ""
+    found += f", {stopped} stopped before" if stopped else ""
     found += f", {equal} equal to another" if equal else ""
     _say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if not missing and not _to_measure(job, results):
@@ -188,7 +223,7 @@ def run(job: Job, address: str | None) -> bool:
     try:
         trained = _train(job, missing, address) if missing else []
         results = _patiently(lambda: known_results(job))
-        unsent = [missing[key].name for key in trained if not _is_finished(results, missing[key])]
+        unsent = [missing[key].name for key in trained if not _is_done(job, results, missing[key])]
         if unsent:
             _say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
         if to_measure := _to_measure(job, results):
@@ -196,6 +231,7 @@ def run(job: Job, address: str | None) -> bool:
             results = _patiently(lambda: known_results(job))
         files, complete = show(job, results)
         _patiently(lambda: job.tracker.log_report(files, complete))
+        _patiently(lambda: job.tracker.describe(_note(job, results)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\nwhat was trained is kept; the same command continues and sends what MLflow lacks"
@@ -203,7 +239,7 @@ def run(job: Job, address: str | None) -> bool:
     return complete
 
 
-def study(profile: str, seeds: int, runs: Path | None, address: str | None, page: Path) -> bool:
+def study(profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path) -> bool:
     """Trains what is missing of the paper's ablation tables and writes what of them shows; returns whether all is finished.
 
     Raises: as `open_job` and `run` do, before anything is trained.
@@ -228,17 +264,38 @@ def known_results(job: Job) -> dict[str, Result]:
     return job.tracker.results()
 
 
+def finished_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already.
+
+    Raises:
+        UserError: no cell is finished.
+    """
+    results = known_results(job)
+    if not any(_is_finished(results, trial) for trial in job.trials):
+        raise UserError(
+            f"no cell of grid {job.name} under profile {job.profile} is finished in {job.workspace.tracking_uri}; "
+            f"train it with `{job.command}`, or name another store with --runs"
+        )
+    return results
+
+
 def _is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
 
 
+def _is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
+    """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
+    stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
+    return stops or _is_finished(results, trial)
+
+
 def _patiently(ask: Callable[[], T]) -> T:
-    """What the tracker answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
+    """What the tracker or the bucket answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
     limit = time.monotonic() + PATIENCE
     while True:
         try:
             return ask()
-        except TrackerError:
+        except (TrackerError, StorageError):
             if time.monotonic() > limit:
                 raise
             time.sleep(PAUSE)
@@ -249,52 +306,71 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     start = time.monotonic()
     with cluster.session(address) as resources:
         at_once = min(cluster.concurrency(job.placement, resources), len(missing))
-        _say(f"{resources.cpus} CPUs and {resources.gpus} GPUs: {at_once} cells at a time, {job.placement} per cell")
-        runs = job.workspace.runs
-        with _only_one(runs / f"{job.name}-{job.profile}.lock"), _claimed(runs / "cells.lock", missing) as claimed:
+        _say(_room(job, resources, at_once))
+        with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 _say(f"{', '.join(others)}: left to another `san run`, which is training the same")
             results = known_results(job)  # another run may have finished some before they could be claimed
-            claimed = {key: trial for key, trial in claimed.items() if not _is_finished(results, trial)}
-            outcomes = _sweep(job, claimed)
+            claimed = {key: trial for key, trial in claimed.items() if not _is_done(job, results, trial)}
+            with _early_stopping(job, results) as goes_on:
+                outcomes = _sweep(job, claimed, claim, goes_on)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
-                    run_id = read_run_id(job.workspace.checkpoints(missing[key]))
+                    run_id = job.workspace.run_id(missing[key])
                     _patiently(functools.partial(job.tracker.failed, missing[key], run_id, outcome.error))
     trained = [key for key, outcome in outcomes.items() if outcome.error is None]
     _say(f"trained {len(trained)} cells in {time.monotonic() - start:.0f} s")
     return trained
 
 
-def _prepare(job: Job) -> Path:
-    """The grid's place in the store, and an empty folder for the files of a sweep."""
-    with _in_turn(job.workspace.runs / "store.lock"):  # two grids may be the first in a store
+@contextmanager
+def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[cluster.Judge | None]:
+    """Who tells the cells whether they go on, where the grid wants that; cells of earlier calls count too."""
+    wanted = job.grid.early_stopping
+    if wanted is None:
+        yield None
+        return
+    halving = cluster.Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
+    before = [trial for trial in job.trials if _is_done(job, results, trial)]
+    summaries = {trial.key: job.workspace.checkpoints(trial) / "summary.csv" for trial in before}
+    for summary in summaries.values():
+        job.workspace.bring(summary)
+    known = {key: read_top1(summary) for key, summary in summaries.items()}
+    with cluster.judge(halving, known) as goes_on:
+        yield goes_on
+
+
+def _prepare(job: Job) -> None:
+    """Makes the grid's place in the store."""
+    with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    scratch = job.workspace.runs / "sweeps" / f"{job.name}-{job.profile}"
-    shutil.rmtree(scratch, ignore_errors=True)  # a killed run leaves its own
-    return scratch
+        job.tracker.describe(_note(job, {}))
 
 
-def _sweep(job: Job, missing: dict[str, Trial]) -> dict[str, cluster.Outcome]:
-    scratch = _prepare(job)
+def _sweep(
+    job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: cluster.Judge | None
+) -> dict[str, cluster.Outcome]:
+    _prepare(job)
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
-    train = functools.partial(run_trial, job.workspace)
+    train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
     try:
-        return cluster.sweep(
-            train,
-            missing,
-            job.placement,
-            storage=scratch,
-            observer=progress,
-            final=(UserError, DataError, FloatingPointError),
-            patience=job.trials[0].config.reliability.patience,
-        )
+        with _sweep_storage(job.workspace, f"{job.name}-{job.profile}") as storage:
+            return cluster.sweep(
+                train,
+                missing,
+                job.placement,
+                storage=storage,
+                observer=progress if claim is None else WhileClaimed(progress, claim),
+                progress="epoch",
+                final=(UserError, DataError, FloatingPointError),
+                patience=job.trials[0].config.reliability.patience,
+            )
     except KeyboardInterrupt:
         with suppress(TrackerError):
-            job.tracker.interrupted((trial, read_run_id(job.workspace.checkpoints(trial))) for trial in missing.values())
+            job.tracker.interrupted((trial, job.workspace.run_id(trial)) for trial in missing.values())
         raise
     finally:
         progress.close()
@@ -308,26 +384,53 @@ def _to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
 
 def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
     """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
-    start, placement = time.monotonic(), replace(job.placement, workers=1)
+    start, placement, name = time.monotonic(), replace(job.placement, workers=1), f"{job.name}-{job.profile}"
 
     def keep(work: Work, metrics: dict[str, float]) -> None:
         _patiently(lambda: job.tracker.add(work.run_id, metrics))
 
-    with cluster.session(address) as resources, _only_one(job.workspace.runs / f"{job.name}-{job.profile}.lock"):
+    trials = {key: work.trial for key, work in missing.items()}
+    with cluster.session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, claim):
         at_once = min(cluster.concurrency(placement, resources), len(missing))
         _say(f"{job.grid.robustness}: {len(missing)} cells to measure, {at_once} at a time, {placement} per cell")
-        outcomes = measure_all(missing, placement, _prepare(job), keep)
-    failed = [trial for trial in job.trials if trial.key in outcomes and outcomes[trial.key].error is not None]
-    for trial in failed:
-        _keep_story(job, trial, outcomes[trial.key].traceback)
-    _say(f"measured {len(missing) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+        _prepare(job)
+        values = {key: missing[key] for key in claimed}
+        watch = Watch(values, keep, sys.stderr)
+        observer = watch if claim is None else WhileClaimed(watch, claim)
+        try:
+            with _sweep_storage(job.workspace, name) as storage:
+                final = (UserError, DataError)
+                outcomes = cluster.sweep(measure, values, placement, storage=storage, observer=observer, final=final)
+        finally:
+            watch.close()
+    failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
+    for key in failed:
+        _keep_story(job, missing[key].trial, outcomes[key].traceback)
+    _say(f"measured {len(outcomes) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+
+
+@contextmanager
+def _sweep_storage(workspace: Workspace, name: str) -> Iterator[Path | str]:
+    """Where a sweep leaves what only it needs; a killed run leaves its own."""
+    path = workspace.runs / "sweeps" / name
+    if workspace.bucket is None:
+        shutil.rmtree(path, ignore_errors=True)
+        yield path
+        return
+    workspace.bucket.remove_folder(workspace.name(path))
+    yield workspace.place(path)
+    with suppress(StorageError):
+        workspace.bucket.remove_folder(workspace.name(path))
 
 
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
-    path = job.workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
+    workspace = job.workspace
+    path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(story, encoding="utf-8")
-    _say(f"{trial.name}: the whole error is in {path}, what it said before in {job.workspace.log(trial)}")
+    _patiently(lambda: workspace.keep(path))
+    log = workspace.place(workspace.log(trial, node="*"))
+    _say(f"{trial.name}: the whole error is in {workspace.place(path)}, what it said before in {log}")
 
 
 def robustness_of(job: Job, results: Mapping[str, Result]) -> list[robust.Cell]:
@@ -344,7 +447,7 @@ def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
-    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether all is finished."""
+    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether nothing is left."""
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
     _make(folder)
     files = [folder / "table.md", folder / "table.csv"]
@@ -356,10 +459,17 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     if any(line.top1 is not None for line in lines):
         files.append(folder / "plot.png")
         figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
-        _say(f"plot: {files[-1]}")
+        _say(f"plot: {job.workspace.place(files[-1])}")
+        files.append(folder / "report.html")
+        write_page(job, results, files[-1])
+    for file in files:
+        _patiently(functools.partial(job.workspace.keep, file))
     _say(f"browse the runs: {_command()} ui")
+    stopped = [trial.name for trial in job.trials if _is_done(job, results, trial) and not _is_finished(results, trial)]
+    if stopped:
+        _say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
     to_measure = _to_measure(job, results)
-    unfinished = [trial.name for trial in job.trials if not _is_finished(results, trial) or trial.key in to_measure]
+    unfinished = [t.name for t in job.trials if not _is_done(job, results, t) or t.key in to_measure]
     if unfinished:
         _say(f"not finished: {', '.join(unfinished)}; the same command continues")
     return files, not unfinished
@@ -372,6 +482,40 @@ def _tables(job: Job, results: Mapping[str, Result]) -> tuple[str, str, str]:
         return robust.as_text(cells), robust.as_markdown(cells), robust.as_csv(cells)
     lines = table_of(job, results)
     return table.as_text(lines), table.as_markdown(lines), table.as_csv(lines)
+
+
+def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
+    """Writes the answer as an HTML page; a cell that is not finished has curves too.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    lines = table_of(job, results)
+    shown, curves = shown_rows(lines), {}
+    for trial in job.trials:
+        if trial.key in results and trial.row in shown:
+            run_id = results[trial.key].run_id
+            ask = functools.partial(job.tracker.history, run_id)
+            curves[trial.key] = {metric: _patiently(functools.partial(ask, metric)) for metric in CURVES}
+    text = page(
+        Answer(
+            grid=job.grid,
+            name=job.name,
+            caption=_setting(job),
+            command=job.command,
+            overrides=job.overrides,
+            trials=job.trials,
+            results=results,
+            lines=lines,
+            curves=curves,
+            store=job.workspace.tracking_uri,
+        )
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
+    _say(f"report: {path}")
 
 
 def _command() -> str:
@@ -389,51 +533,20 @@ def _make(folder: Path) -> None:
 
 
 def _caption(job: Job) -> str:
+    return f"{job.grid.question} {_setting(job)}"
+
+
+def _note(job: Job, results: Mapping[str, Result]) -> str:
+    """What MLflow shows of the grid, as Markdown."""
+    return f"**{job.grid.question}** {_setting(job)}\n\n{_tables(job, results)[1]}"
+
+
+def _setting(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
-    paper = f" Paper: ImageNet, table `{job.grid.table}`." if job.grid.table else ""
+    paper = f"Paper: ImageNet, table `{job.grid.table}`. " if job.grid.table else ""
     if job.grid.robustness:
-        how = PROTOCOLS[job.grid.robustness].caption
-        return f"{job.grid.question} {how}{paper} Ours: profile `{job.profile}`, {epochs} epochs."
-    return (
-        f"{job.grid.question}{paper} Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
-    )
-
-
-@contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Holds the grid for this process; the lock is gone with the process, however it ends."""
-    _make(path.parent)
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path}: another `san run` is at work on this grid; wait for it or stop it") from None
-        yield
-
-
-@contextmanager
-def _in_turn(path: Path) -> Iterator[None]:
-    """Waits until no other process is in here."""
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _claimed(path: Path, cells: Mapping[str, Trial]) -> Iterator[dict[str, Trial]]:
-    """Those of the cells that no other process is training; nobody else gets them until this is left, however it ends.
-
-    Grids share cells, so the lock of a grid is not enough. Each cell is one byte of the file, at the offset that is its key.
-    """
-    with open(path, "a") as lock:
-        free = {}
-        for key, trial in cells.items():
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(key, 16))
-            except (BlockingIOError, PermissionError):  # which of the two is up to the system
-                continue
-            free[key] = trial
-        yield free
+        return f"{PROTOCOLS[job.grid.robustness].caption} {paper}Ours: profile `{job.profile}`, {epochs} epochs."
+    return f"{paper}Ours: profile `{job.profile}`, {epochs} epochs; params and FLOPs at the paper's setting."
 
 
 def _say(text: str) -> None:

@@ -42,6 +42,7 @@ class Sender:
         self._ended = read_ended(summary)
         self._history: tuple[Epoch, ...] = ()
         self._best: Checkpoint | None = None
+        self._stopped_by: str | None = None
         self._wanted: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial is complete; None: that is all
         self._given_up = threading.Event()
         self._complete = False
@@ -64,6 +65,11 @@ class Sender:
         self._wanted.put(True)
         self.close(seconds)
         return self._complete
+
+    def stop(self, by: str, seconds: float = PATIENCE) -> bool:
+        """Ends the run early, as `finish` ends one that is complete; `by` is who stops it."""
+        self._stopped_by = by
+        return self.finish(None, seconds)
 
     def close(self, seconds: float = 10.0) -> None:
         """Sends what is waiting, for so long at most, and no more; nothing where `finish` came before."""
@@ -90,7 +96,9 @@ class Sender:
                 run.describe(self.trial, self.complexity)
                 self._run = run
             self._run.log(self._history, self._ended)
-            if complete:
+            if complete and self._stopped_by is not None:
+                self._run.stop(self._stopped_by, len(self._history))
+            elif complete:
                 self._run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
                 if self._best is not None:
                     register(self._run.client, self._run.run_id, self._best)

@@ -14,6 +14,7 @@ from experiments.errors import UserError
 from experiments.grid import expand
 from experiments.provenance import COMMIT_VARIABLE, git_commit
 from experiments.report.paper import table_names
+from experiments.storage import Bucket, is_uri
 from experiments.tracking import require_no_secret
 
 PACKAGES = ("san", "cuda_ext", "pipelines", "experiments", "cluster")
@@ -45,7 +46,9 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
         data = config.data
         if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
             raise UserError(f"data.root={data.root}: a folder of the cluster's, so it must be absolute")
-    if runs is not None and not PurePosixPath(runs).is_absolute():
+    if runs is not None and is_uri(runs):
+        Bucket.parse(runs)
+    elif runs is not None and not PurePosixPath(runs).is_absolute():
         raise UserError(
             f"--runs {runs}: a folder of the cluster's, so it must be absolute: the job's own folder is thrown away"
         )

@@ -52,6 +52,15 @@ def read_ended(path: Path) -> dict[int, int]:
         return {}
 
 
+def read_top1(path: Path) -> list[float]:
+    """Top-1 of the epochs that the file tells of, in percent; nothing where it cannot be read as ours."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return [float(row["top1"]) for row in csv.DictReader(file)]
+    except (OSError, KeyError, TypeError, ValueError):
+        return []
+
+
 def read_run_id(folder: Path) -> str | None:
     """The name of the tracker's run in which the checkpoints of a folder began, None where it is not known."""
     try:

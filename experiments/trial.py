@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +19,7 @@ from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.sender import Sender
+from experiments.storage import Lease, Mirror, StorageError, writer_in
 from experiments.tracking import PATIENCE, Tracker
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, determinism, device, join_process_group
@@ -27,6 +27,7 @@ from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.teller import Teller
 from experiments.training.watchdog import Watchdog
+from experiments.workspace import Workspace
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
@@ -34,21 +35,7 @@ from pipelines.shards import index_path
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Where runs are kept: a folder that all nodes can reach, and the tracker's address."""
-
-    runs: Path
-    tracking_uri: str
-
-    def checkpoints(self, trial: Trial) -> Path:
-        """The folder of a trial's checkpoints."""
-        return self.runs / "checkpoints" / trial.key
-
-    def log(self, trial: Trial) -> Path:
-        """What a trial has to say."""
-        return self.runs / "logs" / f"{trial.name}-{trial.key}.log"
+GoesOn = Callable[[str, Sequence[float]], bool]
 
 
 @functools.cache
@@ -170,29 +157,77 @@ def transform(config: DataConfig) -> Transform:
     )
 
 
-def run_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
+def run_trial(
+    workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], goes_on: GoesOn | None = None
+) -> nn.Module:
     """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
 
     Every worker of the cell calls this. `report` is called in all of them, after each epoch and, inside long ones, after the
-    same steps; `Teller` says with what. Returns the model that was validated, which is the same on every worker.
+    same steps; `Teller` says with what. After each epoch but the last the first worker asks `goes_on`, which is given the
+    trial's key and top-1 of its epochs; where it says no, the trial ends there, and its checkpoints stay. Returns the model
+    that was validated, which is the same on every worker.
 
     Raises:
-        UserError: a checkpoint cannot be written, or is another trial's, or another process trains the same.
+        UserError: a checkpoint cannot be kept, or is another trial's, or another process trains the same.
         DataError: an image cannot be used.
         FloatingPointError: a loss is not finite.
     """
+    workspace = workspace.on_this_node()
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
     with (
-        logging_to(workspace.log(trial), rank) as log,
-        only_writer(workspace.checkpoints(trial)) if rank == 0 else nullcontext(),
+        kept_log(workspace, trial) as path,
+        logging_to(path, rank) as log,
+        _only_writer(workspace, trial) if rank == 0 else nullcontext() as mirror,
         Watchdog(patience.total_seconds(), log) as watchdog,
         determinism(trial.config.engine.deterministic),
     ):
-        return _train(workspace, trial, report, watchdog)
+        return _train(workspace, trial, report, goes_on, watchdog, mirror)
 
 
-def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], watchdog: Watchdog) -> nn.Module:
+@contextmanager
+def _only_writer(workspace: Workspace, trial: Trial) -> Iterator[Mirror | None]:
+    """Inside, no other process writes the trial's checkpoints; with a bucket, on no node. Yields what brings them there."""
+    folder = workspace.checkpoints(trial)
+    with only_writer(folder):
+        if workspace.bucket is None:
+            yield None
+            return
+        lease = Lease(workspace.bucket, f"cells/{trial.key}", f"the cell {trial.name}", writer_in(folder / "writer"))
+        away = _seconds_away(trial)
+        with lease.held(seconds=180, away=away):
+            mirror = Mirror(folder, workspace.bucket, workspace.name(folder), lease, away)
+            yield mirror
+            mirror.clear()
+
+
+@contextmanager
+def kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
+    """The trial's log on this node, continued where a bucket has it, and kept there when the block is left."""
+    path = workspace.log(trial)
+    if workspace.bucket is not None and not path.exists():
+        with suppress(StorageError):  # whoever needs the bucket for more tells it
+            workspace.bring(path)
+    try:
+        yield path
+    finally:
+        with suppress(StorageError, OSError):
+            workspace.keep(path)
+
+
+def _seconds_away(trial: Trial) -> float:
+    """For which a tracker or a store may be away, while the other workers wait."""
+    return min(PATIENCE, trial.config.reliability.patience.total_seconds() / 2)
+
+
+def _train(
+    workspace: Workspace,
+    trial: Trial,
+    report: Callable[[Mapping[str, float]], None],
+    goes_on: GoesOn | None,
+    watchdog: Watchdog,
+    mirror: Mirror | None,
+) -> nn.Module:
     config, care = trial.config, trial.config.reliability
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(config.placement.cpus)
@@ -206,13 +241,14 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
     checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
     classes = train.dataset.classes
     origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
-    saved = _saved(checkpoints, rank, world)
+    saved = _saved(workspace, checkpoints, mirror, rank, world)
     history: tuple[Epoch, ...] = ()
     running = RunningEpoch(0, engine.lr)
     if saved is not None:
         engine.load_state_dict(saved.engine)
         history, running = saved.history, saved.running
     run = _sender(workspace, trial, complexity, len(train.dataset), history) if rank == 0 else None
+    send = functools.partial(_send, workspace, trial, mirror)
 
     def save(running: RunningEpoch) -> None:
         state = engine.state_dict()
@@ -220,20 +256,25 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             raise FloatingPointError(f"weights are not finite after {running.steps} steps of epoch {running.number}")
         if rank == 0:
             checkpoints.save(Checkpoint(trial.key, origin, history, running, state))
+        send()
 
     teller = Teller(report, config.recipe.epochs, train, history)
     between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
     try:
-        while running.number < config.recipe.epochs:
+        while running.number < config.recipe.epochs and _goes_on(goes_on, trial.key, history, running):
             history = (*history, run_epoch(engine, train, val, running, between))
             running = RunningEpoch(len(history), engine.lr)
             # In this order what is logged is saved, and what is saved but not logged, after a kill, the next start logs.
             save(running)
             if run is not None:
                 run.log(history)
+                send()
             teller.tell_epoch(history)
+        teller.tell_end()
         if run is not None:
-            run.finish(_best(checkpoints, history), min(PATIENCE, care.patience.total_seconds() / 2))  # while the others wait
+            _end(run, trial, checkpoints, history)
+            with suppress(StorageError):  # all that counts is there
+                send()
     except FloatingPointError as error:
         good = checkpoints.newest()
         raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
@@ -242,6 +283,33 @@ def _train(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, fl
             run.close()
     dist.barrier()
     return engine.model
+
+
+def _send(workspace: Workspace, trial: Trial, mirror: Mirror | None) -> None:
+    """Brings to the bucket, where there is one, what the first worker has for it, and each node's log."""
+    if mirror is not None:
+        mirror.send()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(StorageError):
+            workspace.keep(workspace.log(trial))
+
+
+def _goes_on(goes_on: GoesOn | None, key: str, history: Sequence[Epoch], running: RunningEpoch) -> bool:
+    """What the first worker hears, in all of them; between two epochs only."""
+    if goes_on is None or not history or running.steps:
+        return True
+    heard = [goes_on(key, [epoch.top1 for epoch in history]) if dist.get_rank() == 0 else True]
+    dist.broadcast_object_list(heard)
+    return heard[0]
+
+
+def _end(run: Sender, trial: Trial, checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> None:
+    """Sends what is left, while the other workers wait."""
+    patience = _seconds_away(trial)
+    if len(history) < trial.config.recipe.epochs:
+        run.stop(f"{trial.grid}-{trial.profile}", patience)
+    else:
+        run.finish(_best(checkpoints, history), patience)
 
 
 def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
@@ -268,17 +336,21 @@ def _best(checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> Checkpoint | 
     return best
 
 
-def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None:
+def _saved(workspace: Workspace, checkpoints: Checkpoints, mirror: Mirror | None, rank: int, world: int) -> Checkpoint | None:
     """The last checkpoint that can be read, the same for all workers: the first looks for it."""
     saved: Checkpoint | None = None
     if rank == 0:
         checkpoints.prepare()
+        if mirror is not None:
+            mirror.bring()
         saved = checkpoints.load()
+        if mirror is not None:
+            mirror.send()
     found = [saved.name if saved else None]
     dist.broadcast_object_list(found)
     (name,) = found
     if name is not None and rank != 0:
-        saved = Checkpoint.read(checkpoints.folder / name)
+        saved = _read(workspace, checkpoints.folder / name)
     elif saved is not None:
         _log.info("goes on from %s", name)
     if saved is not None and saved.workers != world and rank == 0:
@@ -289,6 +361,16 @@ def _saved(checkpoints: Checkpoints, rank: int, world: int) -> Checkpoint | None
             world,
         )
     return saved
+
+
+def _read(workspace: Workspace, path: Path) -> Checkpoint:
+    """The checkpoint that the first worker has found, where it may be on another node."""
+    if workspace.bucket is None:
+        return Checkpoint.read(path)
+    content = workspace.bucket.get(workspace.name(path))
+    if content is None:
+        raise UserError(f"{workspace.place(path)}: is gone since it was read; the same command goes on from another")
+    return Checkpoint.of_bytes(content)
 
 
 @contextmanager

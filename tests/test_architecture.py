@@ -26,6 +26,7 @@ DOORS = {
     "click": ("experiments/cli.py", "experiments/data_cli.py", "experiments/jobs_cli.py", "experiments/options.py"),
     "sklearn": "pipelines/digits.py",
     "matplotlib": ("experiments/report/figures.py", "experiments/report/attention.py"),
+    "pyarrow": "experiments/storage/bucket.py",
     "scipy": "experiments/report/interval.py",
 }
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))

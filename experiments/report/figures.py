@@ -71,6 +71,11 @@ def draw(plot: Plot | None, trials: Sequence[Trial], table: Sequence[Line], titl
     plt.close(figure)
 
 
+def family(trial: Trial) -> str:
+    """What models that differ in depth alone have in common, such as `san pairwise`."""
+    return re.sub(r"\d+", "", trial.config.model.name).replace("_", " ")
+
+
 def _panels(profile: str, table: Sequence[Line]) -> list[Panel]:
     panels = [Panel(f"ours, {profile}", "top1")]
     if any(line.top1_half_width is not None for line in table):
@@ -100,7 +105,7 @@ def _draw_series(axis: Any, plot: Plot, trials: Sequence[Trial], table: Sequence
 
 def _draw_rows(axis: Any, trials: Sequence[Trial], table: Sequence[Line], panel: Panel) -> None:
     """Models of one family share a style, whatever their depths; the rows' ids stand on the left."""
-    families = {trial.row: re.sub(r"\d+", "", trial.config.model.name) for trial in trials}
+    families = {trial.row: family(trial) for trial in trials}
     styles = _styles(families[line.id] for line in table)
     for place, line in enumerate(table):
         colour, marker, _ = styles[families[line.id]]

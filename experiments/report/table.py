@@ -1,18 +1,18 @@
-"""The table of a grid: paper | ours | difference, for a terminal, as Markdown and as CSV."""
+"""The table of a grid: paper | ours | difference, for a terminal, as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import san
 from experiments.grid import Grid, Trial
 from experiments.report import interval
 from experiments.report.paper import PaperRow
-from experiments.report.text import aligned, markdown
+from experiments.report.text import aligned, latex, markdown
 from experiments.tracking import Result
 
 
@@ -35,6 +35,8 @@ class Line:
     params: float | None
     paper_flops: float | None
     flops: float | None
+    note: str | None = None
+    """Which seeds were stopped early."""
 
 
 def lines(
@@ -46,6 +48,7 @@ def lines(
 ) -> list[Line]:
     """The table's rows in the grid's order. `counts` are those of the paper's setting; a row without any has none."""
     table = []
+    stopped = {key: result.stopped_at for key, result in results.items() if result.stopped_at is not None}
     for row in grid.rows:
         finished = finished_metrics(row.id, trials, results)
         top1, top5 = _mean(finished, "val/top1"), _mean(finished, "val/top5")
@@ -57,7 +60,8 @@ def lines(
         ours = counts.get(row.id)
         params, flops = (ours.params / 1e6, ours.flops_paper / 1e9) if ours else (None, None)
         accuracy = (printed.top1, top1, spread.half_width if spread else None, difference, top5, len(finished))
-        table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops))
+        note = _told(row.id, trials, stopped) if stopped else None
+        table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops, note))
     return table
 
 
@@ -65,6 +69,17 @@ def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Re
     """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
     found = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
     return [result.metrics for result in found if result.finished]
+
+
+def _told(row: str, trials: Sequence[Trial], stopped: Mapping[str, int]) -> str | None:
+    """After which epochs a row's trials were stopped, None where none was."""
+    mine = [trial for trial in trials if trial.row == row]
+    told = [
+        f"{f'seed {trial.seed} ' if len(mine) > 1 else ''}stopped at epoch {stopped[trial.key]} of {trial.config.recipe.epochs}"
+        for trial in mine
+        if trial.key in stopped
+    ]
+    return f"{', '.join(told)} by early stopping" if told else None
 
 
 def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
@@ -88,6 +103,7 @@ COLUMNS: tuple[Column, ...] = (
     ("params M ours", "params", ".1f"),
     ("FLOPs G paper", "paper_flops", ".1f"),
     ("FLOPs G ours", "flops", ".1f"),
+    ("note", "note", "s"),
 )
 
 
@@ -122,6 +138,11 @@ def as_markdown(table: Sequence[Line], columns: Sequence[Column] = COLUMNS) -> s
     return markdown(_rows(table, columns), words=1)
 
 
+def as_latex(table: Sequence[Line]) -> str:
+    """A table for a paper; it needs booktabs."""
+    return latex(_rows(table, COLUMNS))
+
+
 def as_csv(table: Sequence[Line]) -> str:
     """Full precision, one column per field of `Line`."""
     out = io.StringIO()
@@ -129,3 +150,7 @@ def as_csv(table: Sequence[Line]) -> str:
     writer.writeheader()
     writer.writerows(asdict(line) for line in table)
     return out.getvalue()
+
+
+FORMS: Mapping[str, Callable[[Sequence[Line]], str]] = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
+"""Those that stand in other texts."""

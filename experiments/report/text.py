@@ -1,4 +1,4 @@
-"""Rows of cells as text: for a terminal, and as Markdown."""
+"""Rows of cells as text: for a terminal, as Markdown and as LaTeX."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Mapping, Sequence
 
 TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
 """Of numbers that are percentages."""
+
+LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"},
+}
+"""What stands for characters that mean something to LaTeX, or that old ones do not have."""
 
 
 def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -27,3 +33,11 @@ def markdown(rows: Sequence[Sequence[str]], words: int) -> str:
 def percentages(numbers: Mapping[str, float]) -> str:
     """Such as `top-1 97.5 %, top-5 100.0 %`."""
     return ", ".join(f"{TITLES[name]} {value:.1f} %" for name, value in numbers.items())
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """A heading and rows of cells as LaTeX, for the package booktabs; the first column stands on the left."""
+    lines = [" & ".join("".join(LATEX.get(letter, letter) for letter in cell) for cell in row) + r" \\" for row in rows]
+    columns = "l" + "r" * (len(rows[0]) - 1)
+    body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+    return "\n".join([r"% needs \usepackage{booktabs}", rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
 
-import cluster
-from cluster import Outcome, Placement
-from experiments.config import TrialConfig
-from experiments.errors import UserError
+from cluster import Outcome
 from experiments.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images
 from experiments.grid import ProtocolName, Trial
 from experiments.report.text import percentages
@@ -23,8 +18,8 @@ from experiments.robustness import PROTOCOLS
 from experiments.robustness.protocol import Condition, measured
 from experiments.tracking import Result
 from experiments.training.checkpoint import last_of
-from experiments.trial import Workspace, logging_to
-from pipelines import DataError
+from experiments.trial import kept_log, logging_to
+from experiments.workspace import Workspace
 
 Report = Callable[[Mapping[str, float]], None]
 
@@ -33,15 +28,17 @@ Report = Callable[[Mapping[str, float]], None]
 class Work:
     """What is to be measured of a cell."""
 
-    name: str
+    workspace: Workspace
+    trial: Trial
     run_id: str
     """Of its run in the tracker."""
-    checkpoint: Path
-    config: TrialConfig
-    log: Path
     protocol: ProtocolName
     missing: tuple[str, ...]
     """Names of conditions."""
+
+    @property
+    def name(self) -> str:
+        return self.trial.name
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -53,21 +50,9 @@ def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple
     found = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
-        last = last_of(workspace.checkpoints(trial), trial.config.recipe.epochs)
         if missing:
-            found[trial.key] = Work(trial.name, result.run_id, last, trial.config, workspace.log(trial), protocol, missing)
+            found[trial.key] = Work(workspace, trial, result.run_id, protocol, missing)
     return found
-
-
-def measure_all(
-    missing: Mapping[str, Work], placement: Placement, storage: Path, keep: Callable[[Work, dict[str, float]], None]
-) -> dict[str, Outcome]:
-    """Measures cells on the cluster of this session; `keep` gets their metrics as they come. Raises: as `cluster.sweep`."""
-    watch = Watch(missing, keep, sys.stderr)
-    try:
-        return cluster.sweep(measure, missing, placement, storage=storage, observer=watch, final=(UserError, DataError))
-    finally:
-        watch.close()
 
 
 def measure(work: Work, report: Report) -> None:
@@ -78,8 +63,12 @@ def measure(work: Work, report: Report) -> None:
         UserError: there is no checkpoint that can be used, or no memory.
         DataError: an image cannot be used.
     """
-    with logging_to(work.log, rank=0):
-        opened = replace(open_checkpoint(work.checkpoint), config=work.config)
+    workspace, config = work.workspace.on_this_node(), work.trial.config
+    checkpoint = last_of(workspace.checkpoints(work.trial), config.recipe.epochs)
+    if not checkpoint.exists():
+        workspace.bring(checkpoint)
+    with kept_log(workspace, work.trial) as log, logging_to(log, rank=0):
+        opened = replace(open_checkpoint(checkpoint), config=config)
         places = {condition.name: float(place) for place, condition in enumerate(work.conditions)}
 
         @contextmanager
@@ -107,6 +96,10 @@ class Watch:
         self.left = sum(len(work.missing) for work in works.values())
         is_terminal = out.isatty()
         self.bar = tqdm(total=self.left, unit="condition", file=out, dynamic_ncols=True, leave=False) if is_terminal else None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Nothing: Ray writes down who observes a sweep, for a restart that never comes."""
+        return {}
 
     def started(self, key: str) -> None:
         """Its first condition tells."""

@@ -17,6 +17,7 @@ from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS, table
 from experiments.robustness.protocol import Ended, Numbers, measured
 from experiments.tracking import trial_key
+from experiments.workspace import Workspace
 
 
 def measure_all(
@@ -25,10 +26,9 @@ def measure_all(
     protocol: ProtocolName,
     profile: str | None,
     split: str | None,
-    runs: Path,
-    uri: str,
+    workspace: Workspace,
 ) -> list[table.Cell]:
-    """The table of checkpoints, a row for each name: a path, a trial's key or the id of its run in MLflow at `uri`.
+    """The table of checkpoints, a row for each name: a path, a trial's key or the id of its run in MLflow.
 
     All are looked at, and their images, before the first is measured.
 
@@ -39,7 +39,7 @@ def measure_all(
         raise UserError("no checkpoint is given; give files, keys (`san runs` lists them) or MLflow's ids of runs")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]}: is given twice; leave out one")
-    paths = {name: _path(name, runs, uri) for name in names}
+    paths = {name: _path(name, workspace) for name in names}
     for path in paths.values():
         open_images(open_checkpoint(path, overrides, profile), split)
     ours: dict[str, list[dict[str, Numbers]]] = {}
@@ -53,10 +53,10 @@ def measure_all(
     return table.cells(PROTOCOLS[protocol], ours)
 
 
-def _path(name: str, runs: Path, uri: str) -> Path:
+def _path(name: str, workspace: Workspace) -> Path:
     if Path(name).exists() or not re.fullmatch("[0-9a-f]{32}", name):
-        return checkpoint_path(name, runs)
-    return checkpoint_path(trial_key(uri, name), runs)
+        return checkpoint_path(name, workspace.runs)
+    return checkpoint_path(trial_key(workspace.tracking_uri, name), workspace.runs)
 
 
 def _shown(name: str, condition: str, images: int, batch: int) -> AbstractContextManager[Ended]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from experiments.grid import Trial
 from experiments.report import interval
 from experiments.report.table import finished_metrics
-from experiments.report.text import TITLES, aligned, markdown
+from experiments.report.text import TITLES, aligned, latex, markdown
 from experiments.robustness.protocol import Numbers, Protocol
 from experiments.tracking import Result
 
@@ -133,3 +133,12 @@ def as_csv(table: Sequence[Cell]) -> str:
     writer.writeheader()
     writer.writerows(asdict(cell) for cell in table)
     return out.getvalue()
+
+
+def as_latex(table: Sequence[Cell]) -> str:
+    """For the package booktabs."""
+    return latex(_rows(table))
+
+
+FORMS: Mapping[str, Callable[[Sequence[Cell]], str]] = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
+"""Those that stand in other texts."""

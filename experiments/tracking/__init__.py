@@ -11,7 +11,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
-from experiments.tracking.listing import Listed, list_runs, trial_key
+from experiments.tracking.listing import Listed, experiment_pages, list_runs, trial_key
 from experiments.tracking.registry import register
 from experiments.tracking.store import PATIENCE, PAUSE, UNUSABLE, TrackerError, require_no_secret
 from experiments.tracking.tracker import NodeMonitor, Result, Tracker, TrialRun
@@ -26,6 +26,7 @@ __all__ = [
     "Tracker",
     "TrackerError",
     "TrialRun",
+    "experiment_pages",
     "list_runs",
     "register",
     "require_no_secret",

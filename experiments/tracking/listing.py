@@ -9,7 +9,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from experiments.tracking.store import TrackerError, pages, usable
-from experiments.tracking.tracker import Tracker
+from experiments.tracking.tracker import VIEW, Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Listed:
     name: str
     key: str
     state: str
-    """running, finished, failed or killed; a run whose driver was killed stays running until it is continued."""
+    """running, finished, stopped (early, by its grid), failed or killed; a run whose driver was killed stays running until it
+    is continued."""
     epoch: int | None
     epochs: int | None
     top1: float | None
@@ -77,10 +78,27 @@ def _listed(run: Run) -> Listed:
         profile=tags["san.profile"],
         name=tags["mlflow.runName"],
         key=tags["san.trial"],
-        state=run.info.status.lower(),
+        state="stopped" if "san.stopped_at" in tags else run.info.status.lower(),
         epoch=int(metrics["epoch"]) if "epoch" in metrics else None,
         epochs=int(params["recipe.epochs"]) if "recipe.epochs" in params else None,
         top1=metrics.get("val/top1"),
         age=time.time() - (run.info.end_time or run.info.start_time) / 1000,
         error=tags.get("san.error"),
     )
+
+
+def experiment_pages(uri: str, server: str) -> dict[str, str]:
+    """The address of each grid's page at the server that shows a store, in the view with the columns that matter.
+
+    Raises:
+        TrackerError: the tracker cannot be used.
+    """
+    tracker = Tracker(uri, "", "")
+    with usable(uri):
+        experiments = pages(tracker.client.search_experiments)
+    found = {}
+    for experiment in experiments:
+        if experiment.name != "Default":  # MLflow's own
+            view = f"?viewStateShareKey={VIEW}" if f"mlflow.sharedViewState.{VIEW}" in experiment.tags else ""
+            found[experiment.name] = f"{server}/#/experiments/{experiment.experiment_id}/runs{view}"
+    return found

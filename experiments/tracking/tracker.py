@@ -6,27 +6,45 @@ whatever grid, is never trained twice.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
 from experiments.config import flat
 from experiments.grid import Grid, Trial
-from experiments.provenance import environment, git_commit
+from experiments.provenance import environment, git_commit, machine, versions
 from experiments.tracking.store import pages, usable
 from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
+VIEW = "grid"
+"""Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
+COLUMNS = (
+    *("attributes.`Duration`", "attributes.`Dataset`", "attributes.`Version`"),
+    *("metrics.`val/top1`", "metrics.`val/top5`", "metrics.`val/loss`", "metrics.`train/loss`", "metrics.`epoch`"),
+    *("metrics.`params`", "metrics.`flops_paper`", "params.`model.name`", "params.`seed`", "tags.`san.profile`"),
+)
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.experiment.primaryMetric.name": "val/top1",
+    "mlflow.experiment.primaryMetric.greaterIsBetter": "True",
+    # As MLflow writes it when a view is shared: columns, and runs in the order in which they began.
+    f"mlflow.sharedViewState.{VIEW}": json.dumps(
+        {"selectedColumns": COLUMNS, "orderByKey": "attributes.start_time", "orderByAsc": True, "runsHiddenMode": "SHOW_ALL"}
+    ),
+}
+"""What MLflow's pages read: the kind of experiment, the metric that matters, and a view of its runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,10 @@ class Result:
     """From the start of the run to its end."""
     params: Mapping[str, str] = field(default_factory=dict)
     """Values of the config by dotted path, as text."""
+    stopped_at: int | None = None
+    """The epoch after which this grid's early stopping ended it."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    experiment_id: str = ""
 
 
 class Tracker:
@@ -87,15 +109,31 @@ class Tracker:
             tags |= {"san.role": "grid", "mlflow.note.content": note}
             self.client.create_run(self._experiment_id(), tags=tags)
 
+    def describe(self, note: str) -> None:
+        """Tells MLflow's pages what the grid asks and answers, as Markdown, and which columns matter; after `prepare`."""
+        with usable(self.uri):
+            experiment, parent = self._experiment_id(), self._parent()
+            assert parent is not None, "prepare() makes the parent run"
+            for key, value in {"mlflow.note.content": note, **EXPERIMENT_TAGS}.items():
+                self.client.set_experiment_tag(experiment, key, value)
+            self.client.set_tag(parent.info.run_id, "mlflow.note.content", note)
+
     def results(self) -> dict[str, Result]:
         """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
-        same result. A finished run comes before one that is not."""
+        same result, or that this one has stopped. A finished run comes before one that is not."""
         with usable(self.uri):
             experiments = pages(self.client.search_experiments)
             everywhere = [experiment.experiment_id for experiment in experiments]
             finished = _by_key(self._runs(everywhere, "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'"))
+            stopped = self._stopped(everywhere)
             own = self._own()
-        return own | finished | {key: result for key, result in own.items() if result.finished}
+        return own | stopped | finished | {key: result for key, result in own.items() if result.finished}
+
+    def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
+        """Epoch, from 1, and value of a metric, in order."""
+        with usable(self.uri):
+            values = {logged.step: logged.value for logged in self.client.get_metric_history(run_id, metric)}
+        return [(step + 1, values[step]) for step in sorted(values)]
 
     def open(self, trial: Trial, run_id: str | None = None) -> TrialRun:
         """The run of a trial: continued where there is one, else made.
@@ -113,8 +151,8 @@ class Tracker:
                 numbers = found[0].data.tags.get("san.workers", workers).split(",")
                 if numbers[-1] != workers:
                     self.client.set_tag(found[0].info.run_id, "san.workers", ",".join([*numbers, workers]))
-                if "san.error" in found[0].data.tags:
-                    self.client.delete_tag(found[0].info.run_id, "san.error")
+                for tag in {"san.error", "san.stopped_by", "san.stopped_at"} & found[0].data.tags.keys():
+                    self.client.delete_tag(found[0].info.run_id, tag)
                 return TrialRun(self.uri, self.client, found[0].info.run_id)
             parent = self._parent()
             assert parent is not None, "prepare() makes the parent run before any trial starts"
@@ -129,6 +167,10 @@ class Tracker:
                 "san.data_digest": trial.data_digest,
                 "san.workers": workers,
                 "san.git_commit": git_commit(),
+                "mlflow.source.name": f"san run {trial.grid}",
+                "mlflow.source.git.commit": git_commit(),
+                "san.versions": versions(),
+                "san.machine": machine(),
             }
             run = self.client.create_run(self._experiment_id(), tags=tags)
             return TrialRun(self.uri, self.client, run.info.run_id)
@@ -177,6 +219,16 @@ class Tracker:
             return {}
         return _by_key(self._search("tags.`san.role` = 'trial'"))
 
+    def _stopped(self, experiments: list[str]) -> dict[str, Result]:
+        """The runs that this grid under this profile has stopped, in whatever grid they began."""
+        runs = [
+            run
+            for run in self._runs(experiments, "tags.`san.role` = 'trial' and tags.`san.stopped_at` != ''")
+            if run.data.tags.get("san.stopped_by") == f"{self.grid}-{self.profile}"
+        ]
+        at = {run.data.tags["san.trial"]: int(run.data.tags["san.stopped_at"]) for run in runs}
+        return {key: replace(result, stopped_at=at[key]) for key, result in _by_key(runs).items()}
+
     def _known(self, trial: Trial, run_id: str | None) -> list[Run]:
         """The run of that name, nothing where it is gone or none of this trial's."""
         if run_id is None:
@@ -204,7 +256,15 @@ def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
 
 def _result(run: Run) -> Result:
     seconds = ((run.info.end_time or run.info.start_time) - run.info.start_time) / 1000
-    return Result(run.info.run_id, run.info.status == "FINISHED", dict(run.data.metrics), seconds, dict(run.data.params))
+    return Result(
+        run.info.run_id,
+        run.info.status == "FINISHED",
+        dict(run.data.metrics),
+        seconds,
+        dict(run.data.params),
+        tags=dict(run.data.tags),
+        experiment_id=run.info.experiment_id,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +285,9 @@ class TrialRun:
         params = [Param(key, str(value)) for key, value in values.items() if key not in run.data.params]
         for first in range(0, len(params), BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH])
+        images = zip(("training", "validation"), trial.data_digest.split("-"), strict=False)
+        datasets = [_dataset(trial.config.data.source, context, digest) for context, digest in images]
+        self.client.log_inputs(self.run_id, datasets)
         self.client.log_text(self.run_id, yaml.safe_dump(trial.record, sort_keys=False), "config.yaml")
         self.client.log_text(self.run_id, environment(), "environment.txt")
         counts = {
@@ -270,6 +333,11 @@ class TrialRun:
             self.client.log_batch(self.run_id, tags=[RunTag("san.error", error)])
         self.client.set_terminated(self.run_id, status="FAILED" if error else "FINISHED")
 
+    def stop(self, by: str, epoch: int) -> None:
+        """Ends the run early: `by` is the grid and its profile, `epoch` how many there were."""
+        self.client.log_batch(self.run_id, tags=[RunTag("san.stopped_by", by), RunTag("san.stopped_at", str(epoch))])
+        self.client.set_terminated(self.run_id, status="KILLED")
+
     def _log(self, values: Mapping[str, float], step: int, at: int) -> None:
         self.client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in values.items()])
 
@@ -292,3 +360,7 @@ class NodeMonitor(SystemMetricsMonitor):
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
+
+
+def _dataset(name: str, context: str, digest: str) -> DatasetInput:
+    return DatasetInput(Dataset(name, digest, "images", "{}"), [InputTag("mlflow.data.context", context)])

@@ -89,7 +89,11 @@ class Checkpoint:
     @staticmethod
     def read(path: Path) -> Checkpoint:
         """Raises one of `DAMAGE` where the file is not what was written."""
-        content = path.read_bytes()
+        return Checkpoint.of_bytes(path.read_bytes())
+
+    @staticmethod
+    def of_bytes(content: bytes) -> Checkpoint:
+        """What `as_bytes` gave. Raises one of `DAMAGE` where it is not that."""
         # torch writes a checksum for each part of the archive, and does not look at it again.
         broken = zipfile.ZipFile(io.BytesIO(content)).testzip()
         if broken is not None:

@@ -89,14 +89,29 @@ class Teller:
         self._say(metrics)
         self._log_pulse.epoch_told()
 
+    def tell_end(self) -> None:
+        """Of a trial that is stopped early; the last epoch has told the others'."""
+        if len(self.history) == self.epochs:
+            return
+        self.report({"epoch": len(self.history), "epochs": self.epochs, "stopped": 1, **self.history[-1].metrics()})
+        if dist.get_rank() == 0:
+            _log.info("%s: other trials of the grid are better after as many", stopped(len(self.history), self.epochs))
+
     def _say(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:
             _log.info(", ".join(words(metrics)))
 
 
+def stopped(epoch: int, epochs: int) -> str:
+    """What is said of a trial that did not come to its end."""
+    return f"stopped at epoch {epoch} of {epochs} by early stopping"
+
+
 def words(metrics: Mapping[str, float]) -> list[str]:
     """What a report says, the most important first."""
     where = f"epoch {metrics['epoch']:.0f}/{metrics['epochs']:.0f}"
+    if "stopped" in metrics:
+        where = stopped(round(metrics["epoch"]), round(metrics["epochs"]))
     if "step" in metrics:
         is_trained = metrics["step"] == metrics["steps"]
         step = "validating" if is_trained else f"step {metrics['step']:.0f}/{metrics['steps']:.0f}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Outcome, Placement, Report, session, sweep
+from cluster import Judge, Outcome, Placement, Report, session, sweep
 
 
 @dataclass(slots=True)
@@ -55,6 +55,22 @@ def dying(marker: str, report: Report) -> None:
     report({"survived": 1.0})
 
 
+def stumbling(plan: tuple[str, list[int]], report: Report) -> None:
+    """Each attempt reports so many epochs more than there were, and dies; those after the last do not."""
+    folder, epochs = plan
+    attempts, done = Path(folder) / "attempts", Path(folder) / "epochs"
+    with open(attempts, "a") as file:
+        file.write("x")
+    attempt = attempts.stat().st_size - 1
+    if attempt == len(epochs):
+        return
+    for _ in range(epochs[attempt]):
+        with open(done, "a") as file:
+            file.write("x")
+        report({"epoch": done.stat().st_size})
+    raise RuntimeError(f"attempt {attempt}")
+
+
 def describing(value: str, report: Report) -> None:
     """Reports what a lone worker sees."""
     report(
@@ -80,6 +96,13 @@ def reducing(value: float, report: Report) -> None:
     if os.environ["RANK"] == "1":
         raise RuntimeError("rank one gives up")
     distributed.barrier()
+
+
+def asking(plan: tuple[Judge, str, list[float]], report: Report) -> None:
+    """Asks after each score whether it goes on, and does so anyway; of several workers each asks."""
+    judge, key, scores = plan
+    for number in range(len(scores)):
+        report({"goes_on": float(judge(key, scores[: number + 1]))})
 
 
 def sleeping(seconds: float, report: Report) -> None:

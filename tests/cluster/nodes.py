@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TextIO
 
 from ray._private.node import Node
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 from cluster import Placement, Report, session, sweep
 from tests.cluster.cells import Shouting
@@ -84,6 +86,8 @@ class Nodes:
 
     def __init__(self, head_cpus: int, network: Network | None) -> None:
         self.network = network
+        self._names: dict[str, Node] = {}
+        """Of the network's namespaces."""
         head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": IMPATIENT}
         if network is not None:
             head["node_ip_address"] = network.HOST
@@ -96,7 +100,9 @@ class Nodes:
             return self.cluster.add_node(num_cpus=cpus)
         name, address = self.network.add()
         with self.network.inside(name), _interface("eth0"):
-            return self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
+            node = self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
+        self._names[name] = node
+        return node
 
     def of(self, pid: int) -> Node | None:
         """The node, besides the head, of a worker process."""
@@ -109,6 +115,19 @@ class Nodes:
         for pid in (raylet, *workers):
             os.kill(pid, signal.SIGKILL)
         self.cluster.remove_node(node, allow_graceful=False)
+
+    def announce_loss(self, node: Node, seconds: int) -> None:
+        """What a cloud says of a machine that it takes back soon; nobody but who says so ends it."""
+        reason, deadline = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), time.time_ns() // 10**6
+        head = GcsClient(address=self.address)
+        accepted, why_not = head.drain_node(node.node_id, reason, "taken back", deadline + 1000 * seconds)
+        assert accepted, why_not
+
+    def cut_off(self, node: Node) -> None:
+        """Takes its network away: the others hear no more of it, and it lives on."""
+        assert self.network is not None
+        name = next(name for name, member in self._names.items() if member is node)
+        _ip("link", "set", name, "down")
 
 
 def _raylet(node: Node) -> int:

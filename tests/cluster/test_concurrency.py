@@ -1,6 +1,7 @@
 import pytest
 
 from cluster import ClusterError, Node, Placement, Resources, concurrency
+from cluster.sweep import _room
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,20 @@ def test_a_worker_does_not_spread_over_nodes() -> None:
 
 def test_a_head_without_cpus_takes_no_cells() -> None:
     assert concurrency(Placement(cpus=2), Resources((Node(0, 0), Node(4, 0)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "grows", "cells"),
+    [
+        ((Node(2, 0),), False, 2),
+        ((Node(0, 0),), False, 1),  # its nodes may be lost just now
+        ((Node(0, 0),), True, 4),
+        ((Node(2, 0),), True, 6),
+        ((Node(0, 0), *(Node(8, 0),) * 8), True, 128),
+    ],
+)
+def test_cells_wait_where_the_cluster_grows(nodes: tuple[Node, ...], grows: bool, cells: int) -> None:
+    assert _room(Placement(), Resources(nodes, grows)) == cells
 
 
 def test_rejects_a_cell_that_does_not_fit() -> None:

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
 
 from cluster import Resources, session
+from tests.cluster.nodes import nodes
 
 JOIN = """
 import sys
@@ -17,6 +19,17 @@ try:
         print(resources)
 except ClusterError as error:
     print("refused:", error)
+"""
+
+
+CELL = """
+import sys
+from cluster import Placement, session, sweep
+from tests.cluster import cells
+memory = cells.Memory()
+with session(sys.argv[1]):
+    outcomes = sweep(cells.counting, {"cell": 1}, Placement(), storage=sys.argv[2], observer=memory)
+print(outcomes["cell"].error, len(memory.reports))
 """
 
 
@@ -40,6 +53,17 @@ def test_joins_by_environment_and_leaves_the_cluster_alive(address: str, resourc
     assert join(RAY_ADDRESS=address) == repr(resources)
     with session() as still:
         assert still == resources
+
+
+def test_a_token_does_no_harm_where_none_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may have one for another cluster."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with nodes(head_cpus=1) as several:
+        command = [sys.executable, "-c", CELL, several.address, str(tmp_path)]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+        environment |= {"RAY_AUTH_TOKEN": "0" * 64, "PYTHONPATH": "."}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["None 1"], done.stderr
 
 
 def test_refuses_an_address_where_nothing_answers() -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from tests.cluster.nodes import nodes
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_a_cell_outlives_two_nodes_and_waits_for_a_third(tmp_path: Path) -> None:
+@pytest.mark.parametrize("announced", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_cell_outlives_two_nodes_and_waits_for_a_third(announced: bool, tmp_path: Path) -> None:
+    """With notice or without."""
     with nodes(head_cpus=0) as several:
         node = several.add()
         command = [sys.executable, "-m", "tests.cluster.nodes", str(tmp_path), several.address]
@@ -19,6 +22,9 @@ def test_a_cell_outlives_two_nodes_and_waits_for_a_third(tmp_path: Path) -> None
             assert driver.stdout is not None
             for _ in range(2):
                 assert driver.stdout.readline().startswith("pid")
+                if announced:
+                    several.announce_loss(node, seconds=2)
+                    time.sleep(2)
                 several.kill(node)
                 node = several.add()
             said = driver.stdout.read()

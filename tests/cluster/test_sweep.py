@@ -2,8 +2,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster import Placement, Resources, sweep
+from cluster.sweep import _Past
 from tests.cluster import cells
 
 
@@ -49,6 +52,30 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert outcomes["once"].error is None
     assert (outcomes["always"].error or "").startswith("a worker process died without an exception")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_cell_that_comes_further_gets_its_retry_back(memory: cells.Memory, tmp_path: Path) -> None:
+    plans = {"further": [0, 1, 2], "stuck": [1, 1, 0, 1]}
+    for key in plans:
+        (tmp_path / key).mkdir()
+    values = {key: (str(tmp_path / key), epochs) for key, epochs in plans.items()}
+    outcomes = sweep(cells.stumbling, values, Placement(), storage=tmp_path / "s", observer=memory, progress="epoch")
+    assert outcomes["further"].error is None
+    assert outcomes["stuck"].error == "RuntimeError: attempt 2"
+    assert (memory.starts.count("further"), memory.starts.count("stuck")) == (4, 3)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), st.integers(0, 12))
+def test_failures_count_where_no_progress_lies_between(ends: list[tuple[bool, bool]], retries: int) -> None:
+    """Of attempts that came further or not, and lost a node or not, none is made after too many."""
+    past, since, lost = _Past(), 0, 0
+    for number, (further, node) in enumerate(ends):
+        past.reached += further
+        since, lost = (0, 0) if further else (since, lost)
+        since, lost = since + (not node), lost + node
+        past.fail("", node)
+        failures = sum(not was_node for _, was_node in ends[: number + 1])
+        assert past.may_go_on(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -17,7 +17,7 @@ import torch
 
 from experiments.grid import Trial
 from experiments.training.engine import Engine, _import_deepspeed
-from experiments.trial import Workspace, run_trial
+from experiments.trial import GoesOn, Workspace, run_trial
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
@@ -36,7 +36,12 @@ class Kill:
 
 
 def start(
-    workspace: Workspace, trial: Trial, world: int = 1, kill: Kill | None = None, body: Callable[..., None] | None = None
+    workspace: Workspace,
+    trial: Trial,
+    world: int = 1,
+    kill: Kill | None = None,
+    body: Callable[..., None] | None = None,
+    goes_on: GoesOn | None = None,
 ) -> list[BaseProcess]:
     """Starts the workers of a trial; the last of them gets killed. `body` is called in each before training."""
     with socket.socket() as probe:
@@ -46,7 +51,7 @@ def start(
     for rank in range(world):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         its_kill = kill if rank == world - 1 else None
-        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, its_kill, body)
+        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, its_kill, body, goes_on)
         workers.append(SERVER.Process(target=_work, args=arguments, daemon=True))
         workers[-1].start()
     return workers
@@ -77,7 +82,12 @@ def reports(workspace: Workspace, rank: int = 0) -> list[dict[str, float]]:
 
 
 def _work(
-    workspace: Workspace, trial: Trial, group: Mapping[str, str], kill: Kill | None, body: Callable[..., None] | None
+    workspace: Workspace,
+    trial: Trial,
+    group: Mapping[str, str],
+    kill: Kill | None,
+    body: Callable[..., None] | None,
+    goes_on: GoesOn | None,
 ) -> None:
     os.environ.update(group)
     if kill is not None:
@@ -87,7 +97,7 @@ def _work(
     if body is not None:
         body()
     told: list[Mapping[str, float]] = []
-    model = run_trial(workspace, trial, told.append)
+    model = run_trial(workspace, trial, told.append, goes_on)
     (workspace.runs / f"told{group['RANK']}.json").write_text(json.dumps(told))
     torch.save(model.state_dict(), workspace.runs / f"rank{group['RANK']}.pt")
 

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -65,6 +66,53 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
+
+
+class ObjectStore:
+    """moto's S3 server, which keeps everything in memory; skips the test where it is missing. It has one bucket, `runs`."""
+
+    KEYS: ClassVar = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "open sesame"}
+
+    def __init__(self, log: Path) -> None:
+        if importlib.util.find_spec("moto") is None:
+            pytest.skip("moto is missing, which is the S3 server: install requirements.txt")
+        self.log, self.port = log, free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)
+        limit = time.monotonic() + 60
+        while not self._answers("moto-api/"):
+            assert self.process.poll() is None and time.monotonic() < limit, log.read_text()
+            time.sleep(0.05)
+        assert self._answers("runs", method="PUT")
+
+    def uri(self, prefix: str, bucket: str = "runs") -> str:
+        """For `--runs`."""
+        return f"s3://{bucket}/{prefix}?endpoint_override={self.address}"
+
+    def refuse(self, wanted: bool = True) -> None:
+        """Looks at credentials from now on, and knows nobody's; or lets everybody in again."""
+        assert self._answers("moto-api/reset-auth", method="POST", data=b"0" if wanted else b"inf")
+
+    def stop(self) -> None:
+        """Answers nobody until `go_on`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _answers(self, path: str, method: str = "GET", data: bytes | None = None) -> bool:
+        try:
+            request = urllib.request.Request(f"{self.address}/{path}", data, {"Content-Type": "text/plain"}, method=method)
+            urllib.request.urlopen(request, timeout=5).close()
+        except OSError:
+            return False
+        return True
 
 
 def postgres_folder() -> Path:

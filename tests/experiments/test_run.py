@@ -62,6 +62,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         *,
         storage: object,
         observer: object,
+        progress: object,
         final: object,
         patience: object,
     ) -> dict[str, cluster.Outcome]:
@@ -83,15 +84,15 @@ def test_equal_rows_are_trained_once_and_both_are_shown(
 ) -> None:
     job = open_text(EQUAL_ROWS)
     assert run(job, None)
-    assert trained == ["first/plain", "first/other"]
+    assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
     assert "grid first, profile digits: 3 cells, 1 equal to another, 2 to train" in err
     assert "trained 2 cells" in err
-    assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 2.0, 1.0]
+    assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 1.0, 2.0]
     assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
-        ["plain", "1.0"],
-        ["other", "2.0"],
-        ["written_out", "1.0"],
+        ["plain", "2.0"],
+        ["other", "1.0"],
+        ["written_out", "2.0"],
     ]
     assert run(job, None)
     assert "3 cells, 3 finished before (taken from MLflow), 0 to train" in capsys.readouterr().err
@@ -104,19 +105,16 @@ def test_a_cell_of_another_grid_is_not_trained_again(
     job = open_text("{question: q, product: {model.name: [san10_pairwise], model.footprint: [5, 3]}}", "second")
     assert [cell.finished for cell in plan(job)] == [True, False]
     assert run(job, None)
-    assert trained == ["first/plain", "first/other", "second/namesan10_pairwise-footprint3"]
+    assert trained == ["first/other", "first/plain", "second/namesan10_pairwise-footprint3"]
     assert "grid second, profile digits: 2 cells, 1 finished before (taken from MLflow), 1 to train" in capsys.readouterr().err
-    assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 3.0]
+    assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 3.0]
 
 
 def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_text: Callable[..., Job]) -> None:
     first = open_text("{question: q, rows: [{id: cell, model: {name: san10_pairwise}}]}")
     (trial,) = first.trials
     first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
-    finished = first.tracker.open(trial)
-    params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
-    finished.client.log_batch(finished.run_id, [Metric("summary/images_per_second", 100.0, 0, 0)], params)
-    finished.finish()
+    finish(first, trial, **{"summary/images_per_second": 100.0})
 
     rows = [
         "{id: cell}",
@@ -140,6 +138,42 @@ def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_te
     assert said[2].endswith("; 1 cells of models, sizes or placements not met before are not counted")
 
 
+def finish(job: Job, trial: Trial, **metrics: float) -> None:
+    """Marks a trial as finished, with what its run would tell."""
+    run = job.tracker.open(trial)
+    params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
+    run.client.log_batch(run.run_id, [Metric(key, value, 0, 0) for key, value in metrics.items()], params)
+    run.finish()
+
+
+def test_what_takes_least_starts_first(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """By FLOPs, images and epochs; where speeds were measured, by those."""
+    rows = [
+        "{id: large}",
+        "{id: small, model: {footprint: 3}}",
+        "{id: small_and_long, model: {footprint: 3}, recipe: {epochs: 36}}",
+        "{id: few_images, data: {train_per_class: 8}}",
+        "{id: as_small, model: {footprint: 3}, recipe: {lr: 0.3}}",
+    ]
+    text = f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}"
+    job = open_text(text)
+    planned = [cell.row for cell in plan(job)]
+    assert planned == ["few_images", "small", "as_small", "large", "small_and_long"]
+
+    # Measured otherwise: small cells are slow, and the FLOPs of the others are taken for as slow as that.
+    small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
+    measured = open_text(f"{{question: q, rows: [{small}]}}", "measured")
+    measured.tracker.prepare(measured.grid, measured.workspace.runs / "artifacts")
+    (trial,) = measured.trials
+    finish(measured, trial, **{"summary/images_per_second": 1.0, "flops_paper": 1e3})
+    planned = [cell.row for cell in plan(job)]
+    assert planned == ["small", "as_small", "small_and_long", "few_images", "large"]
+
+    assert run(job, None)
+    assert trained == [f"first/{row}" for row in planned]
+    assert [cell.row for cell in plan(job)] == [trial.row for trial in job.trials]
+
+
 def test_a_plan_of_many_cells_builds_each_model_once(open_text: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
 
@@ -160,7 +194,7 @@ def test_a_cell_that_another_process_trains_is_left_to_it(
     claim = """
 import sys
 from pathlib import Path
-from experiments.run import _claimed
+from experiments.claims import _claimed
 with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
     print("claimed", flush=True)
     sys.stdin.read()
@@ -201,7 +235,7 @@ def test_what_the_tracker_lacks_after_training_is_told(
     monkeypatch.setattr(grids, "PAUSE", 0.01)
     if answers:
         assert not run(job, None)
-        said = "plain, other: trained, but MLflow did not take everything; the same command sends the rest"
+        said = "other, plain: trained, but MLflow did not take everything; the same command sends the rest"
         assert said in capsys.readouterr().err
         return
     with pytest.raises(UserError, match=r"cannot be used: .*\nwhat was trained is kept; the same command continues and sends"):

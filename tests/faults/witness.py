@@ -20,7 +20,7 @@ import experiments.run
 from experiments.cli import main
 from experiments.grid import Trial
 from experiments.training.engine import Engine
-from experiments.trial import Workspace, run_trial
+from experiments.trial import GoesOn, Workspace, run_trial
 
 
 class Step(NamedTuple):
@@ -40,7 +40,9 @@ def steps_of(runs: os.PathLike[str]) -> list[Step]:
         return []
 
 
-def watched_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> nn.Module:
+def watched_trial(
+    workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], goes_on: GoesOn | None
+) -> nn.Module:
     """`run_trial` with a record. Changes its process for good, which a cell has to itself."""
     rank = os.environ.get("RANK", "0")
     record = open(workspace.runs / "steps.txt", "a", buffering=1)
@@ -54,7 +56,7 @@ def watched_trial(workspace: Workspace, trial: Trial, report: Callable[[Mapping[
 
     Engine.train_step = watched_step  # type: ignore[method-assign]
     _kill_in_a_write(workspace)
-    return run_trial(workspace, trial, report)
+    return run_trial(workspace, trial, report, goes_on)
 
 
 def _kill_in_a_write(workspace: Workspace) -> None:

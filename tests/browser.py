@@ -1,0 +1,152 @@
+"""A headless Chromium for tests, driven over a pipe by its DevTools protocol: no package, no port, no network."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATIENCE = 60.0  # seconds
+
+
+class Browser:
+    """One page of a browser: what it shows, what it complains of, what it asks the network for."""
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self._commands, self._answers, self._read = commands, answers, b""
+        self._numbers = itertools.count(1)
+        self._session: dict[str, str] = {}
+        self.complaints: list[str] = []
+        """Errors and warnings of the console, and exceptions."""
+        self.requests: list[str] = []
+        """Addresses that were asked for, without those of files."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **arguments: object) -> Any:
+        """The answer to a command of the protocol."""
+        number = next(self._numbers)
+        command = {"id": number, "method": method, "params": arguments, **self._session}
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
+        while True:
+            message = self._next(PATIENCE)
+            assert message is not None, f"the browser did not answer {method} within {PATIENCE:.0f} s"
+            if message.get("id") == number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                return message["result"]
+
+    def show(self, width: int, dark: bool, height: int = 900) -> None:
+        """The window's width in pixels, and which colours the reader prefers."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, address: str) -> None:
+        self.complaints.clear()
+        self.requests.clear()
+        self.call("Page.navigate", url=address)
+        self.wait_for("document.readyState === 'complete'")
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        limit = time.monotonic() + PATIENCE
+        while not self.evaluate(condition):
+            assert time.monotonic() < limit, f"not within {PATIENCE:.0f} s: {condition}\n{self.text()[:3000]}"
+            self._next(0.1)
+
+    def text(self) -> str:
+        """What a reader sees."""
+        return str(self.evaluate("document.body.innerText"))
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as PNG, as far as it scrolls."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        picture = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(picture["data"]))
+
+    def _next(self, seconds: float) -> dict[str, Any] | None:
+        """The next message of the browser, of which events are noted; None where none came within that time."""
+        while b"\0" not in self._read:
+            ready, _, _ = select.select([self._answers], [], [], seconds)
+            if not ready:
+                return None
+            part = os.read(self._answers, 1 << 20)
+            assert part, "the browser has ended"
+            self._read += part
+        text, self._read = self._read.split(b"\0", 1)
+        message: dict[str, Any] = json.loads(text)
+        self._note(message)
+        return message
+
+    def _note(self, message: dict[str, Any]) -> None:
+        what = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(what["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if what["type"] in ("error", "warning", "assert"):
+                self.complaints.append(json.dumps(what["args"]))
+            case "Log.entryAdded" if what["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(f"{what['entry']['text']} {what['entry'].get('url', '')}")
+            case "Network.requestWillBeSent" if not what["request"]["url"].startswith(("file:", "data:")):
+                self.requests.append(what["request"]["url"])
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Browser]:
+    """A browser whose files are in `folder`; skips the test where there is none."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("a browser is missing: no chromium on PATH (Debian's package chromium)")
+    from_us, commands = os.pipe()
+    answers, to_us = os.pipe()
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"]
+    # The browser reads commands from file 3 and answers to file 4, whatever their numbers are here.
+    shell = [
+        "bash",
+        "-c",
+        f'exec "$@" 3<&{from_us} 4>&{to_us}',
+        "bash",
+        program,
+        *options,
+        f"--user-data-dir={folder / 'browser'}",
+    ]
+    with open(folder / "browser.log", "w") as log:
+        process = subprocess.Popen(
+            shell,
+            stdout=log,
+            stderr=log,
+            pass_fds=(from_us, to_us),
+            start_new_session=True,
+            env={**os.environ, "HOME": str(folder)},
+        )
+    os.close(from_us)
+    os.close(to_us)
+    try:
+        yield Browser(commands, answers)
+    finally:
+        os.close(commands)
+        os.close(answers)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,359 @@
+"""The page of a grid and MLflow's page of it, as a reader's browser shows them: content, colours, widths, no network."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow.entities import Metric
+
+from experiments.cli import main
+from experiments.config import PROJECT_DIR
+from experiments.report.chart import round_ticks
+from experiments.report.page import row_alone, short_names
+from experiments.report.text import latex
+from experiments.run import Job, known_results, open_job, show, write_page
+from san import Complexity
+from tests.browser import Browser, browser
+from tests.experiments.servers import free_port
+from tests.experiments.test_training import EPOCH
+
+QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
+GRID = f"""
+    question: "{QUESTION}"
+    table: footprint
+    plot: {{x: model.footprint, series: model.name, label: "side of the footprint, pixels"}}
+    base: {{recipe: {{epochs: 3}}}}
+    rows:
+      - {{id: resnet26_3, model: {{name: resnet26, footprint: 3}}}}
+      - {{id: pairwise_3, model: {{name: san10_pairwise, footprint: 3}}}}
+      - {{id: pairwise_5, model: {{name: san10_pairwise, footprint: 5}}}}
+      - {{id: patchwise_3, model: {{name: san10_patchwise, footprint: 3}}}}
+      - {{id: patchwise_5, model: {{name: san10_patchwise, footprint: 5}}}}
+"""
+TOPS = {"resnet26_3": 90.0, "pairwise_3": 92.0, "pairwise_5": 94.0, "patchwise_3": 95.0}
+CONTRAST = """
+(() => {
+  const numbers = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ratio = (a, b) => { const [low, high] = [light(a), light(b)].sort((x, y) => x - y); return (high + .05) / (low + .05) };
+  const ground = e => { for (; e; e = e.parentElement) {
+    const color = numbers(getComputedStyle(e).backgroundColor); if (color.length < 4 || color[3] > 0) return color }
+    return [255, 255, 255] };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const e = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || ['TITLE', 'STYLE'].includes(e.tagName.toUpperCase())) continue;
+    const style = getComputedStyle(e), ink = numbers(e.closest('svg') ? style.fill : style.color);
+    if (ratio(ink, ground(e)) < 4.5) found.push([walker.currentNode.data, ratio(ink, ground(e))]);
+  }
+  for (const mark of document.querySelectorAll('svg .mark')) {
+    const colour = numbers(getComputedStyle(mark).fill);
+    if (ratio(colour, ground(mark)) < 3) found.push([mark.outerHTML, ratio(colour, ground(mark))]);
+  }
+  return found;
+})()
+"""
+
+
+@pytest.fixture
+def answered(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
+    """A grid of five rows and two seeds, of which four rows are finished, one of them with one seed alone."""
+
+    def make(*overrides: str) -> Job:
+        runs = tmp_path / "runs"
+        runs.mkdir()
+        shutil.copy(empty_database, runs / "mlflow.db")
+        job = open_job(write_grid(GRID, "asked.yaml"), "digits", overrides, runs, seeds=2)
+        job.tracker.prepare(job.grid, runs / "artifacts")
+        for trial in job.trials:
+            if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):
+                continue
+            tracked = job.tracker.open(trial)
+            tracked.describe(trial, Complexity(1, 2, 3, ()))
+            top1 = TOPS[trial.row] + trial.seed
+            epochs = [replace(EPOCH, epoch=i, top1=top1 - 10 * (2 - i), train_loss=2.0 - 0.5 * i) for i in range(3)]
+            tracked.log(epochs, {i: 1000 * i for i in range(3)})
+            tracked.finish()
+        return job
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+def cells(page: Browser, row: str, table: str = "section[aria-labelledby=answer]") -> list[str]:
+    """What a row of a table shows, without its heading."""
+    found = f"[...document.querySelectorAll('{table} tbody tr')].find(r => r.cells[0].innerText === '{row}')"
+    return list(page.evaluate(f"[...{found}.cells].slice(1).map(c => c.innerText)"))
+
+
+def test_the_page_in_a_browser(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+    """Content, without color or a network; screenshots lie in the test's folder."""
+    job = answered()
+    write_page(job, known_results(job), tmp_path / "page.html")
+    for width in (1280, 400):
+        for dark in (False, True):
+            shown.show(width, dark)
+            shown.open((tmp_path / "page.html").as_uri())
+            assert shown.complaints == []
+            assert shown.requests == []
+            assert shown.evaluate("document.documentElement.scrollWidth") <= width
+            assert shown.evaluate(CONTRAST) == []
+            shown.screenshot(tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png")
+            overlaps = "[...document.querySelectorAll('svg.chart')].some(s => s.getBoundingClientRect().right > innerWidth)"
+            assert not shown.evaluate(overlaps)
+
+    assert shown.evaluate("document.documentElement.lang") == "en"
+    assert shown.evaluate("document.querySelector('h1').innerText") == QUESTION
+    assert shown.evaluate("document.title") == f"asked: {QUESTION}"
+    assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
+    levels = [int(tag[1]) for tag in shown.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(h => h.tagName)")]
+    assert levels[0] == levels.count(1) == 1 and all(below <= above + 1 for above, below in pairwise(levels))
+    assert "7 of 10 cells finished" in shown.text()
+
+    assert cells(shown, "resnet26_3") == ["76.0", "90.5 ± 6.4", "80.0", "13.7", "13.7", "2.4", "2.4"]
+    assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
+    assert cells(shown, "patchwise_5")[:3] == ["78.7", "not finished", "not finished"]
+
+    charts = shown.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.getAttribute('aria-label'))")
+    assert len(charts) == 2 + 4 + 2 * 3  # the grid's own and the cost, ours and the paper's; accuracy and loss of 3 families
+    assert charts[0].startswith(
+        "Top-1 accuracy over side of the footprint, pixels, ours, digits. resnet26: resnet26_3: 90.5 ± 6.4 %"
+    )
+    assert shown.evaluate("document.querySelectorAll('svg.chart path.curve').length") == 2 * 4
+    ends = "[...document.querySelectorAll('svg.chart path.curve')].map(p => (p.getAttribute('d').match(/L/g) || []).length)"
+    assert set(shown.evaluate(ends)) == {2}
+    marks = shown.evaluate("new Set([...document.querySelectorAll('.panel .mark')].map(m => m.getAttribute('d'))).size")
+    assert marks >= 3  # families are told apart without colour
+
+    reproduce = "section[aria-labelledby=reproduce]"
+    assert f"san run {tmp_path / 'asked.yaml'} --profile digits --seeds 2" in shown.text()
+    first = job.trials[0]
+    assert cells(shown, first.name, reproduce)[:2] == [first.key, known_results(job)[first.key].run_id]
+    facts = shown.evaluate(f"document.querySelector('{reproduce} dl').innerText")
+    assert first.data_digest in facts and "python 3" in facts and "torch " in facts and " CPUs, " in facts
+    assert "Robustness" not in shown.text()
+
+
+def test_what_the_tracker_has_of_robustness_is_shown(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+    job = answered()
+    run_id = known_results(job)[job.trials[0].key].run_id
+    values = {"robustness/cw90/top1": 40.0, "robustness/pgd-n2/success": 12.5}
+    job.tracker.client.log_batch(run_id, [Metric(name, value, 0, 0) for name, value in values.items()])
+    write_page(job, known_results(job), tmp_path / "page.html")
+    shown.open((tmp_path / "page.html").as_uri())
+    assert cells(shown, "resnet26_3", "section[aria-labelledby=robustness]") == ["40.0 \N{MINUS SIGN}50.0", "12.5"]
+    assert cells(shown, "pairwise_3", "section[aria-labelledby=robustness]") == ["not measured", "not measured"]
+
+
+def test_the_difference_needs_the_papers_data(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+    job = answered()
+    trials = tuple(replace(trial, profile="imagenet") for trial in job.trials)
+    write_page(replace(job, profile="imagenet", trials=trials), known_results(job), tmp_path / "page.html")
+    shown.open((tmp_path / "page.html").as_uri())
+    assert cells(shown, "resnet26_3")[:3] == ["76.0", "90.5 ± 6.4", "+14.5"]
+    assert "other images" not in shown.text()
+
+
+def test_a_server_is_linked(answered: Callable[..., Job], tmp_path: Path) -> None:
+    job = answered()
+    results = known_results(job)
+    asked = replace(job.workspace, tracking_uri="https://runs.example.org/")
+    tracker = job.tracker
+    path = tmp_path / "page.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "tracker", property(lambda job: tracker))
+        write_page(replace(job, workspace=asked), results, path)
+    result = results[job.trials[0].key]
+    place = f"https://runs.example.org/#/experiments/{result.experiment_id}/runs/{result.run_id}"
+    assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()
+
+
+def test_a_row_alone_is_the_same_cells(answered: Callable[..., Job], tmp_path: Path) -> None:
+    job = answered("recipe.lr=0.05")
+    for row in ("pairwise_5", "resnet26_3"):
+        found = re.fullmatch(
+            r"cat > (\S+) <<'END'\n(.*)END\n(.*)", row_alone(job.grid, row, job.trials, job.overrides), re.DOTALL
+        )
+        assert found is not None
+        file, text, command = found.groups()
+        assert command == f"san run {file} --profile digits recipe.lr=0.05"
+        (tmp_path / file).write_text(text)
+        alone = open_job(tmp_path / file, "digits", job.overrides, tmp_path / "runs")
+        assert [trial.key for trial in alone.trials] == [trial.key for trial in job.trials if trial.row == row]
+        assert alone.grid.question == QUESTION
+
+
+def test_the_page_lies_with_the_parent_run(answered: Callable[..., Job], tmp_path: Path) -> None:
+    job = answered()
+    files, complete = show(job, known_results(job))
+    job.tracker.log_report(files, complete)
+    experiment = job.tracker.client.get_experiment_by_name("asked")
+    assert experiment is not None
+    (parent,) = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    kept = {artifact.path for artifact in job.tracker.client.list_artifacts(parent.info.run_id)}
+    assert kept == {"table.md", "table.csv", "plot.png", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "short"),
+    [
+        (["san10_pairwise", "san15_pairwise", "san19_pairwise"], ["10", "15", "19"]),
+        (["pairwise_3", "pairwise_11"], ["3", "11"]),
+        (["pairwise_phi_eq_psi", "pairwise_distinct"], ["phi_eq_psi", "distinct"]),
+        (["resnet26"], ["resnet26"]),
+        (["a", "a_b"], ["a", "b"]),
+    ],
+)
+def test_short_names_tell_rows_apart(ids: list[str], short: list[str]) -> None:
+    assert list(short_names(ids).values()) == short
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
+def test_ticks_are_few_and_round_and_lie_within(low: float, room: float) -> None:
+    ticks = round_ticks(low, low + room)
+    assert 1 <= len(ticks) <= 6
+    assert all(low - 1e-6 * room <= tick <= low + room + 1e-6 * room for tick in ticks)
+    steps = {round((b - a) / 10 ** math.floor(math.log10(b - a) + 1e-6), 3) for a, b in pairwise(ticks)}
+    assert len(steps) <= 1 and steps <= {1.0, 2.0, 2.5, 5.0}
+
+
+ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]
+
+
+def test_latex_escapes() -> None:
+    text = latex(ROWS).splitlines()
+    assert text[1:4] == [r"\begin{tabular}{lr}", r"\toprule", r"row\_a & top-1, \% \\"]
+    hard = r"50 \% \& \$x\$ \{\#1\} \textbackslash{}a \textasciitilde{} \textasciicircum{} & 97.2 $\pm$ 0.4 \\"
+    assert text[5:] == [hard, r"\bottomrule", r"\end{tabular}"]
+
+
+def test_latex_compiles(tmp_path: Path) -> None:
+    program = shutil.which("pdflatex")
+    if program is None:
+        pytest.skip("LaTeX is missing: no pdflatex on PATH (Debian's package texlive-latex-recommended)")
+    body = "\n".join([r"\documentclass{article}\usepackage{booktabs}\begin{document}", latex(ROWS), r"\end{document}"])
+    (tmp_path / "table.tex").write_text(body)
+    subprocess.run([program, "-halt-on-error", "table.tex"], cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_rejects_what_cannot_be_reported(
+    answered: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered()
+    asked = ["san", "report", str(tmp_path / "asked.yaml"), "--runs", str(tmp_path / "runs")]
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [*asked, *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    nowhere = tmp_path / "nowhere" / "page.html"
+    assert f"san: {nowhere}: the page cannot be written (No such file or directory); name another file" in said(
+        "--html", str(nowhere)
+    )
+    assert "(Is a directory); name another file" in said("--html", str(tmp_path))
+    for form in (["--format", "latex"], ["--html", str(tmp_path / "page.html")]):
+        err = said("recipe.lr=0.01", *form)
+        assert "san: no cell of grid asked under profile digits is finished in sqlite:///" in err
+        assert "train it with `san run " in err and "recipe.lr=0.01`, or name another store with --runs" in err
+    assert not (tmp_path / "page.html").exists()
+    assert "'word' is not one of 'text', 'markdown', 'latex', 'csv'" in said("--format", "word")
+    assert "--json and --format csv ask for two forms of the table; leave out one" in said("--format", "csv", "--json")
+
+
+@pytest.mark.parametrize(
+    ("form", "start"),
+    [("markdown", "| row | top-1 paper |"), ("latex", "% needs"), ("csv", "id,paper_top1,top1")],
+)
+def test_the_table_in_every_form(
+    form: str,
+    start: str,
+    answered: Callable[..., Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answered()
+    asked = ["san", "report", str(tmp_path / "asked.yaml"), "--seeds", "2", "--runs", str(tmp_path / "runs"), "--format", form]
+    monkeypatch.setattr(sys, "argv", asked)
+    main()
+    out = capsys.readouterr().out
+    assert out.startswith(start)
+    assert "pairwise" in out
+    assert not (tmp_path / "runs" / "asked-digits").exists()
+
+
+# --- MLflow's own pages
+
+
+@pytest.fixture
+def ui(tmp_path: Path) -> Iterator[Callable[[Path], list[str]]]:
+    """Starts `san ui` on a folder of runs, and returns what it prints when its server answers."""
+    processes = []
+
+    def start(runs: Path) -> list[str]:
+        port = free_port()
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
+        command = [sys.executable, "-m", "experiments", "ui", "--runs", str(runs), "--port", str(port)]
+        with open(tmp_path / "ui.log", "w") as log:
+            processes.append(
+                subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+        limit = time.monotonic() + 90
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                return (tmp_path / "ui.log").read_text().splitlines()
+            except OSError:
+                assert processes[-1].poll() is None and time.monotonic() < limit, (tmp_path / "ui.log").read_text()
+                time.sleep(0.2)
+
+    yield start
+    for process in processes:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_mlflow_in_a_browser(
+    answered: Callable[..., Job], shown: Browser, ui: Callable[[Path], list[str]], tmp_path: Path
+) -> None:
+    """The grid's page has the question and the table, the columns that matter, and a line for every run."""
+    job = answered()
+    files, complete = show(job, known_results(job))
+    job.tracker.log_report(files, complete)
+    job.tracker.describe("**Is it so?** Ours.\n\n| row | top-1 paper |\n| --- | ---: |\n| resnet26_3 | 76.0 |")
+    said = ui(job.workspace.runs)
+    (address,) = [line.split()[1] for line in said if line.startswith("asked ")]
+    shown.show(1280, dark=False)
+    shown.open(address)
+    shown.wait_for("document.body.innerText.includes('patchwise_3-seed1')")
+    shown.wait_for("document.body.innerText.includes('Is it so?')")
+    text = shown.text()
+    for wanted in (*(f"{row}-seed1" for row in TOPS if row != "pairwise_5"), "asked-digits", "val/top1", "model.name", "96"):
+        assert wanted in text, text
+    shown.screenshot(tmp_path / "mlflow-1280-light.png")
