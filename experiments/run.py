@@ -28,7 +28,7 @@ from experiments.report.paper import counts_at_paper_setting, paper_claims, pape
 from experiments.report.study import section_of, write_study
 from experiments.robustness import PROTOCOLS
 from experiments.robustness import table as robust
-from experiments.robustness.cells import Work, measure_all, works
+from experiments.robustness.cells import Watch, Work, measure, works
 from experiments.storage import Lease, StorageError
 from experiments.summary import read_top1
 from experiments.tracking import PATIENCE, PAUSE, Result, TrackerError
@@ -412,24 +412,31 @@ def _to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
 def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
     """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
     from cluster.session import session  # brings Ray
+    from cluster.sweep import sweep
 
-    start, placement = time.monotonic(), replace(job.placement, workers=1)
+    start, placement, name = time.monotonic(), replace(job.placement, workers=1), f"{job.name}-{job.profile}"
 
     def keep(work: Work, metrics: dict[str, float]) -> None:
         _patiently(lambda: job.tracker.add(work.run_id, metrics))
 
-    name, trials = f"{job.name}-{job.profile}", {trial.key: trial for trial in job.trials if trial.key in missing}
-    with session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, _):
-        mine = {key: work for key, work in missing.items() if key in claimed}
-        at_once = min(concurrency(placement, resources), len(mine))
-        _say(f"{job.grid.robustness}: {len(mine)} cells to measure, {at_once} at a time, {placement} per cell")
+    trials = {key: work.trial for key, work in missing.items()}
+    with session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, claim):
+        values = {key: missing[key] for key in claimed}
+        at_once = min(concurrency(placement, resources), len(values))
+        _say(f"{job.grid.robustness}: {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
         _prepare(job)
-        with _sweep_storage(job.workspace, name) as storage:
-            outcomes = measure_all(mine, placement, storage, keep)
-    failed = [trial for trial in job.trials if trial.key in outcomes and outcomes[trial.key].error is not None]
-    for trial in failed:
-        _keep_story(job, trial, outcomes[trial.key].traceback)
-    _say(f"measured {len(mine) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+        watch = Watch(values, keep, sys.stderr)
+        observer = watch if claim is None else WhileClaimed(watch, claim)
+        try:
+            with _sweep_storage(job.workspace, name) as storage:
+                final = (UserError, DataError)
+                outcomes = sweep(measure, values, placement, storage=storage, observer=observer, final=final)
+        finally:
+            watch.close()
+    failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
+    for key in failed:
+        _keep_story(job, missing[key].trial, outcomes[key].traceback)
+    _say(f"measured {len(outcomes) - len(failed)} cells in {time.monotonic() - start:.0f} s")
 
 
 def _keep_story(job: Job, trial: Trial, story: str) -> None:

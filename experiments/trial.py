@@ -179,7 +179,7 @@ def run_trial(
     patience = trial.config.reliability.patience
     rank, _ = join_process_group(patience)
     with (
-        _kept_log(workspace, trial) as path,
+        kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
         _only_writer(workspace, trial) if rank == 0 else nullcontext() as mirror,
         Watchdog(patience.total_seconds(), log) as watchdog,
@@ -205,7 +205,7 @@ def _only_writer(workspace: Workspace, trial: Trial) -> Iterator[Mirror | None]:
 
 
 @contextmanager
-def _kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
+def kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
     """The trial's log on this node, continued where a bucket has it, and kept there when the block is left."""
     path = workspace.log(trial)
     if workspace.bucket is not None and not path.exists():

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
-from cluster import Placement
-from experiments.config import TrialConfig
-from experiments.errors import UserError
-from experiments.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images, reach
+from experiments.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images
 from experiments.grid import ProtocolName, Trial
 from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS
 from experiments.robustness.protocol import Condition, measured
 from experiments.tracking import Result
 from experiments.training.checkpoint import last_of
-from experiments.trial import logging_to
+from experiments.trial import kept_log, logging_to
 from experiments.workspace import Workspace
-from pipelines import DataError
 
 if TYPE_CHECKING:
     from cluster.sweep import Outcome
@@ -36,16 +30,17 @@ Report = Callable[[Mapping[str, float]], None]
 class Work:
     """What is to be measured of a cell."""
 
-    name: str
+    workspace: Workspace
+    trial: Trial
     run_id: str
     """Of its run in the tracker."""
-    checkpoint: str
-    """A file, or its URI in a bucket."""
-    config: TrialConfig
-    log: Path
     protocol: ProtocolName
     missing: tuple[str, ...]
     """Names of conditions."""
+
+    @property
+    def name(self) -> str:
+        return self.trial.name
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -57,24 +52,9 @@ def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple
     found = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
-        last = last_of(workspace.checkpoints(trial), trial.config.recipe.epochs)
         if missing:
-            place = workspace.place(last)
-            found[trial.key] = Work(trial.name, result.run_id, place, trial.config, workspace.log(trial), protocol, missing)
+            found[trial.key] = Work(workspace, trial, result.run_id, protocol, missing)
     return found
-
-
-def measure_all(
-    missing: Mapping[str, Work], placement: Placement, storage: Path | str, keep: Callable[[Work, dict[str, float]], None]
-) -> dict[str, Outcome]:
-    """Measures cells on the cluster of this session; `keep` gets their metrics as they come. Raises: as `sweep`."""
-    from cluster.sweep import sweep  # brings Ray Tune and Train
-
-    watch = Watch(missing, keep, sys.stderr)
-    try:
-        return sweep(measure, missing, placement, storage=storage, observer=watch, final=(UserError, DataError))
-    finally:
-        watch.close()
 
 
 def measure(work: Work, report: Report) -> None:
@@ -85,8 +65,12 @@ def measure(work: Work, report: Report) -> None:
         UserError: there is no checkpoint that can be used, or no memory.
         DataError: an image cannot be used.
     """
-    with logging_to(work.log, rank=0), reach(work.checkpoint, work.log.parent) as (path, _):
-        opened = replace(open_checkpoint(path), config=work.config)
+    workspace, config = work.workspace.on_this_node(), work.trial.config
+    checkpoint = last_of(workspace.checkpoints(work.trial), config.recipe.epochs)
+    if not checkpoint.exists():
+        workspace.bring(checkpoint)
+    with kept_log(workspace, work.trial) as log, logging_to(log, rank=0):
+        opened = replace(open_checkpoint(checkpoint), config=config)
         places = {condition.name: float(place) for place, condition in enumerate(work.conditions)}
 
         @contextmanager
@@ -114,6 +98,10 @@ class Watch:
         self.left = sum(len(work.missing) for work in works.values())
         is_terminal = out.isatty()
         self.bar = tqdm(total=self.left, unit="condition", file=out, dynamic_ncols=True, leave=False) if is_terminal else None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Nothing: Ray writes down who observes a sweep, for a restart that never comes."""
+        return {}
 
     def started(self, key: str) -> None:
         """Its first condition tells."""

@@ -19,12 +19,13 @@ import san
 from cluster import Node, Resources
 from cluster.sweep import Outcome
 from experiments import evaluate
+from experiments import run as grids
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.evaluate import Opened, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.report.paper import paper_numbers
-from experiments.robustness import PROTOCOLS, cells, table
+from experiments.robustness import PROTOCOLS, table
 from experiments.robustness.attack import predictions
 from experiments.robustness.cells import Work, measure
 from experiments.robustness.memory import MOST, bytes_kept, first_batch
@@ -33,6 +34,7 @@ from experiments.robustness.rotation import Turned
 from experiments.run import Job, known_results, open_job, robustness_of, run
 from experiments.training.checkpoint import last_of
 from experiments.trial import transform
+from experiments.workspace import Workspace
 from pipelines.augment import MANIPULATIONS
 from tests.experiments.conftest import Trained
 from tests.experiments.test_attack import ATTACKS, opened, pixels_of
@@ -194,7 +196,7 @@ def job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: 
 def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     job: Job, here: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = cells.Watch
+    watch = grids.Watch
 
     class Interrupted(watch):  # type: ignore[misc, valid-type]
         def progress(self, key: str, metrics: Mapping[str, float]) -> None:
@@ -202,7 +204,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
             if key == job.trials[1].key and metrics["condition"] == 1:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(cells, "Watch", Interrupted)
+    monkeypatch.setattr(grids, "Watch", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
     assert [key for key, _ in here] == 2 * [trial.key for trial in job.trials]
@@ -211,7 +213,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
 
-    monkeypatch.setattr(cells, "Watch", watch)
+    monkeypatch.setattr(grids, "Watch", watch)
     here.clear()
     capsys.readouterr()
     assert run(job, None)
@@ -249,8 +251,8 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
-    trial = trained.job.trials[0]
-    work = Work("a", "run", last_of(tmp_path, 2), trial.config, tmp_path / "log.txt", "rotation", ("none",))
+    workspace = Workspace(tmp_path, trained.job.workspace.tracking_uri)
+    work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot be read \(No such file or directory\)"):
         measure(work, lambda metrics: None)
 
