@@ -207,7 +207,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     monkeypatch.setattr(grids, "Watch", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
-    assert [key for key, _ in here] == 2 * [trial.key for trial in job.trials]
+    assert sorted(key for key, _ in here) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
     unfinished = [cell for cell in robustness_of(job, known_results(job)) if cell.ours is None]
     assert {(cell.row, cell.condition) for cell in unfinished} == {
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
@@ -257,14 +257,12 @@ def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained,
         measure(work, lambda metrics: None)
 
 
-def test_a_cell_tells_on_the_way(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_tells_on_the_way(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.robustness.cells.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr("experiments.robustness.protocol.first_batch", lambda model, config: 60)
     told: list[Mapping[str, float]] = []
-    trial = trained.job.trials[0]
-    measure(
-        Work("a", "run", last_of(trained.folder, 2), trial.config, tmp_path / "log.txt", "attack", ("clean", "n4")), told.append
-    )
+    job = trained.job
+    measure(Work(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), told.append)
     assert [metrics.get("done") for metrics in told] == [0.5, 1.0, None] * 2
     assert [metrics["condition"] for metrics in told] == [0, 0, 0, 1, 1, 1]
     assert set(told[2]) == {"condition", "robustness/none/top1"}
