@@ -33,7 +33,7 @@ EPOCHS = 50  # whose metrics one call carries, which may be 1000
 VIEW = "grid"
 """Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
 COLUMNS = (
-    *("attributes.`Duration`", "attributes.`Dataset`", "attributes.`Version`"),
+    "attributes.`Duration`",
     *("metrics.`val/top1`", "metrics.`val/top5`", "metrics.`val/loss`", "metrics.`train/loss`", "metrics.`epoch`"),
     *("metrics.`params`", "metrics.`flops_paper`", "params.`model.name`", "params.`seed`", "tags.`san.profile`"),
 )
