@@ -32,7 +32,6 @@ from experiments.robustness.memory import MOST, bytes_kept, first_batch
 from experiments.robustness.protocol import Condition, measured
 from experiments.robustness.rotation import Turned
 from experiments.run import Job, known_results, open_job, robustness_of, run
-from experiments.training.checkpoint import last_of
 from experiments.trial import transform
 from experiments.workspace import Workspace
 from pipelines.augment import MANIPULATIONS
