@@ -29,7 +29,7 @@ from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS
 if TYPE_CHECKING:
     from experiments.estimate import Hours
     from experiments.grid import ProtocolName
-    from experiments.run import Cell
+    from experiments.plan import Cell
     from experiments.tracking.listing import Listed
 
 
@@ -142,7 +142,7 @@ def run(
     grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
 ) -> None:
     """Train what is missing of a grid and print its table; interrupted, the same command continues."""
-    from experiments.run import open_job
+    from experiments.job import open_job
     from experiments.run import run as run_job
 
     sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds), address) else 1)
@@ -169,8 +169,9 @@ def plan(
 
     Trains nothing, but writes an embedded data set that is missing.
     """
-    from experiments.run import open_job, plan_in_words
-    from experiments.run import plan as plan_job
+    from experiments.job import open_job
+    from experiments.plan import plan as plan_job
+    from experiments.plan import plan_in_words
 
     job = open_job(grid, profile, overrides, runs, seeds)
     cells = plan_job(job)
@@ -219,7 +220,8 @@ def report(
     as_json: bool,
 ) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.run import finished_results, known_results, open_job, robustness_of, show, table_of, tables, write_page
+    from experiments.answer import robustness_of, show, table_of, tables, write_page
+    from experiments.job import finished_results, known_results, open_job
 
     if as_json and form != "text":
         raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
@@ -270,7 +272,7 @@ def evaluate(
     for a file of the authors' also what it does not tell, such as model.footprint=9.
     """
     from experiments.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
-    from experiments.trial import transform
+    from experiments.images import transform
     from experiments.workspace import open_runs
 
     with reach(checkpoint, open_runs(runs)) as (path, place):
@@ -378,7 +380,7 @@ def show(
 @click.option("--follow", is_flag=True, help="again every 5 seconds, on a terminal in place, until nothing runs")
 def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: bool) -> None:
     """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
-    from experiments.run import has_store
+    from experiments.job import has_store
     from experiments.tracking.listing import list_runs as listed_runs
     from experiments.workspace import open_workspace
 
@@ -418,7 +420,7 @@ def _listed(run: Listed) -> str:
 @click.option("--port", type=click.IntRange(1, 65535), help="[default: 5000, or the next one that is free]")
 def ui(runs: Path | str | None, port: int | None) -> None:
     """Browse the runs: MLflow on the project's store, on this machine only, with the address of each grid's page."""
-    from experiments.run import has_store
+    from experiments.job import has_store
     from experiments.tracking.listing import experiment_pages
     from experiments.workspace import open_workspace
 

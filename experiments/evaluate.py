@@ -19,11 +19,11 @@ from tqdm import tqdm
 from experiments.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import parse_override, profile_path, read_yaml
+from experiments.images import open_split
 from experiments.storage import Bucket, is_uri
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.engine import device
 from experiments.training.loop import evaluate
-from experiments.trial import open_split
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import threads_of
 from san.models import checkpoint, released

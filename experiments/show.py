@@ -9,8 +9,8 @@ from torch import Tensor
 
 from experiments.errors import UserError
 from experiments.evaluate import Opened, open_images
+from experiments.images import transform
 from experiments.report.attention import Attention
-from experiments.trial import transform
 from pipelines import DataError, Dataset, Loader
 from pipelines.check import broken_images
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights

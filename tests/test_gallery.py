@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from experiments.run import open_job
+from experiments.job import open_job
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "gallery.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.evaluate import Opened, evaluation_loader
+from experiments.images import transform
 from experiments.robustness.protocol import Condition, Ended, Numbers, Protocol
 from experiments.robustness.rotation import Turned
-from experiments.trial import transform
 from pipelines import Dataset, Transform
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from experiments.evaluate import Opened, evaluate_checkpoint
+from experiments.images import transform
 from experiments.robustness.protocol import Condition, Ended, Numbers, Protocol
-from experiments.trial import transform
 from pipelines import Dataset
 
 

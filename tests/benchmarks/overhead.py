@@ -30,9 +30,10 @@ from torch.nn.functional import cross_entropy
 
 from experiments.config import PROJECT_DIR
 from experiments.grid import Trial
-from experiments.run import open_job
+from experiments.images import loaders
+from experiments.job import open_job
 from experiments.training.checkpoint import Checkpoints
-from experiments.trial import loaders, run_trial
+from experiments.trial import run_trial
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
 ROW = "pairwise_7"

@@ -23,9 +23,9 @@ from torch import Tensor
 
 import san
 from experiments.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.images import transform
 from experiments.robustness import PROTOCOLS
 from experiments.robustness.attack import Attack, OnPixels, predictions, targets
-from experiments.trial import transform
 
 SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=1", "placement.cpus=2")
 SETTINGS: dict[str, tuple[str, str, tuple[str, ...], int]] = {

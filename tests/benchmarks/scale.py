@@ -41,8 +41,8 @@ from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
 from experiments.config import PROJECT_DIR, flat
 from experiments.grid import Trial
+from experiments.job import Job, known_results, open_job
 from experiments.report.figures import COLOURS, DASHES, MARKERS
-from experiments.run import Job, known_results, open_job
 from experiments.sender import Sender
 from experiments.summary import read_run_id
 from experiments.tracking.store import UNUSABLE

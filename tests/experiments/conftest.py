@@ -10,11 +10,12 @@ from textwrap import dedent
 
 import pytest
 
-from experiments.run import Job, open_job
+from experiments.job import Job, open_job
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
-from experiments.trial import Workspace, run_trial
+from experiments.trial import run_trial
+from experiments.workspace import Workspace
 
 HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"

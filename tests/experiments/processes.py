@@ -17,7 +17,8 @@ import torch
 
 from experiments.grid import Trial
 from experiments.training.engine import Engine, _import_deepspeed
-from experiments.trial import GoesOn, Workspace, run_trial
+from experiments.trial import GoesOn, run_trial
+from experiments.workspace import Workspace
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")

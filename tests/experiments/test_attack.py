@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import san
 from experiments.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.images import transform
 from experiments.robustness import PROTOCOLS
 from experiments.robustness.attack import Attack, OnPixels, predictions, targets, within
 from experiments.training.checkpoint import last_of
-from experiments.trial import transform
 from san import ops
 from tests.experiments.conftest import Trained
 

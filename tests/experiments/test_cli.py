@@ -160,21 +160,21 @@ def test_seeds_come_instead_of_the_grids(san: San) -> None:
     code, out, _ = san("plan", str(SMALL_GRID), "--seeds", "2", "--json")
     assert code == 0
     cells = json.loads(out)
-    rows = ("pairwise_3", "resnet26_3", "patchwise_3")
-    assert [(cell["row"], cell["seed"]) for cell in cells] == [(row, seed) for row in rows for seed in (0, 1)]
+    by_cost = ("patchwise_3", "pairwise_3", "resnet26_3")
+    assert [(cell["row"], cell["seed"]) for cell in cells] == [(row, seed) for row in by_cost for seed in (0, 1)]
     assert len({cell["key"] for cell in cells}) == 6
     code, out, _ = san("report", str(SMALL_GRID), "--seeds", "2", "--json")
     assert code == 0
-    assert [line["id"] for line in json.loads(out)] == list(rows)
+    assert [line["id"] for line in json.loads(out)] == ["pairwise_3", "resnet26_3", "patchwise_3"]
 
 
 def test_plan_runs_nothing(san: San, tmp_path: Path) -> None:
     code, out, _ = san("plan", str(SMALL_GRID), "--json")
     assert code == 0
     assert [(cell["row"], cell["finished"]) for cell in json.loads(out)] == [
+        ("patchwise_3", False),
         ("pairwise_3", False),
         ("resnet26_3", False),
-        ("patchwise_3", False),
     ]
     assert not (tmp_path / "runs").exists()
 

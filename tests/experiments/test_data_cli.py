@@ -20,7 +20,7 @@ from PIL import Image
 from experiments.cli import main
 from experiments.config import DataConfig
 from experiments.data_cli import Size
-from experiments.trial import data_digest, open_data
+from experiments.images import data_digest, open_data
 from pipelines import DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path, read_list, write_list
 

@@ -15,12 +15,14 @@ from cluster import Node, Resources
 from cluster.halving import Halving, Rungs
 from cluster.session import available_cpus
 from cluster.sweep import Outcome
-from experiments.run import Job, known_results, open_job, plan, plan_in_words, run
+from experiments.job import Job, known_results, open_job
+from experiments.plan import plan, plan_in_words
+from experiments.run import run
 from experiments.summary import write_summary
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import only_writer
-from experiments.trial import Workspace
+from experiments.workspace import Workspace
 from tests.experiments.drivers import Driver
 from tests.experiments.processes import ended, reports, start
 from tests.experiments.test_grid import expand, told

@@ -29,8 +29,9 @@ from cluster.session import available_cpus
 from cluster.sweep import Outcome, sweep
 from experiments.config import PROJECT_DIR
 from experiments.grid import Trial
-from experiments.run import Job, open_job
-from experiments.trial import Workspace, run_trial
+from experiments.job import Job, open_job
+from experiments.trial import run_trial
+from experiments.workspace import Workspace
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import Driver
 

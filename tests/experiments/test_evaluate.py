@@ -16,9 +16,9 @@ from experiments import evaluate
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.images import transform
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
-from experiments.trial import transform
 from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Trained
 from tests.experiments.test_reliability import kept, of_step
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.run import open_job
+from experiments.job import open_job
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.experiments.drivers import Driver
 from tests.faults.witness import Step, steps_of

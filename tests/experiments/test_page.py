@@ -21,12 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.entities import Metric
 
+from experiments.answer import show, write_page
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
+from experiments.job import Job, known_results, open_job
 from experiments.report.chart import round_ticks
 from experiments.report.page import row_alone, short_names
 from experiments.report.text import latex
-from experiments.run import Job, known_results, open_job, show, write_page
 from san import Complexity
 from tests.browser import Browser, browser
 from tests.experiments.servers import free_port

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.sweep import Outcome
+from experiments.job import Job
 from experiments.progress import Progress
-from experiments.run import Job
 from experiments.training import teller
 from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.teller import Pulse

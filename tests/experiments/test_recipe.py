@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy, one_hot
 import san
 from experiments.config import EngineConfig, RecipeConfig
 from experiments.errors import UserError
-from experiments.run import Job, open_job
+from experiments.job import Job, open_job
 from experiments.training.checkpoint import Checkpoint, Checkpoints
 from experiments.training.engine import Engine, determinism
 from experiments.training.recipe import averaged, mixup, schedule
-from experiments.trial import Workspace
+from experiments.workspace import Workspace
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_grid import expand, told

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 import san
 from experiments import sender
-from experiments.run import Job
+from experiments.job import Job
 from experiments.tracking.registry import model_name
 from experiments.training.checkpoint import Checkpoint, Origin, best_in
 from experiments.trial import run_trial

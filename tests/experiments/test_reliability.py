@@ -18,12 +18,13 @@ import torch
 
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
-from experiments.run import Job
+from experiments.job import Job
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, only_writer
 from experiments.training.engine import Engine
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.watchdog import EXIT_CODE
-from experiments.trial import Workspace, run_trial
+from experiments.trial import run_trial
+from experiments.workspace import Workspace
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.job import Job, open_job
 from experiments.report import figures, interval, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
-from experiments.run import Job, open_job
 from experiments.tracking import Result
 from tests.experiments.test_grid import GRIDS
 

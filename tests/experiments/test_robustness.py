@@ -20,10 +20,13 @@ from cluster import Node, Resources
 from cluster.sweep import Outcome
 from experiments import evaluate
 from experiments import run as grids
+from experiments.answer import robustness_of
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.evaluate import Opened, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.images import transform
+from experiments.job import Job, known_results, open_job
 from experiments.report.paper import paper_numbers
 from experiments.robustness import PROTOCOLS, table
 from experiments.robustness.attack import predictions
@@ -31,8 +34,7 @@ from experiments.robustness.cells import Work, measure
 from experiments.robustness.memory import MOST, bytes_kept, first_batch
 from experiments.robustness.protocol import Condition, measured
 from experiments.robustness.rotation import Turned
-from experiments.run import Job, known_results, open_job, robustness_of, run
-from experiments.trial import transform
+from experiments.run import run
 from experiments.workspace import Workspace
 from pipelines.augment import MANIPULATIONS
 from tests.experiments.conftest import Trained

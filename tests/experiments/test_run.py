@@ -17,11 +17,14 @@ from mlflow.entities import Metric, Param
 from cluster import Node, Resources
 from cluster.sweep import Outcome
 from experiments import grid as grid_files
-from experiments import run as grids
+from experiments import job as jobs
+from experiments.answer import table_of
 from experiments.config import ModelConfig, flat, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import Trial
-from experiments.run import Job, known_results, open_job, plan, plan_in_words, run, study, table_of
+from experiments.job import Job, known_results, open_job
+from experiments.plan import plan, plan_in_words
+from experiments.run import run, study
 from experiments.tracking.tracker import Tracker
 from tests.experiments.test_training import EPOCH
 
@@ -232,8 +235,8 @@ def test_what_the_tracker_lacks_after_training_is_told(
         return {key: Outcome(key) for key in trials}
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
-    monkeypatch.setattr(grids, "PATIENCE", 0.1)
-    monkeypatch.setattr(grids, "PAUSE", 0.01)
+    monkeypatch.setattr(jobs, "PATIENCE", 0.1)
+    monkeypatch.setattr(jobs, "PAUSE", 0.01)
     if answers:
         assert not run(job, None)
         said = "other, plain: trained, but MLflow did not take everything; the same command sends the rest"

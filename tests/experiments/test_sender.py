@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run as grids
 from experiments import sender
 from experiments.errors import UserError
-from experiments.run import Job, open_job
+from experiments.job import Job, open_job
+from experiments.plan import plan
 from experiments.summary import read_ended, write_summary
 from experiments.tracking import TrackerError
 from experiments.tracking.listing import list_runs
@@ -79,7 +79,7 @@ def test_a_server_that_goes_away_costs_no_epoch(
     with_server, without = waited[2] - waited[1], waited[3] - waited[2]
     assert without < with_server + 5  # an epoch does not wait for the server
     with pytest.raises(UserError, match="cannot be used"):
-        grids.plan(job)
+        plan(job)
 
     server.launch()
     server.wait()

@@ -18,7 +18,7 @@ import pytest
 
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
-from experiments.run import open_job
+from experiments.job import open_job
 from experiments.training.metrics import Epoch
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.servers import Server, commands, postgres
@@ -27,7 +27,7 @@ OVERRIDES = ("recipe.epochs=3", "recipe.batch=128")
 TRAIN = """
 import sys
 from pathlib import Path
-from experiments.run import open_job
+from experiments.job import open_job
 from experiments.trial import run_trial
 job = open_job(Path(sys.argv[1]), "digits", sys.argv[4:], Path(sys.argv[2]))
 run_trial(job.workspace, job.trials[int(sys.argv[3])], lambda metrics: None)

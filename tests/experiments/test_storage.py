@@ -23,7 +23,7 @@ from experiments import submit
 from experiments.claims import claimed_cells
 from experiments.cli import main
 from experiments.errors import UserError
-from experiments.run import Job, open_job
+from experiments.job import Job, open_job
 from experiments.storage import Bucket, Lease, LeaseError, Mirror, StorageError, lease, writer_in
 from experiments.storage.bucket import _opened
 from experiments.training.checkpoint import Checkpoints

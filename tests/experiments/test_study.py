@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.images import open_data
+from experiments.job import Job, open_job
 from experiments.report.interval import Interval
 from experiments.report.paper import Claim, paper_claims, paper_rows
 from experiments.report.study import Finding, Section, findings, section_of, write_study
-from experiments.run import Job, open_job
 from experiments.tracking import Result
-from experiments.trial import open_data
 from pipelines import DataError
 from tests.experiments.test_grid import GRIDS
 

@@ -16,7 +16,8 @@ from mlflow.entities import Run
 
 from experiments.cli import main
 from experiments.errors import UserError
-from experiments.run import Job, open_job, plan
+from experiments.job import Job, open_job
+from experiments.plan import plan
 from experiments.tracking import require_no_secret, store
 from experiments.tracking.tracker import Tracker
 from san import Complexity

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from experiments.config import EngineConfig, RecipeConfig
-from experiments.run import Job
+from experiments.job import Job
 from experiments.training.engine import Engine
 from experiments.training.metrics import Accuracy, Epoch
 from experiments.trial import run_trial

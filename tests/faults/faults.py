@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from experiments.config import PROJECT_DIR
-from experiments.run import Job, open_job
+from experiments.job import Job, open_job
 from experiments.training.checkpoint import Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver

@@ -20,7 +20,8 @@ import experiments.run
 from experiments.cli import main
 from experiments.grid import Trial
 from experiments.training.engine import Engine
-from experiments.trial import GoesOn, Workspace, run_trial
+from experiments.trial import GoesOn, run_trial
+from experiments.workspace import Workspace
 
 
 class Step(NamedTuple):

@@ -1,0 +1,143 @@
+"""What a grid has answered so far: its table, its plot, its page."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from experiments.errors import UserError
+from experiments.job import Job, is_done, is_finished, patiently, say
+from experiments.report import figures, table
+from experiments.report.page import CURVES, Answer, page, shown_rows
+from experiments.report.paper import counts_at_paper_setting, paper_numbers, paper_rows
+from experiments.robustness import PROTOCOLS
+from experiments.robustness import table as robust
+from experiments.robustness.cells import Work, works
+from experiments.tracking import Result
+
+
+def robustness_of(job: Job, results: Mapping[str, Result]) -> list[robust.Cell]:
+    """The table of a grid that names a protocol."""
+    assert job.grid.robustness is not None
+    paper = paper_numbers(job.grid.table) if job.grid.table else {}
+    return robust.cells_of_grid(PROTOCOLS[job.grid.robustness], job.trials, results, paper)
+
+
+def table_of(job: Job, results: Mapping[str, Result]) -> list[table.Line]:
+    """The table of what is finished."""
+    printed = paper_rows(job.grid.table) if job.grid.table else {}
+    return table.lines(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))
+
+
+def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
+    """The grid's table in each of its forms: text, markdown, latex, csv."""
+    if job.grid.robustness:
+        cells = robustness_of(job, results)
+        return {name: form(cells) for name, form in robust.FORMS.items()}
+    lines = table_of(job, results)
+    return {name: form(lines) for name, form in table.FORMS.items()}
+
+
+def to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
+    """What finished cells lack of the numbers of the grid's protocol."""
+    finished = [(trial, results[trial.key]) for trial in job.trials if is_finished(results, trial)]
+    return works(job.workspace, job.grid.robustness, finished) if job.grid.robustness else {}
+
+
+def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
+    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether nothing is left."""
+    folder = job.workspace.runs / f"{job.name}-{job.profile}"
+    make(folder)
+    files = [folder / "table.md", folder / "table.csv"]
+    forms, lines = tables(job, results), table_of(job, results)
+    files[0].write_text(f"{_caption(job)}\n\n{forms['markdown']}\n", encoding="utf-8")
+    files[1].write_text(forms["csv"], encoding="utf-8")
+    print(f"\n{_caption(job)}\n\n{forms['text']}\n", flush=True)
+    if any(line.top1 is not None for line in lines):
+        if not job.grid.robustness:
+            files.append(folder / "plot.png")
+            figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
+            say(f"plot: {job.workspace.place(files[-1])}")
+        files.append(folder / "report.html")
+        write_page(job, results, files[-1])
+    for file in files:
+        patiently(functools.partial(job.workspace.keep, file))
+    say(f"browse the runs: {_command()} ui")
+    stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
+    if stopped:
+        say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
+    unmeasured = to_measure(job, results)
+    unfinished = [trial.name for trial in job.trials if not is_done(job, results, trial) or trial.key in unmeasured]
+    if unfinished:
+        say(f"not finished: {', '.join(unfinished)}; the same command continues")
+    return files, not unfinished
+
+
+def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
+    """Writes the answer as an HTML page; a cell that is not finished has curves too.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    lines = table_of(job, results)
+    shown, curves = shown_rows(lines), {}
+    for trial in job.trials:
+        if trial.key in results and trial.row in shown:
+            run_id = results[trial.key].run_id
+            ask = functools.partial(job.tracker.history, run_id)
+            curves[trial.key] = {metric: patiently(functools.partial(ask, metric)) for metric in CURVES}
+    text = page(
+        Answer(
+            grid=job.grid,
+            name=job.name,
+            caption=_setting(job),
+            command=job.command,
+            overrides=job.overrides,
+            trials=job.trials,
+            results=results,
+            lines=lines,
+            curves=curves,
+            store=job.workspace.tracking_uri,
+        )
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
+    say(f"report: {path}")
+
+
+def _command() -> str:
+    """How to call `san` from here."""
+    beside = Path(sys.executable).parent / "san"
+    on_path = shutil.which("san")
+    return "san" if on_path and Path(on_path).resolve() == beside.resolve() else os.path.relpath(beside)
+
+
+def make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
+
+
+def _caption(job: Job) -> str:
+    return f"{job.grid.question} {_setting(job)}"
+
+
+def note(job: Job, results: Mapping[str, Result]) -> str:
+    """What MLflow shows of the grid, as Markdown."""
+    return f"**{job.grid.question}** {_setting(job)}\n\n{tables(job, results)['markdown']}"
+
+
+def _setting(job: Job) -> str:
+    epochs = job.trials[0].config.recipe.epochs
+    paper = f"Paper: ImageNet, table `{job.grid.table}`. " if job.grid.table else ""
+    ours = f"Ours: profile `{job.profile}`, {epochs} epochs"
+    if job.grid.robustness:
+        return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
+    return f"{paper}{ours}; params and FLOPs at the paper's setting."

@@ -1,0 +1,168 @@
+"""The images of a trial: which they are, and how they come to the model."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
+from experiments.errors import UserError
+from experiments.training.engine import device
+from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
+from pipelines.lists import list_path
+from pipelines.loader import threads_of
+from pipelines.shards import index_path
+
+
+@functools.cache
+def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
+    """The training and validation images; an embedded set is written first where it is missing.
+
+    Raises:
+        DataError: a folder is missing, empty or has other classes, or a class is too small; the text names it.
+    """
+    _require_fitting(config)
+    if config.source == "synthetic":
+        made_up = functools.partial(Dataset.synthetic, classes=config.synthetic_classes, per_class=config.synthetic_per_class)
+        return made_up("train"), made_up("val")
+    root, lists = _folders(config)
+    held_out = config.val_split_per_class if config.split == "val-split" else None
+    names = _parts(config.source, root, lists) if config.split == "val-split" and held_out is None else ()
+    train, val = (_open_split(config.source, root, name, lists) for name in names or ("train", "val"))
+    train.require_same_classes(val)
+    if names:
+        train.require_disjoint(val)
+    try:
+        key = "data.val_split_per_class"
+        if held_out is not None:
+            train, val = train.hold_out(held_out, config.val_split_seed)
+        key = "data.train_per_class"
+        if config.train_per_class is not None:
+            train = train.first(config.train_per_class)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
+    return train, val
+
+
+def _require_fitting(config: DataConfig) -> None:
+    """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
+    if config.lists is not None and config.source != "folder":
+        raise DataError(f"data.lists: only data.source=folder has lists, not {config.source}; leave it out")
+    if config.train_per_class is not None and config.source == "synthetic":
+        raise DataError(
+            "data.train_per_class: synthetic images are not chosen from others; give data.synthetic_per_class instead"
+        )
+
+
+def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
+    """The splits `train-split` and `val-split` where both are described, none where neither is."""
+    described = index_path if source == "shards" else list_path
+    names = ("train-split", "val-split")
+    there = [name for name in names if any(os.path.lexists(described(folder, name)) for folder in (lists or root, root))]
+    if len(there) == 1:
+        (missing,) = set(names) - set(there)
+        where, command = lists or root, "pack" if source == "shards" else "split"
+        raise DataError(
+            f"data.split: {where} has {described(where, there[0]).name}, but {described(where, missing).name} is missing; "
+            f"make both with `san data {command}`, or remove the one"
+        )
+    return tuple(there)
+
+
+def _folders(config: DataConfig) -> tuple[Path, Path | None]:
+    """Of the images, and of their lists where that is another."""
+    if config.root is None:
+        raise DataError(f"data.root: missing; give the folder with the images, which data.source={config.source} needs")
+    return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
+
+
+def open_split(config: DataConfig, name: str | None = None) -> Dataset:
+    """One split to evaluate on; without a name, the one that a trial with this config validates on.
+
+    `train` and `val-split` are the images that such a trial trains on, and those that val-split holds out of them; any other
+    name is that of a folder or a list in `root`, or of shards, such as `val`: of these nothing else needs to be there.
+
+    Raises:
+        DataError: as `open_data`.
+    """
+    name = name or ("val" if config.split == "val-original" else config.split)
+    if name == "train":
+        return open_data(config)[0]
+    if name == "val-split":
+        return open_data(config.model_copy(update={"split": name}))[1]
+    _require_fitting(config)
+    if config.source == "synthetic":
+        return Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class)
+    root, lists = _folders(config)
+    return _open_split(config.source, root, name, lists)
+
+
+@functools.cache
+def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Dataset:
+    if source == "shards":
+        return Dataset.open_shards(root, name)
+    try:
+        if source in DIGITS:
+            prepare_digits(root, source)
+        return Dataset.open(root, name, lists)
+    except OSError as error:
+        where = f"{error.strerror}: {error.filename}"
+        raise DataError(f"{root}: no images can be read or written there ({where}); give another data.root") from None
+
+
+def data_digest(config: DataConfig) -> str:
+    """Names the images that are trained on and those that are not: other files or sizes give another digest."""
+    return "-".join(map(_digest, open_data(config)))
+
+
+@functools.cache
+def _digest(dataset: Dataset) -> str:
+    return dataset.digest()
+
+
+def transform(config: DataConfig) -> Transform:
+    """What happens to an image before the model."""
+    return Transform(
+        size=config.size,
+        resize=config.resize,
+        crop_area=config.crop_area,
+        crop_ratio=config.crop_ratio,
+        flip=config.flip,
+        mean=config.mean,
+        std=config.std,
+    )
+
+
+def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Loader, Loader]:
+    """The training and validation loaders of one worker.
+
+    Raises:
+        DataError: images, transform or batch cannot be used.
+        UserError: a step has fewer images than the recipe wants to make parts of them.
+    """
+    train, val = (
+        _loader(config, dataset, is_train, seed, rank, world)
+        for dataset, is_train in zip(open_data(config.data), (True, False), strict=True)
+    )
+    smallest = len(train.dataset) // train.steps // world
+    if smallest < config.recipe.accumulate:
+        raise UserError(
+            f"recipe.accumulate: {config.recipe.accumulate} parts cannot be made of the {smallest} images that each worker has "
+            f"in some steps (recipe.batch={config.recipe.batch}, placement.workers={world}); make them fewer"
+        )
+    return train, val
+
+
+def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int) -> Loader:
+    return Loader(
+        dataset,
+        transform(config.data),
+        train=train,
+        batch=config.recipe.batch,
+        rank=rank,
+        world=world,
+        seed=seed,
+        threads=threads_of(config.placement.cpus),
+        device=device(),
+    )

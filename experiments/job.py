@@ -1,0 +1,149 @@
+"""A grid under a profile, checked: everything that is known of it before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from cluster import Placement
+from experiments.config import PROJECT_DIR, ModelConfig
+from experiments.errors import UserError
+from experiments.grid import Grid, Trial, expand
+from experiments.images import data_digest, loaders
+from experiments.report.paper import table_names
+from experiments.storage import StorageError
+from experiments.tracking import PATIENCE, PAUSE, Result, TrackerError
+from experiments.workspace import Workspace, open_workspace
+
+if TYPE_CHECKING:
+    from experiments.tracking.tracker import Tracker
+
+GRIDS_DIR = Path(__file__).parent / "grids"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A grid under a profile, checked and expanded: everything that is known before anything runs."""
+
+    name: str
+    profile: str
+    grid: Grid
+    trials: tuple[Trial, ...]
+    full_size: Mapping[str, ModelConfig]
+    """Each row's model at the paper's setting."""
+    workspace: Workspace
+    overrides: tuple[str, ...]
+    command: str
+    """The `san run` that was, or would be, asked for."""
+
+    @property
+    def tracker(self) -> Tracker:
+        from experiments.tracking.tracker import Tracker  # brings MLflow, which a plan without runs can do without
+
+        return Tracker(self.workspace.tracking_uri, self.name, self.profile)
+
+    @property
+    def placement(self) -> Placement:
+        """What each cell takes; a grid cannot change it from row to row."""
+        wanted = self.trials[0].config.placement
+        return Placement(wanted.workers, wanted.cpus, wanted.gpus)
+
+
+def has_store(uri: str) -> bool:
+    """Whether anything can have been tracked there: a server, or a database that exists."""
+    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
+
+
+def open_job(
+    path: Path, profile: str, overrides: Sequence[str], runs: str | Path | None = None, seeds: int | None = None
+) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
+
+    With `seeds`, 0 to seeds - 1 come instead of the grid's.
+
+    Raises:
+        UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
+        DataError: images that cannot be used.
+        StorageError: the bucket is not there, does not answer or does not take our credentials.
+    """
+    workspace = open_workspace(runs)
+    if workspace.bucket is not None:
+        workspace.bucket.check()
+    expanded = expand(path, profile, overrides, table_names())
+    # Once for the rows that differ in nothing that a loader looks at.
+    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
+    for config in apart.values():
+        loaders(config, seed=0, rank=0, world=config.placement.workers)
+    trials = tuple(
+        Trial(path.stem, profile, row, seed, config, data_digest(config.data))
+        for row, config in expanded.configs.items()
+        for seed in (expanded.grid.seeds if seeds is None else range(seeds))
+    )
+    for scaling in dict.fromkeys(config.recipe.scaling for config in expanded.configs.values()):
+        if scaling is not None:
+            say(scaling)
+    command = _run_command(path, profile, overrides, seeds)
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command)
+
+
+def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
+    """What to type in the project's folder."""
+    whole = path.resolve()
+    grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else path
+    chosen = [] if seeds is None else ["--seeds", str(seeds)]
+    return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
+
+
+def known_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already; a local database that does not exist yet is not made by looking."""
+    if not has_store(job.workspace.tracking_uri):
+        return {}
+    job.tracker.check()
+    return job.tracker.results()
+
+
+def finished_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already.
+
+    Raises:
+        UserError: no cell is finished.
+    """
+    results = known_results(job)
+    if not any(is_finished(results, trial) for trial in job.trials):
+        raise UserError(
+            f"no cell of grid {job.name} under profile {job.profile} is finished in {job.workspace.tracking_uri}; "
+            f"train it with `{job.command}`, or name another store with --runs"
+        )
+    return results
+
+
+def is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
+    return trial.key in results and results[trial.key].finished
+
+
+def is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
+    """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
+    stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
+    return stops or is_finished(results, trial)
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """What the tracker or the bucket answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
+    limit = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return ask()
+        except (TrackerError, StorageError):
+            if time.monotonic() > limit:
+                raise
+            time.sleep(PAUSE)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
