@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,27 +20,19 @@ PLAIN = EngineConfig()
 
 def join_process_group(patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
     """Rank and number of workers. Joins the group that the launcher made, or makes one: of the workers that the environment
-    tells, which then wait for each other so long, or of this process alone."""
+    tells, which then wait for each other so long, or of this process alone, which takes no port and leaves nothing in the
+    environment that processes started from here would take for theirs."""
     if not dist.is_initialized():
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": _free_port(),
-        }
-        for name, value in alone.items():
-            os.environ.setdefault(name, value)
         if torch.cuda.is_available():
             torch.cuda.set_device(device())  # nccl would use the first GPU for every worker
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=patience)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=patience)
+        else:
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=patience)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists
     return dist.get_rank(), dist.get_world_size()
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def device() -> torch.device:

@@ -248,7 +248,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     )[0]
     assert run_of_grid.info.status == "FINISHED"
     artifacts = [file.path for file in job.tracker.client.list_artifacts(run_of_grid.info.run_id)]
-    assert artifacts == ["table.csv", "table.md"]
+    assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
