@@ -479,7 +479,10 @@ def test_san_run_needs_no_shared_folder(
     kept = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in bucket.names("")}
     checkpoints = {f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "run_id", "summary.csv")}
     log = f"logs/resnet26_3-KEY-{socket.gethostname()}.log"
-    assert kept == checkpoints | {log, *(f"small-digits/{name}" for name in ("plot.png", "table.csv", "table.md"))}
+    assert kept == checkpoints | {
+        log,
+        *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
+    }
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"].encode()
     assert not [name for name in bucket.names("") if secret in (bucket.get(name) or b"")]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]
