@@ -52,7 +52,7 @@ def test_what_is_known_of_others_counts() -> None:
     assert not rungs.goes_on("before_a_rung", [0.0, 0.0, 0.0, 0.0, 0.0, 9.0])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_cells_ask_from_their_own_processes(workers: int, resources: Resources, tmp_path: Path) -> None:
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")

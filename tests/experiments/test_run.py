@@ -280,6 +280,7 @@ def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained:
     assert (line.seeds, line.top1) == (3, 2.0)
 
 
+@pytest.mark.long
 def test_the_study_trains_every_cell_once_and_writes_its_page(
     trained: list[str], tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

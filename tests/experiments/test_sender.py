@@ -51,7 +51,7 @@ def test_a_server_that_goes_away_costs_no_epoch(
 ) -> None:
     """Killed in epoch 2, back in epoch 4, killed again in epoch 6 and away for longer than the trial's end waits."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    monkeypatch.setattr(sender, "PATIENCE", 1.0)
+    monkeypatch.setattr("experiments.trial.PATIENCE", 1.0)
     monkeypatch.setattr(sender, "PAUSE", 0.2)
     job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch=128"), tmp_path / "runs")
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")

@@ -395,6 +395,7 @@ def test_a_store_that_stays_away_ends_the_cell_with_a_sentence(
 def on_node(folder: str) -> None:
     """A worker on a machine of its own: nothing that another has written is there."""
     impatient()
+    os.environ.update(ObjectStore.KEYS)  # the server that forks workers may be older than this test
     os.environ["SAN_SCRATCH"] = f"{folder}-{os.environ['RANK']}"
 
 
@@ -486,4 +487,4 @@ def test_san_run_needs_no_shared_folder(
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"].encode()
     assert not [name for name in bucket.names("") if secret in (bucket.get(name) or b"")]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]
-    assert not list((tmp_path / "scratch").rglob("*.pt"))
+    assert not list((tmp_path / "scratch").rglob("epoch-*"))
