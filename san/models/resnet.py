@@ -96,7 +96,8 @@ class ResNetTrunk(Trunk):
     def initialise(self) -> None:
         """He's initialisation of every convolution."""
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            # On the meta device there is nothing to draw, but torch would import its compiler for it, which takes a second.
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
