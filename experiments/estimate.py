@@ -72,7 +72,8 @@ class Costs:
         key = model.name, repr(model.overrides), size
         if key not in self._flops:
             with torch.device("meta"):
-                self._flops[key] = san.complexity(model.spec().build(num_classes=2), size).flops_paper
+                module = model.spec().build(num_classes=2)
+            self._flops[key] = san.complexity(module, size).flops_paper  # outside: torch would bring its compiler
         return self._flops[key]
 
 

@@ -83,4 +83,5 @@ def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.
 def count(model: ModelConfig, size: int) -> san.Complexity:
     """A model's counts for the paper's number of classes and images of `size` pixels, which it must take."""
     with torch.device("meta"):
-        return san.complexity(model.spec().build(CLASSES), size)
+        module = model.spec().build(CLASSES)
+    return san.complexity(module, size)
