@@ -45,9 +45,7 @@ def _packed(name: str) -> Any:
     return json.loads(gzip.decompress((SCHEMAS / name).read_bytes()))
 
 
-REGISTRY: Registry[Any] = Registry().with_resources(
-    [("kubernetes", Resource.from_contents(_packed("kubernetes.json.gz")))]
-)
+REGISTRY: Registry[Any] = Registry().with_resources([("kubernetes", Resource.from_contents(_packed("kubernetes.json.gz")))])
 KUSTOMIZATION = yaml.safe_load((SCHEMAS / "kustomization.yaml").read_text())
 KUBERAY = _packed("kuberay.json.gz")
 COMPOSE_SCHEMA = jsonschema.Draft202012Validator(_packed("compose-spec.json.gz"))

@@ -33,6 +33,7 @@ from tests.cluster.definitions import (
     validate,
     weaknesses,
 )
+from tests.experiments.servers import POOL
 
 PINS = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
 every_definition = pytest.mark.parametrize("name", DEFINITIONS)
@@ -210,6 +211,21 @@ def test_a_weakness_is_found(name: str, index: int, path: tuple[Any, ...], value
         place = place[part]
     place[path[-1]] = value
     assert list(weaknesses(name, document)) != []
+
+
+def test_the_tracking_server_has_two_connections_for_each_thread() -> None:
+    compose = read(COMPOSE)[0]["services"]
+    manifests = [document for document in read("kuberay/tracking.yaml") if document["kind"] == "Deployment"]
+    containers = {pod["containers"][0]["name"]: pod["containers"][0] for document in manifests for pod in pods(document)}
+    environments = {variable["name"]: variable.get("value") for variable in containers["mlflow"]["env"]}
+    for environment, mlflow, database in (
+        (compose["mlflow"]["environment"], compose["mlflow"]["command"], compose["database"]["command"]),
+        (environments, containers["mlflow"]["command"], containers["postgres"]["args"]),
+    ):
+        assert {name: str(environment[name]) for name in POOL} == POOL
+        (workers,) = [int(argument.removeprefix("--workers=")) for argument in mlflow if argument.startswith("--workers=")]
+        (most,) = [int(argument.removeprefix("max_connections=")) for argument in database if "max_connections" in argument]
+        assert workers * sum(map(int, POOL.values())) <= most
 
 
 def test_values_that_are_the_users_are_marked() -> None:
