@@ -18,9 +18,11 @@ import yaml
 
 from experiments.config import merged, value_at
 from experiments.grid import Grid, Trial
+from experiments.report.attention import Attention, between_in_words
 from experiments.report.chart import COLOURS, Axis, Point, Series, curves_chart, legend, points_chart
 from experiments.report.figures import family
 from experiments.report.table import Line, finished_metrics
+from experiments.report.tiles import MOST_CHANNELS, tiles
 from experiments.tracking import Result
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -28,6 +30,8 @@ CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training l
 """Metrics that are shown over epochs, with the words of their axis and what they cannot exceed."""
 MOST_ROWS = 42
 """Rows of which curves, labels and commands are shown: more could not be told apart."""
+MOST_LOOKS = 4
+"""Cells of which a page shows the attention: each takes a second, large networks several."""
 ROBUSTNESS = "robustness/"
 """How the metrics of robustness protocols begin: `robustness/<condition>/<number>`."""
 SAME = {
@@ -42,6 +46,19 @@ MINUS = "\N{MINUS SIGN}"
 
 Curves = Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
 """By a trial's content hash and the name of a metric: epoch and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a cell's network weighs the footprint of a pixel."""
+
+    trial: Trial
+    checkpoint: str
+    """Where it lies."""
+    image: int
+    """Number of the validation image."""
+    seen: Attention | str
+    """Or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,7 @@ class Answer:
     curves: Curves
     store: str
     """The tracker's address."""
+    looks: Sequence[Look] = ()
 
     @property
     def profile(self) -> str:
@@ -91,6 +109,7 @@ def page(answer: Answer) -> str:
         _plot(answer),
         _cost(answer),
         _curves(answer),
+        _attention(answer),
         _robustness(answer),
         _reproduce(answer),
     ]
@@ -323,6 +342,46 @@ def _curve(answer: Answer, row: str, metric: str) -> list[Point]:
         mean = statistics.fmean(values)
         points.append(Point(epoch, mean, min(values), max(values), "", f"epoch {epoch}: {mean:.3g}"))
     return points
+
+
+# --- attention
+
+
+def _attention(answer: Answer) -> str:
+    """What `san show` draws, of a few cells."""
+    if not answer.looks:
+        return ""
+    note = (
+        "How networks weigh the footprint of a pixel: the middle one of the validation image in the middle. Of each kind of "
+        "attention and each relation it is the cell with the best top-1, after its last epoch; "
+        f"{MOST_LOOKS} cells at most, the best of every kind first."
+    )
+    key = (
+        "Squares are pixels of the footprint, the framed one is the pixel itself. A strong colour is a large weight; "
+        "orange with a hole is negative. Spread is the standard deviation over all channels. Dashes are where the image ends; "
+        "beyond, it is mirrored."
+    )
+    panels = f'<div class="panels two looks">{"".join(map(_look, answer.looks))}</div>'
+    return _section("What the attention looks at", f'<p>{note}</p>{panels}<p class="note">{key}</p>')
+
+
+def _look(look: Look) -> str:
+    name, seen = escape(look.trial.name), look.seen
+    if isinstance(seen, str):
+        return f'<div class="panel"><h3>{name}</h3><p class="missing">No picture: {escape(seen)}</p></div>'
+    relation = getattr(look.trial.config.model.spec(), "relation", None)
+    heading = f"<h3>{name}: {seen.kind} attention{f', {relation}' if relation else ''}</h3>"
+    (H, W), k = seen.map, seen.footprint
+    some = f", of which {MOST_CHANNELS} are shown" if len(seen.weight_GKn) > MOST_CHANNELS else ""
+    facts = (
+        f"{seen.model} takes {seen.picture} for {seen.answer}. {seen.layer}, footprint {k} x {k}, map {H} x {W}, "
+        f"{seen.channels}{some}."
+    )
+    picture = tiles(seen, f"seen-{look.trial.key}")
+    told = f'<p class="note">{escape(facts)}</p>{picture}<p class="note">{between_in_words(seen)}</p>'
+    command = escape(shlex.join(["san", "show", look.checkpoint, str(look.image)]))
+    asked = f"<details><summary>All channels, other pixels</summary><pre><code>{command}</code></pre></details>"
+    return f'<div class="panel">{heading}{told}{asked}</div>'
 
 
 # --- robustness
