@@ -26,7 +26,8 @@ from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.job import Job, known_results, open_job
 from experiments.report.chart import round_ticks
-from experiments.report.page import row_alone, short_names
+from experiments.report.page.charts import short_names
+from experiments.report.page.reproduce import row_alone
 from experiments.report.text import latex
 from san import Complexity
 from tests.browser import Browser, browser
