@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from experiments.config import value_at
 from experiments.report.chart import Axis, Point, Series, legend, points_chart
-from experiments.report.page.content import MOST_ROWS, Answer
+from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import figure, panel, section
 from experiments.report.table import Line
 
@@ -64,13 +64,13 @@ def cost(answer: Answer) -> str:
     sides, families = _sides(answer), answer.families()
     if not sides or all(line.params is None for line in answer.lines):
         return ""
-    has_labels = len(answer.lines) <= MOST_ROWS
+    labelled = set(shown_rows(answer.lines))
     panels = []
     for field, words in costs.items():
         for heading, accuracy, half in sides:
             series = []
             for style, (name, lines) in enumerate(families.items()):
-                labels = short_names([line.id for line in lines]) if has_labels else {}
+                labels = {row: short for row, short in short_names([line.id for line in lines]).items() if row in labelled}
                 counted = [line for line in lines if line.params is not None]
                 mine = [(line, getattr(line, field), labels.get(line.id, "")) for line in counted]
                 points = _points(mine, accuracy, half, words)
@@ -80,6 +80,7 @@ def cost(answer: Answer) -> str:
             panels.append(panel(f"{heading}, over {'parameters' if field == 'params' else 'FLOPs'}", chart))
     key = legend(((name, style) for style, name in enumerate(families)), lines=True)
     note = "Up and to the left is better. Intervals without an end are cut. A point tells more on hovering."
+    note += left_out(answer.lines, "labels, where there is room")
     return section("Accuracy and cost", figure(panels, key, note))
 
 

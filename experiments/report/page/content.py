@@ -68,5 +68,12 @@ class Answer:
 
 
 def shown_rows(lines: Sequence[Line]) -> list[str]:
-    """The rows of which a page shows curves and commands."""
-    return [line.id for line in lines[:MOST_ROWS]]
+    """The rows of which a page shows curves, labels and commands: all, or the `MOST_ROWS` best by top-1; in order."""
+    best = sorted(lines, key=lambda line: -(line.top1 or 0.0))[:MOST_ROWS]
+    kept = {line.id for line in best}
+    return [line.id for line in lines if line.id in kept]
+
+
+def left_out(lines: Sequence[Line], what: str) -> str:
+    """A sentence on which rows have `what`, where not all of them do."""
+    return f" Of the {len(lines)} rows the {MOST_ROWS} with the best top-1 have {what}." if len(lines) > MOST_ROWS else ""

@@ -6,7 +6,7 @@ import statistics
 from html import escape
 
 from experiments.report.chart import COLOURS, Axis, Point, Series, curves_chart, legend
-from experiments.report.page.content import Answer, shown_rows
+from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import figure, panel, section
 
 CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training loss", float("inf"))}
@@ -36,8 +36,7 @@ def curves(answer: Answer) -> str:
         return ""
     seeds = len({trial.seed for trial in answer.trials}) > 1
     note = "Lines are means over seeds, bands reach from the lowest to the highest." if seeds else ""
-    left_out = len(answer.lines) - len(kept)
-    note += f" {left_out} more rows are not shown." if left_out else ""
+    note += left_out(answer.lines, "curves")
     return section("Training curves", *charts, f'<p class="note">{escape(note.strip())}</p>' if note else "")
 
 

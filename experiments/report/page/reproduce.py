@@ -10,7 +10,7 @@ import yaml
 
 from experiments.config import merged
 from experiments.grid import Grid, Trial
-from experiments.report.page.content import Answer, shown_rows
+from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import scroll, section
 from experiments.tracking import Result
 
@@ -48,7 +48,8 @@ def reproduce(answer: Answer) -> str:
         table = f"<caption>Finished cells</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody>"
         parts.append("<h3>Each cell</h3>")
         parts.append(scroll(f'<table class="cells">{table}</table>', "Table of cells", "scroll tall"))
-    parts.append("<h3>One row alone</h3><p>These train the same cells: they have the same keys.</p>")
+    told = f"These train the same cells: they have the same keys.{left_out(answer.lines, 'commands here')}"
+    parts.append(f"<h3>One row alone</h3><p>{told}</p>")
     parts += [_alone(answer, row) for row in shown_rows(answer.lines)]
     return section("Reproduce", *parts)
 
