@@ -69,6 +69,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
             say(f"plot: {job.workspace.place(files[-1])}")
         files.append(folder / "report.html")
         write_page(job, results, files[-1])
+        say(f"report: {job.workspace.place(files[-1])}")
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
     say(f"browse the runs: {_command()} ui")
@@ -114,7 +115,6 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
-    say(f"report: {path}")
 
 
 def _command() -> str:
