@@ -32,7 +32,8 @@ def robustness(answer: Answer) -> str:
                 continue
             mean = statistics.fmean(value for value, _ in values)
             drop = statistics.fmean(before - value for value, before in values)
-            lost = f' <span class="spread">{-drop:+.1f}</span>'.replace("-", MINUS) if name.endswith("/top1") else ""
+            change = f"{round(-drop, 1) + 0.0:+.1f}".replace("-", MINUS)  # there is no -0.0
+            lost = f' <span class="spread">{change}</span>' if name.endswith("/top1") else ""
             cells.append(f"<td>{mean:.1f}{lost}</td>")
         rows.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
     head = f'<thead><tr><th scope="col">row</th>{"".join(heads)}</tr></thead>'
