@@ -48,4 +48,4 @@ def _look_at(workspace: Workspace, trial: Trial) -> Look:
         number = len(images) // 2
         return Look(trial, place, number, look(opened, images.only([number])))
     except DAMAGE as error:  # UserError, DataError and StorageError are; a report does not fail for want of a picture
-        return Look(trial, place, 0, str(error) or type(error).__name__)
+        return Look(trial, place, 0, " ".join(str(error).split()) or type(error).__name__)

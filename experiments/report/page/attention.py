@@ -7,7 +7,7 @@ from html import escape
 
 from experiments.report.attention import between_in_words
 from experiments.report.page.content import Answer, Look
-from experiments.report.page.elements import section
+from experiments.report.page.elements import figure, section
 from experiments.report.tiles import MOST_CHANNELS, tiles
 
 MOST_LOOKS = 4
@@ -18,9 +18,9 @@ def attention(answer: Answer) -> str:
     """What `san show` draws, of a few cells."""
     if not answer.looks:
         return ""
-    note = (
-        "How networks weigh the footprint of a pixel: the middle one of the validation image in the middle. Of each kind of "
-        "attention and each relation it is the cell with the best top-1, after its last epoch; "
+    what = (
+        "How the networks weigh the footprint of a pixel: the one in the middle of the validation image in the middle. Of each "
+        "kind of attention and each relation it is the cell with the best top-1, after its last epoch; "
         f"{MOST_LOOKS} cells at most, the best of every kind first."
     )
     key = (
@@ -28,8 +28,8 @@ def attention(answer: Answer) -> str:
         "orange with a hole is negative. Spread is the standard deviation over all channels. Dashes are where the image ends; "
         "beyond, it is mirrored."
     )
-    panels = f'<div class="panels two looks">{"".join(map(_look, answer.looks))}</div>'
-    return section("What the attention looks at", f'<p>{note}</p>{panels}<p class="note">{key}</p>')
+    panels = figure([*map(_look, answer.looks)], f'<p>{what}</p><p class="note key">{key}</p>')
+    return section("What the attention looks at", panels)
 
 
 def _look(look: Look) -> str:
