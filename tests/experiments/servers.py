@@ -20,6 +20,9 @@ from typing import ClassVar
 
 import pytest
 
+# What docs/tracking.md tells: a worker of the server has 40 threads, and a request takes two connections.
+POOL = {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "40", "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "40"}
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -149,7 +152,7 @@ def postgres(password: str) -> Iterator[str]:
         data = folder / "data"
         initdb = [programs / "initdb", "-D", data, "-A", "scram-sha-256", "-U", "tracker", "--no-sync"]
         subprocess.run([*initdb, "--pwfile", folder / "password"], cwd=folder, check=True, capture_output=True, **who)
-        server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F"]
+        server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F", "-N", "400"]
         with open(folder / "log", "w") as log, subprocess.Popen(server, cwd=folder, stdout=log, stderr=log, **who) as process:
             try:
                 limit = time.monotonic() + 30
