@@ -186,6 +186,8 @@ def test_the_page_in_a_browser(
     assert shown.evaluate("document.querySelectorAll('svg.chart path.curve').length") == 2 * 4
     ends = "[...document.querySelectorAll('svg.chart path.curve')].map(p => (p.getAttribute('d').match(/L/g) || []).length)"
     assert set(shown.evaluate(ends)) == {2}
+    epochs = "[...document.querySelectorAll('[aria-labelledby=training-curves] svg.chart')].at(-1).querySelectorAll('.tick')"
+    assert shown.evaluate(f"[...{epochs}].map(t => t.textContent)")[-3:] == ["1", "2", "3"]
     marks = shown.evaluate("new Set([...document.querySelectorAll('.panel .mark')].map(m => m.getAttribute('d'))).size")
     assert marks >= 3  # families are told apart without colour
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from html import escape
 
-from experiments.report.chart import COLOURS, Axis, Point, Series, curves_chart, legend
+from experiments.report.chart import COLOURS, Axis, Point, Series, curves_chart, legend, round_ticks
 from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import figure, panel, section
 
@@ -27,7 +28,8 @@ def curves(answer: Answer) -> str:
                     points = _curve(answer, row, metric)
                     series += [Series(row, style, points)] if points else []
                 if series:
-                    chart = curves_chart(f"{words} over epochs, {name}.", series, Axis("epoch"), Axis(words, most=most))
+                    axes = _epochs(series), Axis(words, most=most)
+                    chart = curves_chart(f"{words} over epochs, {name}.", series, *axes)
                     key = legend([(one.name, one.style) for one in series], lines=True)
                     panels.append(panel(f"{name}, {words.split(',')[0]}", chart + key))
         if panels:
@@ -38,6 +40,13 @@ def curves(answer: Answer) -> str:
     note = "Lines are means over seeds, bands reach from the lowest to the highest." if seeds else ""
     note += left_out(answer.lines, "curves")
     return section("Training curves", *charts, f'<p class="note">{escape(note.strip())}</p>' if note else "")
+
+
+def _epochs(series: Sequence[Series]) -> Axis:
+    """There are no halves of epochs."""
+    epochs = [point.x for one in series for point in one.points]
+    ticks = round_ticks(min(epochs), max(epochs)) if min(epochs) < max(epochs) else epochs[:1]
+    return Axis("epoch", [tick for tick in ticks if float(tick).is_integer()])
 
 
 def _curve(answer: Answer, row: str, metric: str) -> list[Point]:
