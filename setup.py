@@ -16,7 +16,7 @@ setup(
         "san": ["py.typed"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
-        "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/*.html"],
+        "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/page/*.html"],
     },
     install_requires=["torch>=2.11"],
     extras_require={

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.errors import UserError
+from experiments.grid import Trial
 from experiments.job import Job, is_done, is_finished, patiently, say
+from experiments.looks import look_at_cells
 from experiments.report import figures, table
 from experiments.report.page import CURVES, Answer, page, shown_rows
 from experiments.report.paper import counts_at_paper_setting, paper_numbers, paper_rows
@@ -44,8 +46,11 @@ def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
 
 def to_measure(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
     """What finished cells lack of the numbers of the grid's protocol."""
-    finished = [(trial, results[trial.key]) for trial in job.trials if is_finished(results, trial)]
-    return works(job.workspace, job.grid.robustness, finished) if job.grid.robustness else {}
+    return works(job.workspace, job.grid.robustness, _finished(job, results)) if job.grid.robustness else {}
+
+
+def _finished(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
+    return [(trial, results[trial.key]) for trial in job.trials if is_finished(results, trial)]
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
@@ -64,6 +69,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
             say(f"plot: {job.workspace.place(files[-1])}")
         files.append(folder / "report.html")
         write_page(job, results, files[-1])
+        say(f"report: {job.workspace.place(files[-1])}")
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
     say(f"browse the runs: {_command()} ui")
@@ -102,13 +108,13 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
             lines=lines,
             curves=curves,
             store=job.workspace.tracking_uri,
+            looks=look_at_cells(job.workspace, _finished(job, results)),
         )
     )
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
-    say(f"report: {path}")
 
 
 def _command() -> str:

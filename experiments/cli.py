@@ -223,13 +223,14 @@ def report(
 ) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
     from experiments.answer import robustness_of, show, table_of, tables, write_page
-    from experiments.job import finished_results, known_results, open_job
+    from experiments.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":
         raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
     job = open_job(grid, profile, overrides, runs, seeds)
     if html is not None:
         write_page(job, finished_results(job), html)
+        say(f"report: {html}")
     if as_json:
         lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
         click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))

@@ -93,12 +93,12 @@ def in_words(attention: Attention) -> str:
         f"{k} x {k} pixels of it, in {attention.channels}.",
         f"The {most} weight, {attention.weight_GKn[g, j, p]:.3g}, is that of {attention.channel} {g} for the pixel",
         f"{' and '.join(steps) + ' from it' if steps else 'itself'}; {compared}.",
-        _between(attention),
+        between_in_words(attention),
     )
     return " ".join(sentences)
 
 
-def _between(attention: Attention) -> str:
+def between_in_words(attention: Attention) -> str:
     G, one = len(attention.weight_GKn), len(attention.pixels) == 1
     if G == 1:
         return f"There is one {attention.channel}, so one map of weights is all that its values are weighed by."
@@ -126,7 +126,7 @@ def draw(attention: Attention, path: Path) -> None:
     columns = 4 if shown <= 8 else 6 if shown <= 18 else 8
     top_side, side = _side(4), _side(columns)
     rows = -(-shown // columns)
-    words = textwrap.wrap(_between(attention), 112)
+    words = textwrap.wrap(between_in_words(attention), 112)
     top = MARGIN + 0.62
     channels = top + HEADING + top_side + 0.66
     bar = channels + rows * (side + 0.28) - 0.08
@@ -243,7 +243,7 @@ class _Page:
         return self.figure.add_axes((left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height))
 
 
-def _reach(attention: Attention) -> int:
+def reach_of(attention: Attention) -> int:
     """How many pixels of the map the footprint of the first pixel reaches over the border, at most."""
     (H, W), half, (row, column) = attention.map, attention.footprint // 2, attention.pixels[0]
     return max(half - row, half - column, row + half - H + 1, column + half - W + 1, 0)
@@ -256,6 +256,11 @@ def _mirrored(attention: Attention, reach: int) -> tuple[Floats, NDArray[np.bool
     around = ((reach, reach), (reach, reach))
     outside = np.pad(np.zeros((H, W), bool), around, constant_values=True)
     return np.pad(blocks, (*around, (0, 0), (0, 0), (0, 0)), mode="reflect"), outside
+
+
+def surroundings(attention: Attention) -> Floats:
+    """The image with as much of the mirrored border, pale, as `reach_of` says."""
+    return _picture(*_mirrored(attention, reach_of(attention)))
 
 
 def footprints(attention: Attention) -> tuple[Floats, NDArray[np.bool_]]:
@@ -275,10 +280,9 @@ def _picture(blocks: Floats, outside: NDArray[np.bool_]) -> Floats:
 
 def _draw_image(axes: Any, attention: Attention) -> None:
     """The image with all pixels and the footprint of the first, and as much of the mirrored border as that needs."""
-    (H, W), k, half, reach = attention.map, attention.footprint, attention.footprint // 2, _reach(attention)
+    (H, W), k, half, reach = attention.map, attention.footprint, attention.footprint // 2, reach_of(attention)
     row, column = attention.pixels[0]
-    picture = _picture(*_mirrored(attention, reach))
-    axes.imshow(picture, extent=(-reach, W + reach, H + reach, -reach), interpolation="nearest")
+    axes.imshow(surroundings(attention), extent=(-reach, W + reach, H + reach, -reach), interpolation="nearest")
     if reach:
         _outline(axes, 0, 0, W, H, FOOTPRINT, 0.9, linestyle=DASHES)
     _outline(axes, column - half, row - half, k, k, FOOTPRINT, 1.2)

@@ -16,18 +16,32 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.entities import Metric
 
-from experiments.answer import show, write_page
+from experiments.answer import show, table_of, write_page
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
+from experiments.evaluate import open_checkpoint
+from experiments.grid import Trial
 from experiments.job import Job, known_results, open_job
+from experiments.looks import look_at_cells, of_each_kind
+from experiments.report.attention import Attention, in_words
 from experiments.report.chart import round_ticks
-from experiments.report.page import row_alone, short_names
+from experiments.report.page import CURVES, Answer, content, page, shown_rows
+from experiments.report.page.charts import short_names
+from experiments.report.page.reproduce import row_alone
 from experiments.report.text import latex
+from experiments.report.tiles import LEVELS, NEGATIVE, tiles
+from experiments.show import look, open_image
+from experiments.tracking import Result
+from experiments.training.checkpoint import Checkpoint, Origin
+from experiments.training.metrics import RunningEpoch
 from san import Complexity
 from tests.browser import Browser, browser
 from tests.experiments.servers import free_port
@@ -97,6 +111,21 @@ def answered(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_datab
     return make
 
 
+def save_untrained(job: Job, trial: Trial) -> Path:
+    """A checkpoint after the last epoch of a network that never saw an image."""
+    torch.manual_seed(0)
+    config = trial.config
+    engine = {"model": config.model.spec().build(10).state_dict(), "average": None, "workers": [{"buffers": [{}]}]}
+    digits = tuple(map(str, range(10)))
+    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, digits)
+    history = tuple(replace(EPOCH, epoch=number) for number in range(config.recipe.epochs))
+    checkpoint = Checkpoint(trial.key, origin, history, RunningEpoch(len(history), 0.1), engine)
+    path = job.workspace.checkpoints(trial) / checkpoint.name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(checkpoint.as_bytes())
+    return path
+
+
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browser(tmp_path_factory.mktemp("browser")) as opened:
@@ -109,10 +138,22 @@ def cells(page: Browser, row: str, table: str = "section[aria-labelledby=answer]
     return list(page.evaluate(f"[...{found}.cells].slice(1).map(c => c.innerText)"))
 
 
-def test_the_page_in_a_browser(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(
+    answered: Callable[..., Job],
+    shown: Browser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Content, without color or a network; screenshots lie in the test's folder."""
     job = answered()
-    write_page(job, known_results(job), tmp_path / "page.html")
+    best = next(trial for trial in job.trials if trial.row == "pairwise_5")
+    file = save_untrained(job, best)
+    asked = ["san", "report", str(tmp_path / "asked.yaml"), "--seeds", "2", "--runs", str(job.workspace.runs), "--json"]
+    monkeypatch.setattr(sys, "argv", [*asked, "--html", str(tmp_path / "page.html")])
+    main()
+    assert f"report: {tmp_path / 'page.html'}\n" in capsys.readouterr().err
+    assert (tmp_path / "page.html").stat().st_size < 150_000
     for width in (1280, 400):
         for dark in (False, True):
             shown.show(width, dark)
@@ -122,7 +163,7 @@ def test_the_page_in_a_browser(answered: Callable[..., Job], shown: Browser, tmp
             assert shown.evaluate("document.documentElement.scrollWidth") <= width
             assert shown.evaluate(CONTRAST) == []
             shown.screenshot(tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png")
-            overlaps = "[...document.querySelectorAll('svg.chart')].some(s => s.getBoundingClientRect().right > innerWidth)"
+            overlaps = "[...document.querySelectorAll('svg')].some(s => s.getBoundingClientRect().right > innerWidth)"
             assert not shown.evaluate(overlaps)
 
     assert shown.evaluate("document.documentElement.lang") == "en"
@@ -145,8 +186,22 @@ def test_the_page_in_a_browser(answered: Callable[..., Job], shown: Browser, tmp
     assert shown.evaluate("document.querySelectorAll('svg.chart path.curve').length") == 2 * 4
     ends = "[...document.querySelectorAll('svg.chart path.curve')].map(p => (p.getAttribute('d').match(/L/g) || []).length)"
     assert set(shown.evaluate(ends)) == {2}
+    epochs = "[...document.querySelectorAll('[aria-labelledby=training-curves] svg.chart')].at(-1).querySelectorAll('.tick')"
+    assert shown.evaluate(f"[...{epochs}].map(t => t.textContent)")[-3:] == ["1", "2", "3"]
     marks = shown.evaluate("new Set([...document.querySelectorAll('.panel .mark')].map(m => m.getAttribute('d'))).size")
     assert marks >= 3  # families are told apart without colour
+
+    opened = open_checkpoint(file)
+    seen = look(opened, open_image(opened, "180"))
+    (told,) = shown.evaluate("[...document.querySelectorAll('.tiles')].map(t => t.getAttribute('aria-label'))")
+    assert told == in_words(seen)
+    assert shown.evaluate("[...document.querySelectorAll('.tile')].map(t => t.innerText)")[-4:] == [
+        f"channel {number}" for number in range(4)
+    ]
+    assert shown.evaluate("[...document.querySelectorAll('image')].every(i => i.getBBox().width > 0)")
+    looks = shown.evaluate("document.querySelector('section[aria-labelledby=what-the-attention-looks-at]').innerText")
+    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % lies between" in looks
+    assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot be read" in looks
 
     reproduce = "section[aria-labelledby=reproduce]"
     assert f"san run {tmp_path / 'asked.yaml'} --profile digits --seeds 2" in shown.text()
@@ -155,6 +210,117 @@ def test_the_page_in_a_browser(answered: Callable[..., Job], shown: Browser, tmp
     facts = shown.evaluate(f"document.querySelector('{reproduce} dl').innerText")
     assert first.data_digest in facts and "python 3" in facts and "torch " in facts and " CPUs (" in facts
     assert "Robustness" not in shown.text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        ({"resnet26": {"name": "resnet26"}, "resnet38": {"name": "resnet38"}}, []),
+        (
+            {"deep": {"name": "san19_pairwise"}, "best": {"name": "san10_pairwise"}, "scalar": {"name": "san10_scalar"}},
+            ["best", "scalar"],
+        ),
+        (
+            {
+                **{relation: {"name": "san10_pairwise", "relation": relation} for relation in ("dot", "hadamard", "summation")},
+                **{relation: {"name": "san10_patchwise", "relation": relation} for relation in ("clique", "star")},
+            },
+            ["hadamard", "summation", "clique", "star"],
+        ),
+    ],
+    ids=["convolutions", "depths", "relations"],
+)
+def test_the_best_of_each_kind_of_attention(
+    rows: dict[str, dict[str, str]], chosen: list[str], write_grid: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Later cells are better here."""
+    content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
+    job = open_job(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2)
+    finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(job.trials)]
+    assert [(trial.row, trial.seed) for trial in of_each_kind(finished)] == [(row, 1) for row in chosen]
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_two_classes(path: Path) -> None:
+    found = Checkpoint.read(path)
+    path.write_bytes(replace(found, origin=replace(found.origin, classes=("cat", "dog"))).as_bytes())
+
+
+def of_a_field_of_later(path: Path) -> None:
+    found = Checkpoint.read(path)
+    path.write_bytes(replace(found, origin=replace(found.origin, record={**found.origin.record, "late": 1})).as_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (Path.unlink, "epoch-0003-step-0000000.pt: cannot be read (No such file or directory)"),
+        (damaged, "epoch-0003-step-0000000.pt: is not a file that torch.save wrote, or it is damaged"),
+        (of_two_classes, "size mismatch"),
+        (of_a_field_of_later, "late: "),
+    ],
+    ids=["gone", "damaged", "another network", "of another version"],
+)
+def test_a_cell_that_cannot_be_looked_at_is_a_sentence(
+    change: Callable[[Path], None], told: str, write_grid: Callable[[str], Path], tmp_path: Path
+) -> None:
+    job = open_job(write_grid(GRID), "digits", (), tmp_path)
+    trial = next(trial for trial in job.trials if trial.row == "patchwise_3")
+    change(save_untrained(job, trial))
+    (found,) = look_at_cells(job.workspace, [(trial, Result("run", True, {"val/top1": 95.0}))])
+    assert isinstance(found.seen, str) and told in found.seen and "\n" not in found.seen
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["pairwise", "patchwise"]), st.integers(0, 5), st.integers(0, 5))
+def test_tiles_are_of_the_weights(seed: int, kind: str, row: int, column: int) -> None:
+    random = np.random.default_rng(seed)
+    weight_GKn = random.normal(size=(3, 25, 1)).astype(np.float32)
+    weight_GKn = weight_GKn if kind == "patchwise" else np.abs(weight_GKn)
+    image = np.zeros((12, 12, 3), np.float32)
+    seen = Attention("net", "a.png", "a 7", "layer", kind, 5, image, 2, ((row, column),), weight_GKn, 50.0, 50.0)
+    drawn = re.findall(r'<div class="tile ">(.*?)</div>', tiles(seen, "name"))
+    assert len(drawn) == 2 + 3  # mean, spread, channels
+    limit = np.abs(weight_GKn).max()
+    for picture, weight_K in zip(drawn[2:], weight_GKn[:, :, 0], strict=True):
+        found = np.zeros((5, 5))
+        for colour, opacity, path in re.findall(r'<path class="(\w+)" fill-opacity="(.*?)" d="(.*?)"/>', picture):
+            for x, y, hole in re.findall(r"M(\d) (\d)h1v1h-1z(m\S+z)?", path):
+                assert (colour == NEGATIVE) == bool(hole)
+                found[int(y), int(x)] = -float(opacity) if hole else float(opacity)
+        wanted = weight_K.reshape(5, 5) / limit
+        wanted = wanted if kind == "patchwise" else np.sqrt(wanted)
+        np.testing.assert_allclose(found, wanted, atol=0.5 / LEVELS + 0.001)
+        inside = 2 <= row <= 3 and 2 <= column <= 3
+        assert ('class="edge"' in picture) != inside
+
+
+def test_the_best_rows_are_shown_of_many(
+    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a sentence at curves, labels and commands."""
+    monkeypatch.setattr(content, "MOST_ROWS", 3)
+    rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
+    job = open_job(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path)
+    tops = (50.0, 90.0, 70.0, None, 80.0, 60.0)
+    results = {
+        trial.key: Result("run", True, {"val/top1": top1, "val/top5": 99.0})
+        for trial, top1 in zip(job.trials, tops, strict=True)
+        if top1
+    }
+    lines = table_of(job, results)
+    kept = ["row1", "row2", "row4"]
+    assert shown_rows(lines) == kept
+    curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
+    answer = Answer(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", ())
+    text = page(answer)
+    for what in ("labels, where there is room", "curves", "commands here"):
+        assert f"Of the 6 rows the 3 with the best top-1 have {what}." in text
+    assert re.findall("<summary>(.*?)</summary>", text) == kept
+    assert re.findall('<text class="label".*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
+    assert "with the best top-1 have" not in page(replace(answer, lines=lines[:3]))
 
 
 def test_what_the_tracker_has_of_robustness_is_shown(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
@@ -250,11 +416,43 @@ def test_latex_escapes() -> None:
     assert text[5:] == [hard, r"\bottomrule", r"\end{tabular}"]
 
 
+def test_latex_has_minus_and_dash_and_breaks_long_cells() -> None:
+    told = "stopped at epoch 6 of 18 by early stopping"
+    text = latex([("row", "difference", "drop", "note"), ("a-1", "-1.5", "-", told)]).splitlines()
+    assert text[1] == r"\begin{tabular}{lrrp{4cm}}"
+    assert text[5] == rf"a-1 & $-$1.5 & -- & {told} \\"
+
+
+def test_latex_tells_once_what_paper_and_ours_are_of() -> None:
+    heading = ("row", "top-1 paper", "top-1 ours", "seeds", "top-5 ours")
+    text = latex([heading, ("a", "1", "2", "3", "4")]).splitlines()
+    assert text[3:6] == [
+        r" & \multicolumn{2}{c}{top-1} &  & \multicolumn{1}{c}{top-5} \\",
+        r"\cmidrule(lr){2-3}\cmidrule(lr){5-5}",
+        r"row & paper & ours & seeds & ours \\",
+    ]
+    assert latex([("row", "top-1 ours"), ("a", "2")]).splitlines()[3] == r"row & top-1 ours \\"
+
+
+@given(st.lists(st.lists(st.text(st.characters(exclude_categories=["C", "Z"])), min_size=3, max_size=3), min_size=1))
+def test_latex_is_balanced(rows: list[list[str]]) -> None:
+    """As many columns in each row as are declared, and every brace closed, whatever is in a cell."""
+    body = latex(rows).splitlines()[3:-2]
+    assert len(body) == len(rows) + 1 and body.pop(1) == r"\midrule"
+    for line in body:
+        bare = re.sub(r"\\text\w+\{\}|\\[&%$#_{}]", "", line.removesuffix(r" \\"))
+        assert bare.count("&") == 2
+        assert not set(bare.replace(r"$\pm$", "").replace("$-$", "")) & set(r"\%$#_{}~^")
+
+
 def test_latex_compiles(tmp_path: Path) -> None:
     program = shutil.which("pdflatex")
     if program is None:
         pytest.skip("LaTeX is missing: no pdflatex on PATH (Debian's package texlive-latex-recommended)")
-    body = "\n".join([r"\documentclass{article}\usepackage{booktabs}\begin{document}", latex(ROWS), r"\end{document}"])
+    told = "seed 0 stopped at epoch 6 of 18 by early stopping"
+    paired = [("row", "top-1 paper", "top-1 ours", "difference", "note"), ("a", "75.1", "75.0 ± 0.1", "-0.1", told)]
+    tables = f"{latex(ROWS)}\n\n{latex(paired)}"
+    body = "\n".join([r"\documentclass{article}\usepackage{booktabs}\begin{document}", tables, r"\end{document}"])
     (tmp_path / "table.tex").write_text(body)
     subprocess.run([program, "-halt-on-error", "table.tex"], cwd=tmp_path, check=True, capture_output=True)
 

@@ -460,7 +460,7 @@ def test_san_run_needs_no_shared_folder(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """All that it leaves is in the bucket, and the keys to that are nowhere."""
-    grid = write_grid("{question: 'Does it run?', rows: [{id: resnet26_3, model: {name: resnet26, footprint: 3}}]}")
+    grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     job = (str(grid), *SHORT[1:], "recipe.epochs=1")
@@ -468,6 +468,7 @@ def test_san_run_needs_no_shared_folder(
     for command, told in (
         (("run", *job), "trained 1 cells"),
         (("run", *job), finished),
+        (("report", *job), f"report: {bucket.below('small-digits/report.html')}\n"),
         (("plan", *job), "finished"),
         (("runs",), "1/1"),
     ):
@@ -479,11 +480,12 @@ def test_san_run_needs_no_shared_folder(
         assert ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"] not in said
     kept = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in bucket.names("")}
     checkpoints = {f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "run_id", "summary.csv")}
-    log = f"logs/resnet26_3-KEY-{socket.gethostname()}.log"
+    log = f"logs/pairwise_3-KEY-{socket.gethostname()}.log"
     assert kept == checkpoints | {
         log,
         *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
     }
+    assert b'class="tiles"' in (bucket.get("small-digits/report.html") or b"")  # the checkpoint was read from there
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"].encode()
     assert not [name for name in bucket.names("") if secret in (bucket.get(name) or b"")]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]

@@ -1,0 +1,51 @@
+"""What the attention looks at."""
+
+from __future__ import annotations
+
+import shlex
+from html import escape
+
+from experiments.report.attention import between_in_words
+from experiments.report.page.content import Answer, Look
+from experiments.report.page.elements import figure, section
+from experiments.report.tiles import MOST_CHANNELS, tiles
+
+MOST_LOOKS = 4
+"""Cells of which a page shows the attention: each takes a second, large networks several."""
+
+
+def attention(answer: Answer) -> str:
+    """What `san show` draws, of a few cells."""
+    if not answer.looks:
+        return ""
+    what = (
+        "How the networks weigh the footprint of a pixel: the one in the middle of the validation image in the middle. Of each "
+        "kind of attention and each relation it is the cell with the best top-1, after its last epoch; "
+        f"{MOST_LOOKS} cells at most, the best of every kind first."
+    )
+    key = (
+        "Squares are pixels of the footprint, the framed one is the pixel itself. A strong colour is a large weight; "
+        "orange with a hole is negative. Spread is the standard deviation over all channels. Dashes are where the image ends; "
+        "beyond, it is mirrored."
+    )
+    panels = figure([*map(_look, answer.looks)], f'<p>{what}</p><p class="note key">{key}</p>')
+    return section("What the attention looks at", panels)
+
+
+def _look(look: Look) -> str:
+    name, seen = escape(look.trial.name), look.seen
+    if isinstance(seen, str):
+        return f'<div class="panel"><h3>{name}</h3><p class="missing">No picture: {escape(seen)}</p></div>'
+    relation = getattr(look.trial.config.model.spec(), "relation", None)
+    heading = f"<h3>{name}: {seen.kind} attention{f', {relation}' if relation else ''}</h3>"
+    (H, W), k = seen.map, seen.footprint
+    some = f", of which {MOST_CHANNELS} are shown" if len(seen.weight_GKn) > MOST_CHANNELS else ""
+    facts = (
+        f"{seen.model} takes {seen.picture} for {seen.answer}. {seen.layer}, footprint {k} x {k}, map {H} x {W}, "
+        f"{seen.channels}{some}."
+    )
+    picture = tiles(seen, f"seen-{look.trial.key}")
+    told = f'<p class="note">{escape(facts)}</p>{picture}<p class="note">{between_in_words(seen)}</p>'
+    command = escape(shlex.join(["san", "show", look.checkpoint, str(look.image)]))
+    asked = f"<details><summary>All channels, other pixels</summary><pre><code>{command}</code></pre></details>"
+    return f'<div class="panel">{heading}{told}{asked}</div>'
