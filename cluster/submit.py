@@ -76,7 +76,10 @@ class JobServer:
             ClusterError: no address, nobody there, no Ray there or another release of it, a token that is missing or wrong.
         """
         self.address = (address or _address_of_environment()).rstrip("/")
-        parts = urlsplit(self.address)
+        try:
+            parts = urlsplit(self.address)
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ClusterError(f"{self.address!r} is not the address of a job server, which is written http://head:8265")
         try:
@@ -131,6 +134,8 @@ class JobServer:
 
     def job(self, job: str) -> Job:
         """One of them."""
+        if job in ("", ".", ".."):  # as parts of an address they would ask for something else
+            raise self._unknown(job)
         with self._asking(job):
             details = self._client.get_job_info(job)
         if details.type is not JobType.SUBMISSION:

@@ -127,7 +127,8 @@ def _follow(server: JobServer, job: str) -> NoReturn:
         click.echo(f"no longer followed; the job goes on\n{_hint(server, job)}", err=True)
         sys.exit(1)
     except ClusterError as error:  # nobody's mistake in what was asked
-        click.echo(f"san: {error}\nthe job may go on", err=True)
+        may = "" if "knows no job" in str(error) else "\nthe job may go on"
+        click.echo(f"san: {error}{may}; the same command continues the grid", err=True)
         sys.exit(1)
     sys.exit(_exit_code(ended))
 

@@ -67,11 +67,16 @@ def environment(names: Iterable[str]) -> dict[str, str]:
     by name.
 
     Raises:
-        UserError: a name is not set here; a password in the address of the tracking server.
+        UserError: a name is not set here; a tracker in the job's own folder; a password in its address.
     """
     found = {COMMIT_VARIABLE: git_commit()}
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         require_no_secret(uri)
+        if "://" not in uri or re.match("sqlite:///(?!/)", uri):
+            raise UserError(
+                f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away; name a server, or a file of the "
+                "cluster's by its whole path, such as sqlite:////srv/san/runs/mlflow.db"
+            )
         found["MLFLOW_TRACKING_URI"] = uri
     for name in names:
         if "=" in name:

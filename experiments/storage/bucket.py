@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OPTIONS = ("endpoint_override", "region", "scheme", "force_virtual_addressing", "tls_ca_file_path", "tls_verify_certificates")
+OPTIONS = ("endpoint_override", "region", "scheme", "tls_ca_file_path", "tls_verify_certificates")
 """What may follow the `?` of a URI: nothing that is secret."""
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in ~/.aws/credentials, or by the role of the machine"
 REFUSED = re.compile("ACCESS_DENIED|ACCESS_KEY|SIGNATURE|TOKEN|CREDENTIALS|HTTP status 40[13]")
@@ -82,7 +82,10 @@ class Bucket:
         Raises:
             UserError: it is none, or may hold a secret. The text does not repeat such a URI, for it is printed and kept.
         """
-        parts = urlsplit(uri)
+        try:
+            parts = urlsplit(uri)
+        except ValueError as error:  # brackets that are no IPv6 address
+            raise UserError(f"{uri}: {error}; write s3://bucket/prefix?endpoint_override=http://host:9000, as far as needed") from None
         kind = uri.partition("://")[0]
         if kind != "s3":
             raise UserError(f"{kind}://...: is no place to keep runs; give a folder, or a bucket as s3://bucket/prefix")

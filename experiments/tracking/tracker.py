@@ -170,8 +170,11 @@ class Tracker:
             run.finish(error)
 
     def interrupted(self, trials: Iterable[tuple[Trial, str | None]]) -> None:
-        """Marks the runs of trials that were stopped on the way; each comes with its `run_id` where that is known."""
+        """Marks the grid's run, and those of trials that were stopped on the way, which come with their `run_id` where that is
+        known."""
         with usable(self.uri):
+            if (parent := self._parent()) is not None:
+                self.client.set_terminated(parent.info.run_id, status="KILLED")
             own = self._own()
             for trial, run_id in trials:
                 known = _by_key(self._known(trial, run_id)) or own

@@ -368,8 +368,9 @@ def test_a_driver_elsewhere_needs_the_token_too(head: Head, tmp_path: Path, vari
 
 def test_a_job_that_is_not_there(server: JobServer) -> None:
     for ask in (server.job, server.log, server.stop, lambda job: server.follow(job, print)):
-        with pytest.raises(ClusterError, match="knows no job 'nobody'; `san status` lists them"):
-            ask("nobody")
+        for name in ("nobody", "", ".", ".."):
+            with pytest.raises(ClusterError, match=f"knows no job '{re.escape(name)}'; `san status` lists them"):
+                ask(name)
 
 
 @contextmanager
@@ -460,6 +461,12 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
     with pytest.raises(UserError, match="must not hold a user's password"):
         submit.environment([])
+    for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(UserError, match=f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away"):
+            submit.environment([])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////srv/san/runs/mlflow.db")
+    assert submit.environment([])["MLFLOW_TRACKING_URI"] == "sqlite:////srv/san/runs/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
     assert submit.environment([]) == {"MLFLOW_TRACKING_URI": "https://mlflow.example.org", "SAN_GIT_COMMIT": git_commit()}
 
