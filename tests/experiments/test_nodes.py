@@ -160,3 +160,45 @@ def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypat
                 model = here.engine["model"]
                 assert all(torch.equal(value, there.engine["model"][part]) for part, value in model.items())
             assert bucket.names("leases") == bucket.names("sweeps") == {}
+
+
+@pytest.mark.long
+@needs_proc
+def test_a_node_that_is_cut_off_lets_go_of_its_cell(tmp_path: Path) -> None:
+    """Its processes live on, and hold the lock of the cell's folder, which all nodes share: no two train it at a time."""
+    runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
+    grid.write_text(GRID)
+    with separate_addresses() as network:
+        if network is None:
+            pytest.skip("only a node with a network of its own can be cut off")
+        with nodes(0, network) as several:
+            for _ in range(3):
+                several.add()
+            given = (*LONE, "--address", several.address)
+            driver = Driver(grid, runs, given, {"WITNESS_PAUSE": "0.5"}, "tests.faults.witness")
+            try:
+                old = _pair_at(2 * LOOK, runs, driver)[0]
+                place = several.of(old.pid)
+                assert place is not None
+                several.cut_off(place)
+                cut_at = time.monotonic()
+                driver.wait_for("continues after a failure")
+                missed = time.monotonic() - cut_at
+                while Path(f"/proc/{old.pid}").exists():
+                    assert driver.process.poll() is None, driver.said
+                    time.sleep(0.05)
+                ended = time.monotonic() - cut_at
+                code = driver.finish()
+            finally:
+                driver.process.kill()
+                driver.process.wait()
+    assert code == 0, driver.said
+    steps = [step for step in steps_of(runs) if step.cell == old.cell]
+    order = list(dict.fromkeys(step.pid for step in steps))
+    assert [step.pid for step in steps] == sorted((step.pid for step in steps), key=order.index), "trained on both sides"
+    numbers = [step.number for step in steps]
+    print(f"missed after {missed:.0f} s, ended after {ended:.0f} s; {len(numbers) - EPOCHS * STEPS} steps trained twice")
+    assert len(order) == 2
+    assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
+    assert len(numbers) - EPOCHS * STEPS <= LOOK
+    _assert_complete(open_job(grid, "digits", LONE, runs))
