@@ -37,7 +37,9 @@ setup(
         ],
         "onnx": ["onnxscript>=0.7"],
         "dev": [
-            *("pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format", "onnxscript", "onnxruntime"),
+            *("pytest", "pytest-xdist", "hypothesis", "jsonschema", "ruff", "mypy", "types-PyYAML", "clang-format"),
+            *("onnxscript", "onnxruntime"),
+            "moto[s3,server]>=5",  # an S3 server, for runs in a bucket
             "foolbox>=3.3.4",  # what the paper's authors attacked with: the other opinion on our attack
         ],
         "server": ["mlflow[auth]>=3.17", "psycopg[binary]>=3.2"],  # a tracking server with users, on PostgreSQL

@@ -82,7 +82,7 @@ def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | 
     the paper's 7.
     """
     from experiments.config import merged
-    from experiments.grid import parse_override
+    from experiments.expand import parse_override
     from san.models import checkpoint, released
 
     if os.path.lexists(target) and not force:

@@ -10,7 +10,7 @@ from typing import Any
 import san
 from experiments.config import ModelConfig, merged, model_mistakes
 from experiments.errors import UserError
-from experiments.grid import expand, parse_override
+from experiments.expand import expand, parse_override
 from experiments.report.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
 from experiments.report.text import aligned
 from san.complexity import Part

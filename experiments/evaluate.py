@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from experiments.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.errors import UserError
-from experiments.grid import parse_override, profile_path, read_yaml
+from experiments.expand import parse_override, profile_path, read_yaml
 from experiments.images import open_split
 from experiments.storage import Bucket, is_uri
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from cluster import Placement
 from experiments.config import PROJECT_DIR, ModelConfig
 from experiments.errors import UserError
-from experiments.grid import Grid, Trial, expand
+from experiments.expand import expand
+from experiments.grid import Grid, Trial
 from experiments.images import data_digest, loaders
 from experiments.report.paper import table_names
 from experiments.storage import StorageError

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
-from experiments.grid import expand
+from experiments.expand import expand
 from experiments.provenance import COMMIT_VARIABLE, git_commit
 from experiments.report.paper import table_names
 from experiments.storage import Bucket, is_uri

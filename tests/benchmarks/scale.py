@@ -50,7 +50,7 @@ from experiments.tracking.tracker import TrialRun
 from experiments.training.metrics import Epoch
 from san import Complexity
 from tests.cluster.nodes import nodes as several_nodes
-from tests.experiments.servers import Server, postgres
+from tests.experiments.servers import POOL, Server, postgres
 
 GRID = """
 question: How does cost grow?
@@ -212,7 +212,7 @@ def writers(number: int, folder: Path, every: float = 0.0, workers: float = 1) -
 def _server(folder: Path, workers: int) -> Iterator[str]:
     password = secrets.token_hex(16)
     with postgres(password) as database:
-        server = Server(folder, database, environment={"PGPASSWORD": password}, workers=workers)
+        server = Server(folder, database, environment={"PGPASSWORD": password, **POOL}, workers=workers)
         server.launch()
         try:
             server.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -46,11 +45,9 @@ def _packed(name: str) -> Any:
     return json.loads(gzip.decompress((SCHEMAS / name).read_bytes()))
 
 
-KUBERNETES = _packed("kubernetes.json.gz")
-KINDS = yaml.safe_load((SCHEMAS / "kinds.yaml").read_text())
-REGISTRY: Registry[Any] = Registry().with_resources(
-    [("kubernetes", Resource.from_contents(KUBERNETES)), ("kinds", Resource.from_contents(KINDS))]
-)
+REGISTRY: Registry[Any] = Registry().with_resources([("kubernetes", Resource.from_contents(_packed("kubernetes.json.gz")))])
+KUSTOMIZATION = yaml.safe_load((SCHEMAS / "kustomization.yaml").read_text())
+KUBERAY = _packed("kuberay.json.gz")
 COMPOSE_SCHEMA = jsonschema.Draft202012Validator(_packed("compose-spec.json.gz"))
 
 
@@ -85,17 +82,21 @@ def _validate_manifest(document: dict[str, Any]) -> None:
     kind = document["kind"]
     if kind in API_VERSIONS and document["apiVersion"] != API_VERSIONS[kind]:
         raise ValueError(f"{kind} is of {API_VERSIONS[kind]}, not of {document['apiVersion']}")
-    place = f"kubernetes#/$defs/V1{kind}" if kind in API_VERSIONS else f"kinds#/$defs/{kind}"
-    jsonschema.Draft202012Validator({"$ref": place}, registry=REGISTRY).validate(document)
+    jsonschema.Draft202012Validator(_schema(kind), registry=REGISTRY).validate(document)
 
 
-def published(folder: Path, kind: str) -> jsonschema.Draft202012Validator:
-    """What refuses all that the definition of a kind in KubeRay's own file does not name."""
-    definition = yaml.safe_load((folder / f"ray.io_{kind.lower()}s.yaml").read_text())
-    (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
-    schema = _closed(version["schema"]["openAPIV3Schema"])
-    schema["properties"]["metadata"] = {"type": "object"}
-    return jsonschema.Draft202012Validator(schema)
+def _schema(kind: str) -> dict[str, Any]:
+    if kind == "Kustomization":
+        return KUSTOMIZATION
+    if kind in API_VERSIONS:
+        return {"$ref": f"kubernetes#/$defs/V1{kind}"}
+    schema = _closed(KUBERAY[kind])
+    schema["properties"] |= {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": kind},
+        "metadata": {"$ref": "kubernetes#/$defs/V1ObjectMeta"},
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "required": ["apiVersion", "kind", "metadata"], **schema}
 
 
 def _closed(schema: Any) -> Any:
@@ -268,8 +269,3 @@ def dockerfile() -> list[tuple[str, str]]:
     text = re.sub(r"^#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
-
-
-def crds() -> Path | None:
-    """The folder with KubeRay's own definitions of its kinds, where the environment names one."""
-    return Path(os.environ["KUBERAY_CRDS"]) if "KUBERAY_CRDS" in os.environ else None

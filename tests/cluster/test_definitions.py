@@ -26,15 +26,14 @@ from tests.cluster.definitions import (
     MANIFESTS,
     ROOT,
     commands,
-    crds,
     dockerfile,
     misspelt,
     pods,
-    published,
     read,
     validate,
     weaknesses,
 )
+from tests.experiments.servers import POOL
 
 PINS = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
 every_definition = pytest.mark.parametrize("name", DEFINITIONS)
@@ -57,19 +56,6 @@ def test_every_misspelt_key_is_refused(name: str) -> None:
                 continue
             let_pass.append(path)
     assert let_pass == []
-
-
-@pytest.mark.parametrize("name", ["kuberay/raycluster.yaml", "kuberay/rayjob.yaml"])
-def test_kuberay_knows_its_kinds(name: str) -> None:
-    folder = crds()
-    if folder is None:
-        pytest.skip("KUBERAY_CRDS does not name helm-chart/kuberay-operator/crds of a checkout of KubeRay")
-    (document,) = read(name)
-    known = published(folder, document["kind"])
-    known.validate(document)
-    for path, wrong in misspelt(document):
-        if not path.startswith("metadata."):
-            assert not known.is_valid(wrong), path
 
 
 def test_kustomize_fills_in_the_image() -> None:
@@ -225,6 +211,21 @@ def test_a_weakness_is_found(name: str, index: int, path: tuple[Any, ...], value
         place = place[part]
     place[path[-1]] = value
     assert list(weaknesses(name, document)) != []
+
+
+def test_the_tracking_server_has_two_connections_for_each_thread() -> None:
+    compose = read(COMPOSE)[0]["services"]
+    manifests = [document for document in read("kuberay/tracking.yaml") if document["kind"] == "Deployment"]
+    containers = {pod["containers"][0]["name"]: pod["containers"][0] for document in manifests for pod in pods(document)}
+    environments = {variable["name"]: variable.get("value") for variable in containers["mlflow"]["env"]}
+    for environment, mlflow, database in (
+        (compose["mlflow"]["environment"], compose["mlflow"]["command"], compose["database"]["command"]),
+        (environments, containers["mlflow"]["command"], containers["postgres"]["args"]),
+    ):
+        assert {name: str(environment[name]) for name in POOL} == POOL
+        (workers,) = [int(argument.removeprefix("--workers=")) for argument in mlflow if argument.startswith("--workers=")]
+        (most,) = [int(argument.removeprefix("max_connections=")) for argument in database if "max_connections" in argument]
+        assert workers * sum(map(int, POOL.values())) <= most
 
 
 def test_values_that_are_the_users_are_marked() -> None:

@@ -21,6 +21,8 @@ from typing import ClassVar
 import pytest
 
 LOOPBACK = "127.0.0.1"
+# What docs/tracking.md tells: a worker of the server has 40 threads, and a request takes two connections.
+POOL = {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "40", "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "40"}
 
 
 def free_port(host: str = LOOPBACK) -> int:
@@ -157,7 +159,7 @@ def postgres(password: str) -> Iterator[str]:
         data = folder / "data"
         initdb = [programs / "initdb", "-D", data, "-A", "scram-sha-256", "-U", "tracker", "--no-sync"]
         subprocess.run([*initdb, "--pwfile", folder / "password"], cwd=folder, check=True, capture_output=True, **who)
-        server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F"]
+        server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F", "-N", "400"]
         with open(folder / "log", "w") as log, subprocess.Popen(server, cwd=folder, stdout=log, stderr=log, **who) as process:
             try:
                 limit = time.monotonic() + 30

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import UserError
-from experiments.grid import Expanded, Trial, parse_override
-from experiments.grid import expand as expand_grid
+from experiments.expand import Expanded, parse_override
+from experiments.expand import expand as expand_grid
+from experiments.grid import Trial
 from experiments.report.paper import paper_rows, table_names
 
 GRIDS = sorted((Path(__file__).parents[2] / "experiments" / "grids").glob("*.yaml"))

@@ -9,19 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow
 import numpy as np
 import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Metric
 
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.job import open_job
 from experiments.training.metrics import Epoch
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.servers import Server, commands, postgres
+from tests.experiments.servers import POOL, Server, commands, postgres
 
 OVERRIDES = ("recipe.epochs=3", "recipe.batch=128")
 TRAIN = """
@@ -131,3 +134,24 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
     for secret in guarded.secrets:
         assert secret not in seen + said + "".join(stored)
         assert not [path for path in kept if secret.encode() in path.read_bytes()]
+
+
+def test_as_many_requests_as_the_server_has_threads_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a smaller pool each holds a connection and waits half a minute for the second one that MLflow takes."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    password, threads = secrets.token_hex(16), 40
+    with postgres(password) as uri:
+        server = Server(tmp_path, uri, environment={"PGPASSWORD": password, **POOL})
+        server.launch()
+        try:
+            server.wait()
+            client = MlflowClient(server.uri)
+            runs = [client.create_run("0").info.run_id for _ in range(threads)]
+            with ThreadPoolExecutor(threads) as pool:
+                for step in range(3):
+                    list(pool.map(lambda run, step=step: client.log_batch(run, [Metric("top1", 50.0, 0, step)]), runs))
+            for run in runs:
+                assert len(client.get_metric_history(run, "top1")) == 3
+        finally:
+            server.kill()
