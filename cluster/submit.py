@@ -27,6 +27,10 @@ STOP_SECONDS = 60
 """How long a stopped job may take to end its cells and to tell the tracker, before it is killed; Ray's own 3 s are too few."""
 PATIENCE = 600.0
 """Seconds that a followed job's server may be away."""
+STARTING = 90.0
+"""Seconds in which a head that has just started must come to take jobs: its dashboard answers before that."""
+NOT_YET = "No available agent"
+"""What it says until then, after 10 s each time."""
 SILENCE = 120.0
 """Seconds without a word after which a log is asked for again: a connection that is cut somewhere on the way says nothing."""
 
@@ -104,12 +108,19 @@ class JobServer:
         of all that it starts on the cluster.
         """
         settings = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}
-        with self._asking(job):
-            self._client.submit_job(
-                entrypoint=shlex.join(command),
-                submission_id=job,
-                runtime_env={"working_dir": str(folder), "env_vars": settings | dict(environment)},
-            )
+        limit = time.monotonic() + STARTING
+        while True:
+            try:
+                with self._asking(job):
+                    self._client.submit_job(
+                        entrypoint=shlex.join(command),
+                        submission_id=job,
+                        runtime_env={"working_dir": str(folder), "env_vars": settings | dict(environment)},
+                    )
+                return
+            except UnreachableError as error:
+                if NOT_YET not in str(error) or time.monotonic() > limit:
+                    raise
 
     def jobs(self) -> list[Job]:
         """All that were submitted, the newest first."""
