@@ -22,7 +22,7 @@ from experiments.grid import Trial
 from experiments.images import loaders
 from experiments.storage import Lease, Mirror, StorageError, writer_in
 from experiments.tracking import PATIENCE
-from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, only_writer
+from experiments.training.checkpoint import OTHER_ENDS, Checkpoint, Checkpoints, Origin, best_in, only_writer
 from experiments.training.engine import Engine, determinism, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
@@ -76,7 +76,7 @@ def _only_writer(workspace: Workspace, trial: Trial) -> Iterator[Mirror | None]:
             return
         lease = Lease(workspace.bucket, f"cells/{trial.key}", f"the cell {trial.name}", writer_in(folder / "writer"))
         away = _seconds_away(trial)
-        with lease.held(seconds=180, away=away):
+        with lease.held(seconds=OTHER_ENDS, away=away):
             mirror = Mirror(folder, workspace.bucket, workspace.name(folder), lease, away)
             yield mirror
             mirror.clear()

@@ -167,15 +167,16 @@ class Lease:
 
     def _take(self, seconds: float) -> None:
         start = time.monotonic()
-        first: dict[str, float] = {}
+        seen: dict[str, float] = {}
         while (other := self._try()) is not None:
             renewed = self.bucket.names(self.folder).get(other)
             if _is_holder(other) and renewed is not None:
                 note = self._read(other)[0]
-                if not first:
+                if not seen:
                     _log.warning("%s is held by %s; waits for its end, %.0f s where it was lost", self.what, note, LIFE)
-                is_alive = renewed > first.setdefault(other, renewed)
-                if is_alive and time.monotonic() - start >= seconds:
+                if time.monotonic() - start < seconds:
+                    seen[other] = renewed
+                elif renewed > seen.setdefault(other, renewed):  # it is alive now, and was not only so at first
                     raise LeaseError(
                         f"{self.bucket}: another process is at work on {self.what} ({note}); wait for it or end it, then the "
                         "same command continues"

@@ -26,6 +26,9 @@ from san.models.spec import Trunk
 
 _log = logging.getLogger(__name__)
 
+OTHER_ENDS = 300.0
+"""Seconds within which a process has ended that lost its `san run`: Ray ends those of a node that is cut off after 183 s."""
+
 # What reading a damaged file raises: the archive, torch, the pickle in it, the disk, and what is not there.
 DAMAGE = (zipfile.BadZipFile, RuntimeError, EOFError, pickle.UnpicklingError, OSError, KeyError, TypeError, ValueError)
 
@@ -230,7 +233,7 @@ class Checkpoints:
 
 
 @contextmanager
-def only_writer(folder: Path, seconds: float = 180.0) -> Iterator[None]:
+def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
     """Inside, no other process writes the checkpoints in `folder`; waits so long for one that has lost its `san run` and is
     about to end. The lock is gone with the process, however it ends; on NFS, that of a node that was lost after 90 s.
 
@@ -242,7 +245,7 @@ def only_writer(folder: Path, seconds: float = 180.0) -> Iterator[None]:
         lock = open(folder / "lock", "w")
     except OSError as error:
         raise UserError(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
-    limit = time.monotonic() + seconds
+    limit, told = time.monotonic() + seconds, False
     with lock:
         while True:
             try:
@@ -254,6 +257,9 @@ def only_writer(folder: Path, seconds: float = 180.0) -> Iterator[None]:
                         f"{folder}: another process trains this cell and has not ended within {seconds:.0f} s; "
                         "wait for it or end it, then the same command continues"
                     ) from None
+                if not told:
+                    _log.warning("%s: another process trains this cell; its end is waited for, %.0f s at most", folder, seconds)
+                told = True
                 time.sleep(0.1)
         yield
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -69,6 +69,7 @@ class Network:
 
     def close(self) -> None:
         for name in self.names:
+            _ip("link", "del", name)  # by itself it would stay as long as a process in the namespace does
             _ip("netns", "del", name)
         _ip("link", "del", self.BRIDGE)
 
@@ -93,15 +94,18 @@ class Nodes:
         head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": IMPATIENT}
         if network is not None:
             head["node_ip_address"] = network.HOST
-        with _interface(network and network.BRIDGE):
+        with _environment({"GLOO_SOCKET_IFNAME": network.BRIDGE} if network else {}):
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self.cluster.address
 
-    def add(self, cpus: int = 1) -> Node:
+    def add(self, cpus: int = 1, environment: Mapping[str, str] = {}) -> Node:
+        """A node whose processes find so much more in their environment."""
         if self.network is None:
-            return self.cluster.add_node(num_cpus=cpus)
+            with _environment(environment):
+                return self.cluster.add_node(num_cpus=cpus)
         name, address = self.network.add()
-        with self.network.inside(name), _interface("eth0"):
+        # What the machine's name means is nothing inside a namespace: gloo is told where the others are.
+        with self.network.inside(name), _environment({"GLOO_SOCKET_IFNAME": "eth0", **environment}):
             node = self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
         self._names[name] = node
         return node
@@ -148,16 +152,15 @@ def _parent(pid: int) -> int | None:
 
 
 @contextmanager
-def _interface(name: str | None) -> Iterator[None]:
-    """What the machine's name means is nothing inside a namespace: gloo is told where the others are."""
-    if name is None:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Of the processes that are started inside."""
+    before = dict(os.environ)
+    os.environ.update(values)
     try:
         yield
     finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager

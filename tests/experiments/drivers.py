@@ -16,7 +16,10 @@ LEFT_OUT = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "SAN_RUNS")
 
 
 class Driver:
-    """A `san run` in a process group of its own; what it says goes to a file beside the folder of runs."""
+    """A `san run` in a process group of its own; what it says goes to a file beside the folder of runs.
+
+    With `uri` runs are kept there, and the folder is only what that file is named after.
+    """
 
     def __init__(
         self,
@@ -25,9 +28,10 @@ class Driver:
         overrides: Sequence[str],
         environment: Mapping[str, str] = {},
         module: str = "experiments",
+        uri: str | None = None,
     ) -> None:
         self.log = runs.with_suffix(f".{time.monotonic_ns()}.log")
-        command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", str(runs)]
+        command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", uri or str(runs)]
         inherited = {key: value for key, value in os.environ.items() if key not in LEFT_OUT}
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(

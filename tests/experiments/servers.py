@@ -20,13 +20,14 @@ from typing import ClassVar
 
 import pytest
 
+LOOPBACK = "127.0.0.1"
 # What docs/tracking.md tells: a worker of the server has 40 threads, and a request takes two connections.
 POOL = {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "40", "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "40"}
 
 
-def free_port() -> int:
+def free_port(host: str = LOOPBACK) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
@@ -34,13 +35,19 @@ class Server:
     """`mlflow server` on a database; it may be killed and started again, at the same address."""
 
     def __init__(
-        self, folder: Path, database: str, *options: str, environment: Mapping[str, str] = {}, workers: int = 1
+        self,
+        folder: Path,
+        database: str,
+        *options: str,
+        environment: Mapping[str, str] = {},
+        workers: int = 1,
+        host: str = LOOPBACK,
     ) -> None:
-        self.folder, self.port = folder, free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
+        self.folder, self.port = folder, free_port(host)
+        self.uri = f"http://{host}:{self.port}"
         self.command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, *options]
         self.command += ["--artifacts-destination", str(folder / "artifacts")]
-        self.command += ["--port", str(self.port), "--workers", str(workers)]
+        self.command += ["--host", host, "--port", str(self.port), "--workers", str(workers)]
         self.environment = {**os.environ, **environment}
         self.environment.pop("MLFLOW_TRACKING_URI", None)
         self.process: subprocess.Popen[bytes] | None = None
@@ -79,12 +86,12 @@ class ObjectStore:
 
     KEYS: ClassVar = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "open sesame"}
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, host: str = LOOPBACK) -> None:
         if importlib.util.find_spec("moto") is None:
             pytest.skip("moto is missing, which is the S3 server: install requirements.txt")
-        self.log, self.port = log, free_port()
-        self.address = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.log, self.port = log, free_port(host)
+        self.address = f"http://{host}:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(self.port)]
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)
         limit = time.monotonic() + 60

@@ -205,7 +205,7 @@ print(written, partials)
     assert partials > 0, "no kill hit a write"
 
 
-def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path) -> None:
+def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that is about to end is waited for, one that stays is told of."""
     with only_writer(tmp_path / "abc"):
         with pytest.raises(UserError, match=r"abc: another process trains this cell and has not ended within 0 s; wait for it"):
@@ -217,6 +217,7 @@ def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path) -> None
         timer.start()
         with only_writer(tmp_path / "def"):
             assert timer.finished.is_set()
+    assert "def: another process trains this cell; its end is waited for, 300 s at most" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "ctypes.PyDLL(None).sleep(30)"])

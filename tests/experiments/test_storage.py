@@ -204,6 +204,24 @@ def test_a_stale_lease_is_taken_over_and_its_holder_stops(
             assert list(bucket.names("leases")) == ["leases/cells/abc/holds-two"]
 
 
+def test_a_holder_that_ends_while_it_is_waited_for_is_followed(
+    bucket: Bucket, short_leases: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was alive when that began; when the time is up its lease is not stale yet, and nobody renews it."""
+    monkeypatch.setattr(Lease, "_keep", lambda self: None)
+    renewals = iter([1])
+
+    def renew_once() -> float:
+        for _ in renewals:
+            time.sleep(1.1)  # the store's clock ticks once a second
+            first.renew()
+        return 0.05
+
+    monkeypatch.setattr(lease, "_pause", renew_once)
+    with of_cell(bucket, "one").held(seconds=0) as first, of_cell(bucket, "two").held(seconds=3):
+        assert list(bucket.names("leases")) == ["leases/cells/abc/holds-two"]
+
+
 def test_a_lease_that_another_had_meanwhile_is_lost(bucket: Bucket) -> None:
     """Though nobody has it now: what is in the bucket may be the other's."""
     with of_cell(bucket, "one").held(seconds=0) as first:

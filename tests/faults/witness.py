@@ -1,6 +1,7 @@
 """`python -m tests.faults.witness run ...` is `san run ...` whose cells keep a record of their steps.
 
-A line of `runs/steps.txt` is `rank pid step`, written after each step of training; steps count from 1 over the whole cell.
+A line of `runs/steps.txt` is `rank pid step cell`, written after each step of training; steps count from 1 over the whole
+cell, whose key is the last word. With a bucket it is in the folder of the node on which the command was given.
 With WITNESS_KILL_AT_WRITE=n in the environment a cell is killed in the middle of its n-th checkpoint, once; with
 WITNESS_PAUSE=s it waits for so many seconds after each step.
 """
@@ -30,28 +31,33 @@ class Step(NamedTuple):
     rank: int
     pid: int
     number: int
+    cell: str
+
+
+TRAIN_STEP = Engine.train_step
 
 
 def steps_of(runs: os.PathLike[str]) -> list[Step]:
     """The record so far, in order."""
     try:
         with open(os.path.join(runs, "steps.txt")) as record:
-            return [Step(*map(int, line.split())) for line in record if line.endswith("\n")]
+            lines = [line.split() for line in record if line.endswith("\n")]
     except FileNotFoundError:
         return []
+    return [Step(int(rank), int(pid), int(number), cell) for rank, pid, number, cell in lines]
 
 
 def watched_trial(
     workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], goes_on: GoesOn | None
 ) -> nn.Module:
-    """`run_trial` with a record. Changes its process for good, which a cell has to itself."""
+    """`run_trial` with a record. Changes its process for good, in which nothing but cells of this grid comes after it."""
     rank = os.environ.get("RANK", "0")
     record = open(workspace.runs / "steps.txt", "a", buffering=1)
-    train_step, pause = Engine.train_step, float(os.environ.get("WITNESS_PAUSE", "0"))
+    pause = float(os.environ.get("WITNESS_PAUSE", "0"))
 
     def watched_step(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-        loss = train_step(engine, images_NCHW, labels_N)
-        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch}\n")
+        loss = TRAIN_STEP(engine, images_NCHW, labels_N)
+        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch} {trial.key}\n")
         time.sleep(pause)
         return loss
 
