@@ -427,7 +427,9 @@ def ui(runs: Path | str | None, port: int | None) -> None:
     if not has_store(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
     is_server = uri.startswith("http")
-    port = port if is_server else _free_port(port)
+    if is_server and port is not None:
+        raise UserError(f"--port {port}: MLflow is served at {uri} (MLFLOW_TRACKING_URI) already; leave it out")
+    port = None if is_server else _free_port(port)
     address = uri if is_server else f"http://127.0.0.1:{port}"
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     asks = f", which asks for {user}'s password" if user else ""

@@ -33,18 +33,36 @@ BATCH = 100  # most params or tags that one call may carry
 EPOCHS = 50  # whose metrics one call carries, which may be 1000
 VIEW = "grid"
 """Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
-COLUMNS = (
-    "attributes.`Duration`",
-    *("metrics.`val/top1`", "metrics.`val/top5`", "metrics.`val/loss`", "metrics.`train/loss`", "metrics.`epoch`"),
-    *("metrics.`params`", "metrics.`flops_paper`", "params.`model.name`", "params.`seed`", "tags.`san.profile`"),
-)
+WIDTHS = {  # in pixels; above 1000 of them a page scrolls on a screen of 1280
+    "attributes.`Run Name`": 190,
+    "runDateAndNestInfo": 150,  # MLflow's name for `Created`; these two are always there
+    **{"metrics.`val/top1`": 90, "metrics.`epoch`": 60, "metrics.`val/top5`": 80, "params.`model.name`": 120},
+    **{"metrics.`val/loss`": 80, "metrics.`train/loss`": 80, "duration": 80, "metrics.`params`": 90},
+    **{"metrics.`flops_paper`": 110, "params.`seed`": 60, "tags.`san.profile`": 100},
+}
+"""Columns of an experiment's page, the first ones first, whose names MLflow would otherwise sort."""
+CHARTS = ("val", "train", "summary")
+"""Sections of charts, which MLflow would otherwise sort too; others follow."""
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.experiment.primaryMetric.name": "val/top1",
     "mlflow.experiment.primaryMetric.greaterIsBetter": "True",
     # As MLflow writes it when a view is shared. Sorted by `Created`, cells would hide below their grid.
     f"mlflow.sharedViewState.{VIEW}": json.dumps(
-        {"selectedColumns": COLUMNS, "orderByKey": "metrics.`val/top1`", "orderByAsc": False, "runsHiddenMode": "SHOW_ALL"}
+        {
+            "selectedColumns": [*WIDTHS, "attributes.`Duration`"],
+            "columnOrder": [*WIDTHS],
+            "columnWidths": WIDTHS,
+            "orderByKey": "metrics.`val/top1`",
+            "orderByAsc": False,
+            "runsHiddenMode": "SHOW_ALL",
+            "compareRunCharts": [],  # MLflow adds one for each metric
+            "compareRunSections": [
+                {"uuid": name, "name": name, "display": True, "isReordered": True, "deleted": False, "isGenerated": True}
+                for name in CHARTS
+            ],
+            "isAccordionReordered": True,
+        }
     ),
 }
 """What MLflow's pages read: the kind of experiment, the metric that matters, and a view of its runs."""
@@ -342,7 +360,7 @@ class TrialRun:
             "summary/images_per_second": images * len(history) / (3600 * hours),
             "summary/training_hours": hours,
         }
-        self._log(values, last.epoch, at)
+        self._log(values, 0, at)  # at step 0, so that MLflow draws bars; of one later step it would draw a line of one point
 
     def add(self, values: Mapping[str, float]) -> None:
         """Logs numbers of the trained network."""
