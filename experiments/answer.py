@@ -135,8 +135,9 @@ def _caption(job: Job) -> str:
 def note(job: Job, results: Mapping[str, Result]) -> str:
     """What MLflow shows of the grid, as Markdown; of a table that is too long for that, the first rows."""
     rows = tables(job, results)["markdown"] if job.grid.robustness else table.as_markdown(table_of(job, results), table.SHORT)
-    rows = rows.replace(" | ", "&nbsp; | ")  # MLflow leaves no room between columns
-    text = f"**{job.grid.question}** {_setting(job)}\n\n{rows}"
+    heading, rule, *others = rows.splitlines()
+    spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
+    text = "\n".join([f"**{job.grid.question}** {_setting(job)}", "", spaced[0], rule, *spaced[1:]])
     if len(text) <= LONGEST_NOTE:
         return text
     kept = text[: LONGEST_NOTE - 100].rpartition("\n")[0]
