@@ -238,8 +238,8 @@ def test_mlflows_pages_in_a_browser(theme: str, finished: Job, served: Served, s
     assert [float(top1) for top1 in column(shown, "metrics.`val/top1`")[:2]] == [pytest.approx(best[row]) for row in ranked]
     table = "[...document.querySelectorAll('table')].find(t => t.innerText.includes('top-1 paper'))"
     shown.wait_for(f"Boolean({table})")
-    row = f"[...{table}.rows].find(r => r.cells[0].innerText === 'pairwise_3')"
-    assert shown.evaluate(f"[...{row}.cells].slice(1, 3).map(c => c.innerText)") == ["75.3", f"{best['pairwise_3']:.1f}"]
+    row = f"[...{table}.rows].find(r => r.cells[0].innerText.trim() === 'pairwise_3')"
+    assert shown.evaluate(f"[...{row}.cells].slice(1, 3).map(c => c.innerText.trim())") == ["75.3", f"{best['pairwise_3']:.1f}"]
     assert shown.evaluate(f"{table}.getBoundingClientRect().right <= innerWidth")
     ink = shown.evaluate("getComputedStyle(document.querySelector('.ag-cell')).color.match(/[0-9]+/g).slice(0, 3).map(Number)")
     assert (sum(ink) > 382) == dark
