@@ -97,6 +97,10 @@ def _connect(address: str | None) -> None:
             log_to_driver=False,
         )
         return
+    if address.startswith(("http://", "https://")):
+        raise ClusterError(
+            f"{address} is a job server: submit to it with `san submit`, or join the cluster at its head's host:6379"
+        )
     try:
         try:
             _knock(address)

@@ -26,6 +26,7 @@ import ray.train
 import ray.tune
 import ray.tune.search
 from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.tune.progress_reporter import TrialProgressCallback
 
 from cluster.errors import ClusterError
 from cluster.placement import Placement, Resources, concurrency
@@ -120,7 +121,7 @@ def sweep(
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
-            run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower]),
+            run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower, _Silent()]),
         )
         try:
             tuner.fit()
@@ -294,6 +295,12 @@ class _Past:
     def may_go_on(self, retries: int) -> bool:
         # Who asks for more retries than the bound gets them.
         return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
+
+
+class _Silent(TrialProgressCallback):
+    """In place of Tune's own, which prints a line for each cell that reported nothing, where the caller's tables go."""
+
+    def _print(self, msg: str) -> None: ...
 
 
 class _Follower(ray.tune.Callback):

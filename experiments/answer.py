@@ -21,6 +21,9 @@ from experiments.robustness import table as robust
 from experiments.robustness.cells import Work, works
 from experiments.tracking import Result
 
+LONGEST_NOTE = 5000
+"""Characters. MLflow refuses a description of an experiment above 20 000 of them (older servers: 5000), and cuts a run's."""
+
 
 def robustness_of(job: Job, results: Mapping[str, Result]) -> list[robust.Cell]:
     """The table of a grid that names a protocol."""
@@ -136,8 +139,15 @@ def _caption(job: Job) -> str:
 
 
 def note(job: Job, results: Mapping[str, Result]) -> str:
-    """What MLflow shows of the grid, as Markdown."""
-    return f"**{job.grid.question}** {_setting(job)}\n\n{tables(job, results)['markdown']}"
+    """What MLflow shows of the grid, as Markdown; of a table that is too long for that, the first rows."""
+    rows = tables(job, results)["markdown"] if job.grid.robustness else table.as_markdown(table_of(job, results), table.SHORT)
+    heading, rule, *others = rows.splitlines()
+    spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
+    text = "\n".join([f"**{job.grid.question}** {_setting(job)}", "", spaced[0], rule, *spaced[1:]])
+    if len(text) <= LONGEST_NOTE:
+        return text
+    kept = text[: LONGEST_NOTE - 100].rpartition("\n")[0]
+    return f"{kept}\n\n{len(text.splitlines()) - len(kept.splitlines())} more rows are in `table.md`."
 
 
 def _setting(job: Job) -> str:

@@ -269,16 +269,15 @@ def evaluate(
 ) -> None:
     """Tell top-1, top-5 and loss of a checkpoint on a split.
 
-    CHECKPOINT is a trial's (the file, or its folder or the trial's key, for the best epoch), which tells how its images are
-    treated; or a file of `san.save_checkpoint`; or one of the paper's authors; each may be s3://bucket/... Overrides: data.*,
-    recipe.batch, placement.cpus;
-    for a file of the authors' also what it does not tell, such as model.footprint=9.
+    CHECKPOINT is a trial's, which tells how its images are treated: the file, or for the best epoch its folder, the trial's
+    key, the id of its MLflow run, or its registered model, models:/NAME/VERSION or models:/NAME@ALIAS; or a file of
+    `san.save_checkpoint`; or one of the paper's authors. Files and folders may be s3://bucket/... Overrides: data.*,
+    recipe.batch, placement.cpus; for a file of the authors' also what it does not tell, such as model.footprint=9.
     """
     from experiments.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
     from experiments.images import transform
-    from experiments.workspace import open_runs
 
-    with reach(checkpoint, open_runs(runs)) as (path, place):
+    with reach(checkpoint, runs) as (path, place):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
         with shown(len(images), opened.config.recipe.batch) as ended:
@@ -315,16 +314,15 @@ def robustness(
 ) -> None:
     """Take checkpoints through a protocol: accuracy on turned images, or under targeted attacks, and the drop.
 
-    CHECKPOINT is what `san evaluate` takes, or an MLflow run's id; a trial's is that of its best epoch. Overrides come after
-    them. The grids `rotation` and `attack` are tables of trained cells beside the paper's numbers.
+    CHECKPOINT is what `san evaluate` takes. Overrides come after them. The grids `rotation` and `attack` are tables of trained
+    cells beside the paper's numbers.
     """
     from experiments.robustness import PROTOCOLS, table
     from experiments.robustness.checkpoints import measure_all
-    from experiments.workspace import open_runs, open_workspace
 
     names = [word for word in checkpoints if "=" not in word or Path(word).exists()]
     overrides = [word for word in checkpoints if word not in names]
-    cells = measure_all(names, overrides, protocol, profile, split, open_runs(runs), open_workspace(runs).tracking_uri)
+    cells = measure_all(names, overrides, protocol, profile, split, runs)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
     else:
@@ -361,14 +359,13 @@ def show(
     from experiments.evaluate import open_checkpoint, reach
     from experiments.report.attention import draw, in_words
     from experiments.show import look, open_image
-    from experiments.workspace import open_runs
 
     if pixel is not None and grid is not None:
         raise UserError("show draws one pixel or a grid of them: leave out --pixel or --grid")
     place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and place is None:
         raise UserError(f"--pixel {pixel}: it is written ROW,COL, such as 12,8")
-    with reach(checkpoint, open_runs(runs)) as (path, _):
+    with reach(checkpoint, runs) as (path, _):
         opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))
     attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
@@ -431,7 +428,9 @@ def ui(runs: Path | str | None, port: int | None) -> None:
     if not has_store(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
     is_server = uri.startswith("http")
-    port = port if is_server else _free_port(port)
+    if is_server and port is not None:
+        raise UserError(f"--port {port}: MLflow is served at {uri} (MLFLOW_TRACKING_URI) already; leave it out")
+    port = None if is_server else _free_port(port)
     address = uri if is_server else f"http://127.0.0.1:{port}"
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     asks = f", which asks for {user}'s password" if user else ""

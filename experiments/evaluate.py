@@ -20,10 +20,12 @@ from experiments.config import TrialConfig, flat, merged, mistakes, model_mistak
 from experiments.errors import UserError
 from experiments.expand import parse_override, profile_path, read_yaml
 from experiments.images import open_split
+from experiments.job import has_store
 from experiments.storage import Bucket, is_uri
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.engine import device
 from experiments.training.loop import evaluate
+from experiments.workspace import open_runs, open_workspace
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import threads_of
 from san.models import checkpoint, released
@@ -34,6 +36,8 @@ TAKEN = ("recipe.batch", "placement.cpus")
 SECONDS_BETWEEN_LINES = 10.0
 KEY = "[0-9a-f]{12}"
 """Of a trial."""
+RUN_ID = "[0-9a-f]{32}"
+"""Of MLflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,19 +248,27 @@ def shown(images: int, batch: int, what: str = "") -> Iterator[Callable[[], None
 
 
 @contextmanager
-def reach(name: str, runs: Path | Bucket) -> Iterator[tuple[Path, str | None]]:
-    """The checkpoint that a path, a trial's key or a URI means, as a file or folder of this machine. One in a bucket is there
-    as long as the block lasts, and comes with its URI; of a folder there, it is that of the best epoch.
+def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None]]:
+    """The checkpoint that a name means, as a file or folder of this machine: a path, a URI, a trial's key, the id of its run
+    in MLflow, or its registered model, `models:/NAME/VERSION` or `models:/NAME@ALIAS`. One in a bucket is there as long as the
+    block lasts, and comes with its URI; of a folder there, it is that of the best epoch.
+
+    `runs` is where runs are kept, as `open_workspace` takes it.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none; or MLflow, where it is asked, cannot be used or has no such run or model.
         StorageError: the bucket cannot be used.
     """
+    place, asked = open_runs(runs), name
     bucket = Bucket.parse(name) if is_uri(name) else None
-    if isinstance(runs, Bucket) and re.fullmatch(KEY, name) and not Path(name).exists():
-        bucket = runs.folder(f"checkpoints/{name}")
+    if (key := _tracked(name, runs)) is not None:
+        if isinstance(place, Path) and not (place / "checkpoints" / key).is_dir():
+            raise UserError(f"{name}: the checkpoints of its trial {key} are not in {place}; name where they are with --runs")
+        asked = key
+    if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not Path(asked).exists():
+        bucket = place.folder(f"checkpoints/{asked}")
     if bucket is None:
-        yield checkpoint_path(name, runs if isinstance(runs, Path) else Path()), None
+        yield checkpoint_path(asked, place if isinstance(place, Path) else Path()), None
         return
     with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
         above, own = bucket.split()
@@ -275,6 +287,23 @@ def reach(name: str, runs: Path | Bucket) -> Iterator[tuple[Path, str | None]]:
                 f"{bucket}: there is no such file, nor a folder with a checkpoint of a whole epoch that can be read"
             )
         yield Path(folder) / best.name, bucket.below(best.name)
+
+
+def _tracked(name: str, runs: str | Path | None) -> str | None:
+    """The key of the trial where it is the id of its run, or its registered model; None for any other name."""
+    is_run = re.fullmatch(RUN_ID, name) and not Path(name).exists()
+    if not is_run and not name.startswith("models:/"):
+        return None
+    uri = open_workspace(runs).tracking_uri
+    if not has_store(uri):
+        raise UserError(f"{name}: there are no runs yet in {uri}; name another store with --runs or MLFLOW_TRACKING_URI")
+    if is_run:
+        from experiments.tracking.listing import trial_key  # brings MLflow
+
+        return trial_key(uri, name)
+    from experiments.tracking.registry import model_key  # brings MLflow's models
+
+    return model_key(uri, name)
 
 
 def checkpoint_path(name: str, runs: Path) -> Path:

@@ -81,7 +81,8 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
             at_once = min(concurrency(job.placement, resources), len(missing))
         except ClusterError as error:
             return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
-    where = "this machine" if here else f"the cluster ({len(resources.nodes)} nodes)"
+    nodes = len(resources.nodes)
+    where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
     return [first, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
 
 

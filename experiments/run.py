@@ -54,7 +54,9 @@ def run(job: Job, address: str | None) -> bool:
     found += f", {equal} equal to another" if equal else ""
     say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if not missing and not to_measure(job, results):
-        return show(job, results)[1]
+        files, complete = show(job, results)
+        _refresh(job, results, files, complete)
+        return complete
     try:
         trained = _train(job, missing, address) if missing else []
         results = patiently(lambda: known_results(job))
@@ -62,7 +64,7 @@ def run(job: Job, address: str | None) -> bool:
         if unsent:
             say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
         if unmeasured := to_measure(job, results):
-            _measure(job, unmeasured, address)
+            _measure(job, unmeasured, results, address)
             results = patiently(lambda: known_results(job))
         files, complete = show(job, results)
         patiently(lambda: job.tracker.log_report(files, complete))
@@ -106,7 +108,7 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
             results = known_results(job)  # another run may have finished some before they could be claimed
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as goes_on:
-                outcomes = _sweep(job, claimed, claim, goes_on)
+                outcomes = _sweep(job, claimed, results, claim, goes_on)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
@@ -136,17 +138,30 @@ def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge |
         yield goes_on
 
 
-def _prepare(job: Job) -> None:
-    """The grid's place in the store."""
+def _prepare(job: Job, results: Mapping[str, Result]) -> None:
+    """The grid's place in the store, with the table of what is finished so far."""
     with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        job.tracker.describe(note(job, {}))
+        job.tracker.describe(note(job, results))
 
 
-def _sweep(job: Job, missing: dict[str, Trial], claim: Lease | None, goes_on: Judge | None) -> dict[str, Outcome]:
+def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
+    """MLflow's pages of a grid of which nothing was left to do: another grid may have trained its cells, or another version of
+    this program may have told of them. Whoever may only read has the table nevertheless."""
+    try:
+        _prepare(job, results)
+        job.tracker.log_report(files, complete)
+    except TrackerError as error:
+        say(f"MLflow's pages of the grid are as they were: {error}")
+
+
+def _sweep(
+    job: Job, missing: dict[str, Trial], results: Mapping[str, Result], claim: Lease | None, goes_on: Judge | None
+) -> dict[str, Outcome]:
     from cluster.sweep import sweep  # brings Ray Tune and Train
 
-    _prepare(job)
+    _prepare(job, results)
+    job.tracker.begin()
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
     train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
@@ -184,7 +199,7 @@ def _sweep_storage(workspace: Workspace, name: str) -> Iterator[Path | str]:
         workspace.bucket.remove_folder(workspace.name(path))
 
 
-def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
+def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
     """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
     from cluster.session import session  # brings Ray
     from cluster.sweep import sweep
@@ -199,7 +214,8 @@ def _measure(job: Job, missing: dict[str, Work], address: str | None) -> None:
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
         say(f"{job.grid.robustness}: {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
-        _prepare(job)
+        _prepare(job, results)
+        job.tracker.begin()
         watch = Watch(values, keep, sys.stderr)
         observer = watch if claim is None else WhileClaimed(watch, claim)
         try:

@@ -74,8 +74,8 @@ def environment(names: Iterable[str]) -> dict[str, str]:
         require_no_secret(uri)
         if "://" not in uri or re.match("sqlite:///(?!/)", uri):
             raise UserError(
-                f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away; name a server, or a file of the "
-                "cluster's by its whole path, such as sqlite:////srv/san/runs/mlflow.db"
+                f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away; name a server, or a file "
+                "of the cluster's by its whole path, such as sqlite:////srv/san/runs/mlflow.db"
             )
         found["MLFLOW_TRACKING_URI"] = uri
     for name in names:

@@ -106,6 +106,9 @@ COLUMNS: tuple[Column, ...] = (
     ("note", "note", "s"),
 )
 
+SHORT = tuple(column for column in COLUMNS if column[1] not in ("top5", "paper_params", "paper_flops"))
+"""Columns where there is not much room; parameters and FLOPs are those of the paper's setting in any case."""
+
 
 def _rows(table: Sequence[Line], columns: Sequence[Column]) -> list[tuple[str, ...]]:
     """Heading and lines as text; a column that tells nothing is left out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -16,8 +15,6 @@ from experiments.grid import ProtocolName
 from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS, table
 from experiments.robustness.protocol import Ended, Numbers, measured
-from experiments.storage import Bucket
-from experiments.tracking.listing import trial_key
 
 
 def measure_all(
@@ -26,10 +23,9 @@ def measure_all(
     protocol: ProtocolName,
     profile: str | None,
     split: str | None,
-    runs: Path | Bucket,
-    uri: str,
+    runs: str | Path | None,
 ) -> list[table.Cell]:
-    """The table of checkpoints, a row for each name: a path, a trial's key or the id of its run in MLflow at `uri`.
+    """The table of checkpoints, a row for each name that `reach` knows.
 
     All are looked at, and their images, before the first is measured.
 
@@ -37,12 +33,14 @@ def measure_all(
         UserError, DataError: as `open_checkpoint` and `open_images`; none is given, or one twice.
     """
     if not names:
-        raise UserError("no checkpoint is given; give files, keys (`san runs` lists them) or MLflow's ids of runs")
+        raise UserError(
+            "no checkpoint is given; give files, keys (`san runs` lists them), ids of MLflow runs or models:/NAME/VERSION"
+        )
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]}: is given twice; leave out one")
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
-        paths = {name: reached.enter_context(reach(_checkpoint(name, uri), runs))[0] for name in names}
+        paths = {name: reached.enter_context(reach(name, runs))[0] for name in names}
         for path in paths.values():
             open_images(open_checkpoint(path, overrides, profile), split)
         for name, path in paths.items():
@@ -53,11 +51,6 @@ def measure_all(
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
             ours[name] = [found]
     return table.cells(PROTOCOLS[protocol], ours)
-
-
-def _checkpoint(name: str, uri: str) -> str:
-    """What `reach` knows: a name as it is, of a run the key of its trial."""
-    return name if Path(name).exists() or not re.fullmatch("[0-9a-f]{32}", name) else trial_key(uri, name)
 
 
 def _shown(name: str, condition: str, images: int, batch: int) -> AbstractContextManager[Ended]:

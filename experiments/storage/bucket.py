@@ -85,7 +85,7 @@ class Bucket:
         try:
             parts = urlsplit(uri)
         except ValueError as error:  # brackets that are no IPv6 address
-            raise UserError(f"{uri}: {error}; write s3://bucket/prefix?endpoint_override=http://host:9000, as far as needed") from None
+            raise UserError(f"{uri}: {error}; write it as s3://bucket/prefix?endpoint_override=http://host:9000") from None
         kind = uri.partition("://")[0]
         if kind != "s3":
             raise UserError(f"{kind}://...: is no place to keep runs; give a folder, or a bucket as s3://bucket/prefix")

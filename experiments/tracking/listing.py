@@ -100,6 +100,7 @@ def experiment_pages(uri: str, server: str) -> dict[str, str]:
     found = {}
     for experiment in experiments:
         if experiment.name != "Default":  # MLflow's own
-            view = f"?viewStateShareKey={VIEW}" if f"mlflow.sharedViewState.{VIEW}" in experiment.tags else ""
-            found[experiment.name] = f"{server}/#/experiments/{experiment.experiment_id}/runs{view}"
+            view = f"&viewStateShareKey={VIEW}" if f"mlflow.sharedViewState.{VIEW}" in experiment.tags else ""
+            page = f"{server}/#/experiments/{experiment.experiment_id}/runs"
+            found[experiment.name] = f"{page}?workflowType=machine_learning{view}"
     return found

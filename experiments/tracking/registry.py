@@ -16,7 +16,9 @@ from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
 from experiments.config import TrialConfig
-from experiments.tracking.store import pages
+from experiments.tracking.address import TrackerError
+from experiments.tracking.store import pages, usable
+from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, Origin
 from san import save_checkpoint
 from san.models import served
@@ -62,6 +64,30 @@ def _register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
             raise
     source = f"{client.get_run(run_id).info.artifact_uri}/{FOLDER}"
     client.create_model_version(name, source, run_id, tags=_tags(best), description=_description(best), await_creation_for=0)
+
+
+def model_key(uri: str, name: str) -> str:
+    """The key of the trial whose weights a registered model holds: `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
+
+    Raises:
+        TrackerError: the store cannot be used, or has no such model of a trial.
+    """
+    parts = re.fullmatch(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))", name)
+    if parts is None:
+        raise TrackerError(f"{name}: a registered model is written models:/NAME/VERSION or models:/NAME@ALIAS")
+    model, version, alias = parts.groups()
+    client = Tracker(uri, "", "").client
+    with usable(uri):
+        try:
+            found = client.get_model_version(model, version) if version else client.get_model_version_by_alias(model, alias)
+            key = found.tags.get("san.trial")
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # a name or version; an alias
+                raise
+            key = None
+    if key is None:
+        raise TrackerError(f"{name}: MLflow at {uri} has no such model of a trial; the page Models of `san ui` lists them")
+    return str(key)
 
 
 def model_name(origin: Origin) -> str:

@@ -6,6 +6,7 @@ whatever grid, is never trained twice.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
@@ -32,18 +33,36 @@ BATCH = 100  # most params or tags that one call may carry
 EPOCHS = 50  # whose metrics one call carries, which may be 1000
 VIEW = "grid"
 """Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
-COLUMNS = (
-    "attributes.`Duration`",
-    *("metrics.`val/top1`", "metrics.`val/top5`", "metrics.`val/loss`", "metrics.`train/loss`", "metrics.`epoch`"),
-    *("metrics.`params`", "metrics.`flops_paper`", "params.`model.name`", "params.`seed`", "tags.`san.profile`"),
-)
+WIDTHS = {  # in pixels; above 1000 of them a page scrolls on a screen of 1280
+    "attributes.`Run Name`": 190,
+    "runDateAndNestInfo": 150,  # MLflow's name for `Created`; these two are always there
+    **{"metrics.`val/top1`": 90, "metrics.`epoch`": 60, "metrics.`val/top5`": 80, "params.`model.name`": 120},
+    **{"metrics.`val/loss`": 80, "metrics.`train/loss`": 80, "duration": 80, "metrics.`params`": 90},
+    **{"metrics.`flops_paper`": 110, "params.`seed`": 60, "tags.`san.profile`": 100},
+}
+"""Columns of an experiment's page, the first ones first, whose names MLflow would otherwise sort."""
+CHARTS = ("val", "train", "summary")
+"""Sections of charts, which MLflow would otherwise sort too; others follow."""
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.experiment.primaryMetric.name": "val/top1",
     "mlflow.experiment.primaryMetric.greaterIsBetter": "True",
     # As MLflow writes it when a view is shared. Sorted by `Created`, cells would hide below their grid.
     f"mlflow.sharedViewState.{VIEW}": json.dumps(
-        {"selectedColumns": COLUMNS, "orderByKey": "metrics.`val/top1`", "orderByAsc": False, "runsHiddenMode": "SHOW_ALL"}
+        {
+            "selectedColumns": [*WIDTHS, "attributes.`Duration`"],
+            "columnOrder": [*WIDTHS],
+            "columnWidths": WIDTHS,
+            "orderByKey": "metrics.`val/top1`",
+            "orderByAsc": False,
+            "runsHiddenMode": "SHOW_ALL",
+            "compareRunCharts": [],  # MLflow adds one for each metric
+            "compareRunSections": [
+                {"uuid": name, "name": name, "display": True, "isReordered": True, "deleted": False, "isGenerated": True}
+                for name in CHARTS
+            ],
+            "isAccordionReordered": True,
+        }
     ),
 }
 """What MLflow's pages read: the kind of experiment, the metric that matters, and a view of its runs."""
@@ -76,7 +95,7 @@ class Tracker:
             self.client.get_experiment_by_name(self.grid)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:
-        """Makes database, experiment and parent run where they are missing. Called once, before any worker writes.
+        """Makes database, experiment and parent run where they are missing. Called before any worker writes.
 
         Raises:
             TrackerError: the tracking server does not answer.
@@ -85,23 +104,30 @@ class Tracker:
             if self.client.get_experiment_by_name(self.grid) is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
-            parent = self._parent()
-            if parent is not None:
-                self.client.update_run(parent.info.run_id, status="RUNNING")
+            if self._parent() is not None:
                 return
             tags = {"mlflow.runName": f"{self.grid}-{self.profile}", "san.grid": self.grid, "san.profile": self.profile}
             note = f"{grid.question} Table `{grid.table}` of the paper." if grid.table else grid.question
             tags |= {"san.role": "grid", "mlflow.note.content": note}
             self.client.create_run(self._experiment_id(), tags=tags)
 
-    def describe(self, note: str) -> None:
-        """Tells MLflow's pages what the grid asks and answers, as Markdown, and which columns matter; after `prepare`."""
+    def begin(self) -> None:
+        """Marks the grid's own run as running, which it may have been before; after `prepare`."""
         with usable(self.uri):
-            experiment, parent = self._experiment_id(), self._parent()
-            assert parent is not None, "prepare() makes the parent run"
+            self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
+
+    def describe(self, note: str) -> None:
+        """Tells MLflow's pages what the grid asks and answers, as Markdown, and which columns matter; after `prepare`.
+
+        What they tell already is not written again.
+        """
+        with usable(self.uri):
+            experiment, parent = self._experiment(), self._require_parent()
             for key, value in {"mlflow.note.content": note, **EXPERIMENT_TAGS}.items():
-                self.client.set_experiment_tag(experiment, key, value)
-            self.client.set_tag(parent.info.run_id, "mlflow.note.content", note)
+                if experiment.tags.get(key) != value:
+                    self.client.set_experiment_tag(experiment.experiment_id, key, value)
+            if parent.data.tags.get("mlflow.note.content") != note:
+                self.client.set_tag(parent.info.run_id, "mlflow.note.content", note)
 
     def results(self) -> dict[str, Result]:
         """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
@@ -142,8 +168,7 @@ class Tracker:
                 for tag in {"san.error", "san.stopped_by", "san.stopped_at"} & found[0].data.tags.keys():
                     self.client.delete_tag(found[0].info.run_id, tag)
                 return TrialRun(self.uri, self.client, found[0].info.run_id)
-            parent = self._parent()
-            assert parent is not None, "prepare() makes the parent run before any trial starts"
+            parent = self._require_parent()
             tags = {
                 "mlflow.runName": trial.name,
                 "mlflow.parentRunId": parent.info.run_id,
@@ -187,18 +212,34 @@ class Tracker:
             TrialRun(self.uri, self.client, run_id).add(values)
 
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
-        """Keeps the table and the plot with the grid's parent run, and ends that."""
+        """Keeps the table and the plot with the grid's parent run, and ends that. What it holds already is not sent again."""
         with usable(self.uri):
-            parent = self._parent()
-            assert parent is not None, "prepare() makes the parent run"
+            parent = self._require_parent()
+            kept = json.loads(parent.data.tags.get("san.report", "{}"))
+            sent = {}
             for file in files:
-                self.client.log_artifact(parent.info.run_id, str(file))
-            self.client.set_terminated(parent.info.run_id, status="FINISHED" if complete else "FAILED")
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+                if kept.get(file.name) != digest:
+                    self.client.log_artifact(parent.info.run_id, str(file))
+                    sent[file.name] = digest
+            if sent:
+                self.client.set_tag(parent.info.run_id, "san.report", json.dumps(kept | sent))
+            status = "FINISHED" if complete else "FAILED"
+            if parent.info.status != status:
+                self.client.set_terminated(parent.info.run_id, status=status)
 
-    def _experiment_id(self) -> str:
+    def _experiment(self) -> Experiment:
         experiment = self.client.get_experiment_by_name(self.grid)
         assert experiment is not None, "prepare() makes the experiment before anything is tracked"
-        return str(experiment.experiment_id)
+        return experiment
+
+    def _experiment_id(self) -> str:
+        return str(self._experiment().experiment_id)
+
+    def _require_parent(self) -> Run:
+        parent = self._parent()
+        assert parent is not None, "prepare() makes the parent run before anything is tracked"
+        return parent
 
     def _parent(self) -> Run | None:
         found = self._search("tags.`san.role` = 'grid'")
@@ -322,7 +363,7 @@ class TrialRun:
             "summary/images_per_second": images * len(history) / (3600 * hours),
             "summary/training_hours": hours,
         }
-        self._log(values, last.epoch, at)
+        self._log(values, 0, at)  # at step 0, so that MLflow draws bars; of one later step it would draw a line of one point
 
     def add(self, values: Mapping[str, float]) -> None:
         """Logs numbers of the trained network."""

@@ -218,6 +218,8 @@ def _weak_launcher(document: dict[str, Any]) -> Iterator[str]:
     for line in lines:
         if "ray start" in line and "RAY_AUTH_MODE=token" not in line and "--env=RAY_AUTH_MODE=token" not in options:
             yield "Ray starts without tokens"
+        if "ray start" in line and "RAY_LOGGER_LEVEL=warning" not in line and "--env=RAY_LOGGER_LEVEL=warning" not in options:
+            yield "Ray's logs hold the environment of jobs"
         if "--head" in line and "--dashboard-host=127.0.0.1" not in line:
             yield "the dashboard is open to the network"
     if not any(place.endswith(".ray/auth_token") for place in document.get("file_mounts", {})):
@@ -237,8 +239,11 @@ def _weak_compose(document: dict[str, Any]) -> Iterator[str]:
             yield f"{service} keeps privileges"
         if any(not str(port).startswith("127.0.0.1:") for port in content.get("ports", [])):
             yield f"{service} is open to the network"
-        if content.get("command", [""])[0] == "ray" and environment.get("RAY_AUTH_MODE") != "token":
-            yield f"{service} starts Ray without tokens"
+        if content.get("command", [""])[0] == "ray":
+            if environment.get("RAY_AUTH_MODE") != "token":
+                yield f"{service} starts Ray without tokens"
+            if environment.get("RAY_LOGGER_LEVEL") != "warning":
+                yield f"{service}'s logs hold the environment of jobs"
         for key, value in environment.items():
             if SECRET.search(key) and not FROM_ENVIRONMENT.fullmatch(str(value)):
                 yield f"{service} has the secret {key} in the file, or starts without it"
@@ -256,12 +261,19 @@ def _weak_manifest(document: dict[str, Any]) -> Iterator[str]:
         if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
             yield "a pod has all system calls"
     for container, content in containers(document):
-        context = content.get("securityContext", {})
-        if context.get("allowPrivilegeEscalation") is not False or context.get("capabilities") != {"drop": ["ALL"]}:
-            yield f"{container} keeps privileges"
-        for variable in content.get("env", []):
-            if SECRET.search(variable["name"]) and "secretKeyRef" not in variable.get("valueFrom", {}):
-                yield f"{container} has the secret {variable['name']} in the file"
+        yield from _weak_container(container, content)
+
+
+def _weak_container(name: str, content: dict[str, Any]) -> Iterator[str]:
+    levels = [variable.get("value") for variable in content.get("env", []) if variable["name"] == "RAY_LOGGER_LEVEL"]
+    if name.startswith("ray-") and levels != ["warning"]:
+        yield f"{name}'s logs hold the environment of jobs"
+    context = content.get("securityContext", {})
+    if context.get("allowPrivilegeEscalation") is not False or context.get("capabilities") != {"drop": ["ALL"]}:
+        yield f"{name} keeps privileges"
+    for variable in content.get("env", []):
+        if SECRET.search(variable["name"]) and "secretKeyRef" not in variable.get("valueFrom", {}):
+            yield f"{name} has the secret {variable['name']} in the file"
 
 
 def dockerfile() -> list[tuple[str, str]]:

@@ -54,6 +54,14 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_cell_that_reports_nothing_prints_nothing(
+    memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = sweep(cells.silent, {"silent": 0}, Placement(), storage=tmp_path, observer=memory)
+    assert outcomes["silent"].error is None
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_cell_that_comes_further_gets_its_retry_back(memory: cells.Memory, tmp_path: Path) -> None:
     plans = {"further": [0, 1, 2], "stuck": [1, 1, 0, 1]}
     for key in plans:

@@ -23,6 +23,7 @@ from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Trained
 from tests.experiments.test_reliability import kept, of_step
 
 DIGITS = PROJECT_DIR / "data" / "digits"
+MODEL = "small-digits-pairwise_3"
 PAIRWISE = ("model.name=san10_pairwise", "model.footprint=3")
 
 
@@ -45,8 +46,27 @@ def test_each_epochs_checkpoint_gives_what_its_validation_gave(epoch: int, train
     assert found.own_images
 
 
-@pytest.mark.parametrize("named", [lambda trained: str(trained.folder), lambda trained: trained.job.trials[0].key])
-def test_a_folder_and_a_key_give_the_best_epoch_of_the_runs_table(
+def run_of(trained: Trained) -> str:
+    return trained.job.tracker.results()[trained.job.trials[0].key].run_id
+
+
+def alias_of(trained: Trained) -> str:
+    trained.job.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
+    return f"models:/{MODEL}@champion"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda trained: str(trained.folder),
+        lambda trained: trained.job.trials[0].key,
+        run_of,
+        lambda trained: f"models:/{MODEL}/1",
+        alias_of,
+    ],
+    ids=["folder", "key", "run", "model", "alias"],
+)
+def test_what_names_a_trial_gives_the_best_epoch_of_the_runs_table(
     named: Callable[[Trained], str], trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["evaluate", named(trained), "--runs", str(trained.job.workspace.runs)]
@@ -166,11 +186,33 @@ def ours(trained: Trained, tmp: Path) -> str:
     return str(tmp / "ours.pt")
 
 
+def store_of(trained: Trained) -> list[str]:
+    return ["--runs", str(trained.job.workspace.runs)]
+
+
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
     "no trial of that key": (
         lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
         "0123456789ab: there is no such file, and no trial of that key in ",
+    ),
+    "no such run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
+    "no store that could have a run": (
+        lambda _, tmp: [32 * "0", "--runs", str(tmp)],
+        f"{32 * '0'}: there are no runs yet in sqlite:///",
+    ),
+    "no such model": (
+        lambda trained, _: ["models:/none/1", *store_of(trained)],
+        "no such model of a trial; the page Models of `san ui` lists them",
+    ),
+    "no such version": (
+        lambda trained, _: [f"models:/{MODEL}/9", *store_of(trained)],
+        f"models:/{MODEL}/9: MLflow at sqlite:///",
+    ),
+    "no such alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such model of a trial"),
+    "a model without a version": (
+        lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
+        f"models:/{MODEL}: a registered model is written models:/NAME/VERSION or models:/NAME@ALIAS",
     ),
     "a folder of something else": (lambda _, tmp: [str(tmp)], "has no checkpoint epoch-*-step-0000000.pt of a whole epoch"),
     "a text": (lambda _, tmp: [str(SMALL_GRID)], "is not a file that torch.save wrote, or it is damaged"),
@@ -236,6 +278,24 @@ def test_rejects(
     assert err.startswith("san: ")
     assert sentence in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("named", [run_of, lambda trained: f"models:/{MODEL}/1"], ids=["run", "model"])
+def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
+    named: Callable[[Trained], str],
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = named(trained)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.job.workspace.tracking_uri)
+    monkeypatch.setattr(sys, "argv", ["san", "evaluate", name, "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    (said,) = capsys.readouterr().err.splitlines()
+    key = trained.job.trials[0].key
+    assert said == f"san: {name}: the checkpoints of its trial {key} are not in {tmp_path}; name where they are with --runs"
 
 
 def test_a_file_with_the_name_of_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

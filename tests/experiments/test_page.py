@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +22,6 @@ from mlflow.entities import Metric
 
 from experiments.answer import show, table_of, write_page
 from experiments.cli import main
-from experiments.config import PROJECT_DIR
 from experiments.evaluate import open_checkpoint
 from experiments.grid import Trial
 from experiments.job import Job, known_results, open_job
@@ -44,7 +39,6 @@ from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
 from tests.browser import Browser, browser
-from tests.experiments.servers import free_port
 from tests.experiments.test_training import EPOCH
 
 QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
@@ -505,61 +499,3 @@ def test_the_table_in_every_form(
     assert out.startswith(start)
     assert "pairwise" in out
     assert not (tmp_path / "runs" / "asked-digits").exists()
-
-
-# --- MLflow's own pages
-
-
-@pytest.fixture
-def ui(tmp_path: Path) -> Iterator[Callable[[Path], list[str]]]:
-    """Starts `san ui` on a folder of runs, and returns what it prints when its server answers."""
-    processes = []
-
-    def start(runs: Path) -> list[str]:
-        port = free_port()
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
-        command = [sys.executable, "-m", "experiments", "ui", "--runs", str(runs), "--port", str(port)]
-        with open(tmp_path / "ui.log", "w") as log:
-            processes.append(
-                subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=log, stderr=log, start_new_session=True)
-            )
-        limit = time.monotonic() + 90
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                return (tmp_path / "ui.log").read_text().splitlines()
-            except OSError:
-                assert processes[-1].poll() is None and time.monotonic() < limit, (tmp_path / "ui.log").read_text()
-                time.sleep(0.2)
-
-    yield start
-    for process in processes:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_mlflow_in_a_browser(
-    answered: Callable[..., Job], shown: Browser, ui: Callable[[Path], list[str]], tmp_path: Path
-) -> None:
-    """The grid's page has the question and the table, the columns that matter, and a line for every run."""
-    job = answered()
-    files, complete = show(job, known_results(job))
-    job.tracker.log_report(files, complete)
-    job.tracker.describe("**Is it so?** Ours.\n\n| row | top-1 paper |\n| --- | ---: |\n| resnet26_3 | 76.0 |")
-    said = ui(job.workspace.runs)
-    (address,) = [line.split()[1] for line in said if line.startswith("asked ")]
-    shown.show(2000, dark=False)  # columns outside the window are not in the page
-    shown.open(address)
-    shown.wait_for("document.body.innerText.includes('patchwise_3-seed1')")
-    shown.wait_for("document.body.innerText.includes('Is it so?')")
-    text = shown.text()
-    for wanted in (
-        *(f"{row}-seed1" for row in TOPS if row != "pairwise_5"),
-        "asked-digits",
-        "val/top5",
-        "train/loss",
-        "model.name",
-        "96",
-    ):
-        assert wanted in text, text
-    shown.screenshot(tmp_path / "mlflow-2000-light.png")

@@ -271,19 +271,17 @@ def test_a_cell_tells_on_the_way(trained: Trained, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_command_takes_files_keys_and_runs_of_mlflow(
-    protocol: Any, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_command_takes_keys_runs_of_mlflow_and_registered_models(
+    protocol: Any, trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = trained.job.tracker.results()[trained.job.trials[0].key].run_id
-    file = tmp_path / "released.pth"
-    san.save_released_checkpoint(trained.best.model(), file)
-    arguments = [run_id, trained.folder.name, str(trained.folder), "--protocol", protocol]
+    arguments = [run_id, trained.folder.name, "models:/small-digits-pairwise_3/1", "--protocol", protocol]
     monkeypatch.setattr(sys, "argv", ["san", "robustness", *arguments, "--runs", str(trained.job.workspace.runs), "--json"])
     main()
     out, err = capsys.readouterr()
     cells = json.loads(out)
     by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == row] for row in arguments[:3]}
-    assert by_row[run_id] == by_row[trained.folder.name] == by_row[str(trained.folder)]
+    assert by_row[run_id] == by_row[trained.folder.name] == by_row[arguments[2]]
     assert len(by_row[run_id]) == sum(len(condition.numbers) for condition in PROTOCOLS[protocol].conditions)
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
 
@@ -309,6 +307,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
     "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "is not a file that torch.save wrote, or it is damaged"),
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
+    "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
     "no such key": (lambda *_: [12 * "0"], "000000000000: there is no such file, and no trial of that key in "),
     "one twice": (lambda trained, _: [str(trained.folder)] * 2, "is given twice; leave out one"),
     "no such split": (lambda trained, _: [str(trained.folder), "--split", "test"], "has no folder test/"),

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from mlflow.entities import Metric, Param
+from mlflow.entities import Metric, Param, Run
+from mlflow.tracking import MlflowClient
 
 from cluster import Node, Resources
 from cluster.sweep import Outcome
 from experiments import grid as grid_files
 from experiments import job as jobs
-from experiments.answer import table_of
+from experiments.answer import LONGEST_NOTE, note, table_of, tables
 from experiments.config import ModelConfig, flat, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import Trial
@@ -112,6 +117,117 @@ def test_a_cell_of_another_grid_is_not_trained_again(
     assert trained == ["first/other", "first/plain", "second/namesan10_pairwise-footprint3"]
     assert "grid second, profile digits: 2 cells, 1 finished before (taken from MLflow), 1 to train" in capsys.readouterr().err
     assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 3.0]
+
+
+def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
+    """The description of a grid's experiment, the grid's own run, and what that keeps: files by name, as text."""
+    client = job.tracker.client
+    experiment = client.get_experiment_by_name(job.name)
+    assert experiment is not None
+    (parent,) = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    assert parent.data.tags["mlflow.note.content"] == experiment.tags["mlflow.note.content"]
+    folder = Path(parent.info.artifact_uri.removeprefix("file://"))
+    kept = {path.name: path.read_text(errors="replace") for path in folder.glob("*")}
+    return experiment.tags["mlflow.note.content"].replace("&nbsp;", ""), parent, kept
+
+
+def test_what_is_finished_stays_on_mlflows_page_while_more_is_trained(
+    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
+    job = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
+    told: list[tuple[str, str]] = []
+    sweep = importlib.import_module("cluster.sweep").sweep
+
+    def looking(*arguments: Any, **options: Any) -> dict[str, Outcome]:
+        note, parent, _ = shown_by_mlflow(job)
+        told.append((note, parent.info.status))
+        return dict(sweep(*arguments, **options))
+
+    monkeypatch.setattr("cluster.sweep.sweep", looking)
+    assert run(job, None)
+    ((before, status),) = told
+    assert status == "RUNNING"
+    assert re.search(r"^\| a \| 1\.0 \|", before, re.MULTILINE) and re.search(r"^\| b \| - \|", before, re.MULTILINE)
+    after, parent, _ = shown_by_mlflow(job)
+    assert re.search(r"^\| b \| 2\.0 \|", after, re.MULTILINE)
+    assert parent.info.status == "FINISHED"
+
+
+WRITES = ("create_run", "log_artifact", "log_batch", "set_experiment_tag", "set_tag", "set_terminated", "update_run")
+
+
+def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
+    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `san run`, which has nothing else to do, and writes nothing where nothing differs."""
+    job = open_text(EQUAL_ROWS)
+    assert run(job, None)
+    note, parent, kept = shown_by_mlflow(job)
+    written: list[str] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        call = getattr(MlflowClient, name)
+
+        def write(*arguments: Any, **options: Any) -> object:
+            written.append(name)
+            return call(*arguments, **options)
+
+        return write
+
+    for name in WRITES:
+        monkeypatch.setattr(MlflowClient, name, counted(name))
+    assert run(job, None)
+    assert written == []
+    assert shown_by_mlflow(job)[1].info.end_time == parent.info.end_time
+
+    result = job.tracker.results()[job.trials[0].key]
+    job.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)  # as another version of the program might count
+    written.clear()
+    assert run(job, None)
+    assert written.count("log_artifact") == len(kept)
+    now, _, files = shown_by_mlflow(job)
+    assert note != now == note.replace("| 2.0 |", "| 77.0 |")
+    assert "77.0" in files["table.md"] and "77.0" in files["report.html"] != kept["report.html"]
+
+
+def test_a_grid_whose_cells_others_have_trained_has_a_page_too(open_text: Callable[..., Job], trained: list[str]) -> None:
+    assert run(open_text(EQUAL_ROWS), None)
+    job = open_text("{question: These too, rows: [{id: mine, model: {name: san10_pairwise, footprint: 5}}]}", "second")
+    assert run(job, None)
+    assert len(trained) == 2
+    note, parent, kept = shown_by_mlflow(job)
+    assert note.startswith("**These too**") and "| mine | 1.0 |" in note
+    assert parent.info.status == "FINISHED"
+    assert kept.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
+
+
+def test_whoever_may_only_read_has_the_table_of_a_finished_grid(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(open_text(EQUAL_ROWS), None)
+    job = open_text(EQUAL_ROWS.replace("Is it the same?", "Is it?"))
+    with sqlite3.connect(job.workspace.runs / "mlflow.db") as database:
+        refuse = "BEGIN SELECT RAISE(ABORT, 'you may only read'); END"
+        database.execute(f"CREATE TRIGGER refuse BEFORE INSERT ON experiment_tags {refuse}")
+        database.execute(f"CREATE TRIGGER refuse_too BEFORE UPDATE ON experiment_tags {refuse}")
+    capsys.readouterr()
+    assert run(job, None)
+    out, err = capsys.readouterr()
+    assert "Is it?" in out and "written_out" in out
+    assert re.search(
+        "MLflow's pages of the grid are as they were: MLflow at sqlite:.* cannot be used: .*you may only read", err
+    )
+
+
+def test_a_table_that_is_too_long_for_a_description_is_cut_between_rows(open_text: Callable[..., Job]) -> None:
+    rates = [round(0.001 * (i + 1), 3) for i in range(300)]
+    job = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
+    whole, short = tables(job, {})["markdown"].splitlines(), note(job, {}).splitlines()
+    assert len("\n".join(short)) <= LONGEST_NOTE < len("\n".join(whole))
+    rows, rest = [re.split(r"(?:&nbsp;)? \| ", line)[0] for line in short[2:-2]], short[-1]
+    assert rows == [line.split(" | ")[0] for line in whole[: len(rows)]]
+    assert rest == f"{len(whole) - len(rows)} more rows are in `table.md`."
 
 
 def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_text: Callable[..., Job]) -> None:

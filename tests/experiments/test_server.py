@@ -73,18 +73,23 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
 
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"not {guarded.password}")
-    monkeypatch.setattr(sys, "argv", ["san", "run", str(SMALL_GRID), "--runs", str(runs)])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert capsys.readouterr().err.splitlines() == [
-        f"san: MLflow at {uri} does not take this user and password; check MLFLOW_TRACKING_USERNAME and "
-        "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    ]
+    for command in (["run", str(SMALL_GRID)], ["ui"]):
+        monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", str(runs)])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert capsys.readouterr().err.splitlines() == [
+            f"san: MLflow at {uri} does not take this user and password; check MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        ]
 
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
     job = open_job(SMALL_GRID, "digits", OVERRIDES, runs)
     job.tracker.check()
     job.tracker.prepare(job.grid, runs / "artifacts")
+    main()  # `san ui`
+    told, page = capsys.readouterr().out.splitlines()
+    assert told == f"{uri}  (the server of MLFLOW_TRACKING_URI, which asks for admin's password)"
+    assert page.startswith(f"small  {uri}/#/experiments/")
     group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, where a test has made one
     environment = {key: value for key, value in os.environ.items() if key not in group}
     cells = range(2)

@@ -25,7 +25,7 @@ from experiments.cli import main
 from experiments.errors import UserError
 from experiments.job import Job, open_job
 from experiments.storage import Bucket, Lease, LeaseError, Mirror, StorageError, lease, writer_in
-from experiments.storage.bucket import _opened
+from experiments.storage.bucket import OPTIONS, _opened
 from experiments.training.checkpoint import Checkpoints
 from experiments.workspace import Workspace, open_workspace
 from tests.experiments.conftest import SMALL_GRID
@@ -106,6 +106,7 @@ def test_rejects_secrets_in_an_address(uri: str) -> None:
         ("gs://runs/prefix", "gs://...: is no place to keep runs; give a folder, or a bucket as s3://bucket/prefix"),
         ("s3://", "s3://: names no bucket"),
         ("s3:///prefix", "s3:///prefix: names no bucket"),
+        ("s3://[runs/prefix", "s3://[runs/prefix: Invalid IPv6 URL"),
         ("s3://runs/prefix?endpoint=http://host", "endpoint is no option of a bucket; there are endpoint_override, region,"),
     ],
 )
@@ -113,6 +114,12 @@ def test_rejects_what_is_no_bucket(uri: str, told: str) -> None:
     with pytest.raises(UserError) as raised:
         open_workspace(uri)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_known_to_the_store(option: str) -> None:
+    values = {"endpoint_override": "http://127.0.0.1:9", "scheme": "http", "tls_verify_certificates": "false"}
+    assert _opened(Bucket.parse(f"s3://runs/prefix?region=eu-west-1&{option}={values.get(option, 'x')}").uri)
 
 
 def test_a_bucket_needs_the_address_of_a_tracker(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
