@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.scale cells 200        # a sweep of cells that do nothing, in a session of this machine
     python -m tests.benchmarks.scale nodes 8 40       # 40 of them on a cluster of 8 nodes, all on this machine
+    python -m tests.benchmarks.scale workers 4 8      # 8 cells of 4 workers each, one after another
     python -m tests.benchmarks.scale runs 2000        # MLflow with so many finished runs in sqlite: what a new start reads
     python -m tests.benchmarks.scale writers 64 10 2  # cells that log an epoch every 10 s, to `mlflow server --workers 2`
                                                       # on PostgreSQL; every 0 s: as fast as they are answered
@@ -96,7 +97,7 @@ def nothing(value: int, report: Report) -> None:
 
 def cells(number: int, folder: Path) -> Iterator[dict[str, float]]:
     with session() as resources:
-        yield from _sweep_of_nothing(number, resources.cpus, folder)
+        yield from _sweep_of_nothing(number, resources.cpus, folder, Placement())
 
 
 def nodes(number: int, folder: Path, cells: float = 40) -> Iterator[dict[str, float]]:
@@ -104,23 +105,36 @@ def nodes(number: int, folder: Path, cells: float = 40) -> Iterator[dict[str, fl
     with several_nodes(head_cpus=1) as several:
         for _ in range(number - 1):
             several.add()
-        command = [sys.executable, "-m", "tests.benchmarks.scale", "join", several.address, str(int(cells)), str(folder)]
-        done = subprocess.run(command, cwd=PROJECT_DIR, check=True, stdout=subprocess.PIPE, text=True)
-        yield from ({"nodes": number, **json.loads(line)} for line in done.stdout.splitlines())
+        yield from ({"nodes": number, **line} for line in _joined(several.address, int(cells), 1, folder))
 
 
-def join(address: str, cells: int, folder: Path) -> None:
+def workers(number: int, folder: Path, cells: float = 8) -> Iterator[dict[str, float]]:
+    """Cells of so many workers, one after another, on a node that says it has as many CPUs: what starting them costs."""
+    with several_nodes(head_cpus=number) as several:
+        for line in _joined(several.address, int(cells), number, folder):
+            if "all_cells" in line:
+                each = (line["last_after"] - line["first_after"]) / (cells - 1)
+                yield {"workers": number, "seconds_each": each, **line}
+
+
+def _joined(address: str, cells: int, workers: int, folder: Path) -> Iterator[dict[str, float]]:
+    command = [sys.executable, "-m", "tests.benchmarks.scale", "join", address, str(cells), str(workers), str(folder)]
+    done = subprocess.run(command, cwd=PROJECT_DIR, check=True, stdout=subprocess.PIPE, text=True)
+    yield from map(json.loads, done.stdout.splitlines())
+
+
+def join(address: str, cells: int, workers: int, folder: Path) -> None:
     """The driver of such a sweep."""
     with session(address) as resources:
-        for line in _sweep_of_nothing(cells, resources.cpus, folder):
+        for line in _sweep_of_nothing(cells, resources.cpus // workers, folder, Placement(workers)):
             print(json.dumps(line))
 
 
-def _sweep_of_nothing(number: int, at_once: int, folder: Path) -> Iterator[dict[str, float]]:
+def _sweep_of_nothing(number: int, at_once: int, folder: Path, placement: Placement) -> Iterator[dict[str, float]]:
     """Twelve points on the way, then the whole."""
     before, began = _megabytes(), time.monotonic()
     clock = Clock()
-    sweep(nothing, {f"{i:012x}": i for i in range(number)}, Placement(), storage=folder, observer=clock)
+    sweep(nothing, {f"{i:012x}": i for i in range(number)}, placement, storage=folder, observer=clock)
     whole = time.monotonic() - began
     steps = range(max(number // 12, 2), number + 1, max(number // 12, 2))
     for last in steps:
@@ -132,7 +146,13 @@ def _sweep_of_nothing(number: int, at_once: int, folder: Path) -> Iterator[dict[
             "seconds_per_cell": (clock.ends[last - 1] - clock.ends[first]) / (last - 1 - first),
             "driver_megabytes": clock.megabytes[last - 1] - before,
         }
-    yield {"all_cells": number, "at_once": at_once, "first_after": clock.ends[0] - began, "seconds": whole}
+    yield {
+        "all_cells": number,
+        "at_once": at_once,
+        "first_after": clock.ends[0] - began,
+        "last_after": clock.ends[-1] - began,
+        "seconds": whole,
+    }
 
 
 def _megabytes() -> float:
@@ -276,7 +296,7 @@ def plan(number: int, folder: Path) -> Iterator[dict[str, float]]:
         yield {"cells": cells, "seconds": took}
 
 
-PIECES = {"cells": cells, "nodes": nodes, "runs": runs, "writers": writers, "plan": plan}
+PIECES = {"cells": cells, "nodes": nodes, "workers": workers, "runs": runs, "writers": writers, "plan": plan}
 
 
 @dataclass(frozen=True)
@@ -322,6 +342,10 @@ PICTURES = {
         Panel("writers", "writers", "epochs_per_second", "writers, full speed", "epochs per second", "workers", _at_full_speed),
         Panel("writers", "writers", "p95_seconds", "writers, full speed", "95 % answered within, s", "workers", _at_full_speed),
     ),
+    "workers": (
+        Panel("workers", "workers", "first_after", "workers of a cell", "seconds to the first cell's end"),
+        Panel("workers", "workers", "seconds_each", "workers of a cell", "seconds for each further cell"),
+    ),
     "nodes": (
         Panel("nodes", "nodes", "first_after", "nodes", "seconds to the first cell's end"),
         Panel("nodes", "nodes", "seconds", "nodes", "seconds for 40 cells", "", lambda line: "all_cells" in line),
@@ -362,8 +386,8 @@ def main() -> None:
         number, every, at, first, step = options.arguments
         return write(int(number), float(every), Path(at), int(first), int(step))
     if options.piece == "join":
-        address, cells, at = options.arguments
-        return join(address, int(cells), Path(at))
+        address, cells, group, at = options.arguments
+        return join(address, int(cells), int(group), Path(at))
     if options.piece == "draw":
         return draw(options.record, Path(options.arguments[0]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit leaves no servers behind
