@@ -30,7 +30,7 @@ gallery: setup
 
 # Two processes: half of the time of one goes by in waiting for others that it started.
 test: setup lint
-	@$(STEP) "tests" $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" --durations=20
+	@$(STEP) "tests" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=20
 
 # Some minutes of whole grids on clusters, in ways that the shorter tests nearly cover.
 test-long: setup

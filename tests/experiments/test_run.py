@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 
 from cluster import Node, Resources
 from cluster.sweep import Outcome
-from experiments import grid as grid_files
+from experiments import expand as expanding
 from experiments import job as jobs
 from experiments.answer import LONGEST_NOTE, note, table_of, tables
 from experiments.config import ModelConfig, flat, model_mistakes
@@ -301,7 +301,7 @@ def test_a_plan_of_many_cells_builds_each_model_once(open_text: Callable[..., Jo
         looked.append(model)
         return model_mistakes(model, size)
 
-    monkeypatch.setattr(grid_files, "model_mistakes", looking)
+    monkeypatch.setattr(expanding, "model_mistakes", looking)
     axes = f"model.footprint: [3, 5], recipe.lr: {[0.01 * (i + 1) for i in range(50)]}"
     job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, product: {{{axes}}}}}")
     assert (len(job.trials), len(looked)) == (100, 2)
