@@ -153,7 +153,7 @@ def note(job: Job, results: Mapping[str, Result]) -> str:
 def _setting(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
     paper = f"Paper: ImageNet, table `{job.grid.table}`. " if job.grid.table else ""
-    ours = f"Ours: profile `{job.profile}`, {epochs} epochs"
+    ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if job.grid.robustness:
         return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
     return f"{paper}{ours}; params and FLOPs at the paper's setting."

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 
 from experiments.config import ModelConfig, Strict, TrialConfig, contradictions, merged, mistakes, model_mistakes, value_at
 from experiments.errors import UserError
-from experiments.grid import EarlyStopping, Grid, Layer, Plot, Row
+from experiments.grid import EarlyStopping, Grid, Layer, Plot, ProtocolName, Row
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 
@@ -127,18 +127,25 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
     except ValidationError as error:
         wrong += [f"{path}: {key}: {what}" for key, what in mistakes(error, Grid)]
         rows, product, table = content.get("rows"), content.get("product"), content.get("table")
+        robustness = content.get("robustness")
         rows = [row for row in rows if _fits(Row, row)] if isinstance(rows, list) else []
         product = product.items() if isinstance(product, dict) else ()
         base = content.get("base", {})
         grid = Grid.model_construct(
             question="",
             table=table if isinstance(table, str) else None,
+            robustness=robustness if robustness in get_args(ProtocolName) else None,
             rows=tuple(map(Row.model_validate, rows)),
             product={key: tuple(values) for key, values in product if isinstance(key, str) and isinstance(values, list)},
             base=Layer.model_validate(base if _fits(Layer, base) else {}),
         )
     if grid.table is not None and grid.table not in tables:
         wrong.append(f"{path}: table: the paper has no table {grid.table!r}; its tables: {', '.join(tables)}")
+    protocols = get_args(ProtocolName)
+    if grid.robustness is not None and grid.table not in (None, grid.robustness):
+        wrong.append(f"{path}: table: {grid.table!r} has no numbers of robustness: {grid.robustness}; leave out one of the two")
+    if grid.robustness is None and grid.table in protocols:
+        wrong.append(f"{path}: robustness: missing; the numbers of table {grid.table!r} are those of robustness: {grid.table}")
     if not {"rows", "product"} & set(content):
         wrong.append(f"{path}: rows: missing; give rows, a product, or both")
     axes = _axes(path, grid, wrong)

@@ -33,7 +33,8 @@ class Cell:
     """Only where the data are the paper's."""
     paper_drop: float | None
     drop: float | None
-    """Percentage points lost against the first condition; None for that, and for what it does not have."""
+    """Percentage points lost against the first condition, mean over the seeds that have both; None for that, and for what it
+    does not have."""
     seeds: int
 
 
@@ -63,7 +64,10 @@ def cells(
     for condition in protocol.conditions:
         for row, seeds in ours.items():
             for number in condition.numbers:
-                values = [seed[condition.name][number] for seed in seeds if number in seed.get(condition.name, {})]
+                mine = [seed for seed in seeds if number in seed.get(condition.name, {})]
+                values = [seed[condition.name][number] for seed in mine]
+                both = [seed for seed in mine if number in seed.get(first, {})]
+                drops = [seed[first][number] - seed[condition.name][number] for seed in both]
                 printed = (paper or {}).get(row, {}).get(f"{condition.name}_{number}")
                 mean = statistics.fmean(values) if values else None
                 spread = interval.of_mean(values)
@@ -77,7 +81,7 @@ def cells(
                     half_width=spread.half_width if spread else None,
                     difference=_minus(mean, printed) if is_papers_data else None,
                     paper_drop=_minus(before.paper, printed) if before else None,
-                    drop=_minus(before.ours, mean) if before else None,
+                    drop=statistics.fmean(drops) if before and drops else None,
                     seeds=len(values),
                 )
     return list(found.values())
@@ -107,6 +111,9 @@ def _rows(table: Sequence[Cell]) -> list[tuple[str, ...]]:
         for heading, field, form in COLUMNS:
             if any(cell is not None and getattr(cell, field) is not None for cell in cells):
                 columns.append((heading.format(title), *(_text(cell, field, form) for cell in cells)))
+    seeds = [max(cell.seeds for cell in table if (cell.condition, cell.row) == place) for place in places]
+    if len({number for number in seeds if number}) > 1:
+        columns.append(("seeds", *(str(number) for number in seeds)))
     return list(zip(*columns, strict=True))
 
 

@@ -275,6 +275,20 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("table: footprint, robustness: rotation", "table: 'footprint' has no numbers of robustness: rotation"),
+        ("table: attack, robustness: rotation", "table: 'attack' has no numbers of robustness: rotation"),
+        ("table: rotation", "robustness: missing; the numbers of table 'rotation' are those of robustness: rotation"),
+    ],
+)
+def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:
+    path = write_grid(f"{{question: q, {keys}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
+    with pytest.raises(UserError, match=f"{path}: {message}"):
+        expand(path)
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ("{name: resnet26, footprint: 4}", "a footprint must be odd and positive"),

@@ -366,6 +366,14 @@ def test_a_row_alone_is_the_same_cells(answered: Callable[..., Job], tmp_path: P
         assert alone.grid.question == QUESTION
 
 
+def test_a_row_alone_is_measured_too(tmp_path: Path) -> None:
+    (tmp_path / "turned.yaml").write_text("{question: q, robustness: rotation, rows: [{id: one, model: {name: resnet26}}]}")
+    job = open_job(tmp_path / "turned.yaml", "digits", (), tmp_path / "runs")
+    text = row_alone(job.grid, "one", job.trials, ()).partition("<<'END'\n")[2].partition("END\n")[0]
+    (tmp_path / "one.yaml").write_text(text)
+    assert open_job(tmp_path / "one.yaml", "digits", (), tmp_path / "runs").grid.robustness == "rotation"
+
+
 def test_the_page_lies_with_the_parent_run(answered: Callable[..., Job], tmp_path: Path) -> None:
     job = answered()
     files, complete = show(job, known_results(job))

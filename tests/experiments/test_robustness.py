@@ -151,6 +151,18 @@ def test_the_papers_drops_are_those_that_it_prints() -> None:
     assert drops["upside_down", "top5"] == pytest.approx(13.0)
 
 
+def test_a_drop_is_of_the_seeds_that_have_both_numbers() -> None:
+    seeds = [
+        {"none": {"top1": 30.0, "top5": 80.0}, "cw90": {"top1": 20.0, "top5": 70.0}},
+        {"none": {"top1": 80.0, "top5": 99.0}},
+    ]
+    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds})
+    found = {(cell.condition, cell.number): cell for cell in cells}
+    assert (found["none", "top1"].ours, found["cw90", "top1"].ours, found["cw90", "top1"].drop) == (55.0, 20.0, 10.0)
+    lines = [line.split() for line in table.as_text(cells).splitlines()]
+    assert [line[-1] for line in lines if line[0] in ("condition", "none", "cw90", "cw180")] == ["seeds", "2", "1", "0"]
+
+
 GRID = """
     question: Does it turn?
     table: rotation

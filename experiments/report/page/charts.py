@@ -45,7 +45,8 @@ def plot(answer: Answer) -> str:
     for heading, accuracy, half in sides:
         series = []
         # Intervals at the same number stand a little apart, or they would hide each other.
-        apart = 0.012 * (ticks[-1] - ticks[0]) if half else 0.0
+        has_intervals = half and any(getattr(line, half) for line in answer.lines)
+        apart = 0.012 * (ticks[-1] - ticks[0]) if has_intervals else 0.0
         for style, name in enumerate(names):
             aside = apart * (style - (len(names) - 1) / 2)
             mine = [(line, places[line.id][1], "") for line in answer.lines if places[line.id][0] == name]

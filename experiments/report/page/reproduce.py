@@ -98,7 +98,8 @@ def row_alone(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence
     (mine,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
     seeds = [trial.seed for trial in trials if trial.row == row]
-    content = {"question": grid.question, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
+    asked = {"question": grid.question} | ({"robustness": grid.robustness} if grid.robustness else {})
+    content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     profile = next(trial.profile for trial in trials if trial.row == row)
     file = f"{row}.yaml"
