@@ -237,7 +237,7 @@ def report(
     elif form != "text":
         click.echo(tables(job, finished_results(job))[form].rstrip("\n"))
     else:
-        _, complete = show(job, known_results(job))
+        _, complete = show(job, finished_results(job))
         sys.exit(0 if complete else 1)
 
 
@@ -392,6 +392,8 @@ def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: 
         if as_json:
             click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
             return
+        if not listed and not follow:
+            click.echo(f"no runs{f' of {grid}' if grid else ''} in {uri}", err=True)
         lines = [_listed(run) for run in listed]
         in_place = follow and sys.stdout.isatty()
         if in_place:  # what has ended longest ago does not fit a full screen
@@ -434,7 +436,7 @@ def ui(runs: Path | str | None, port: int | None) -> None:
     address = uri if is_server else f"http://127.0.0.1:{port}"
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     asks = f", which asks for {user}'s password" if user else ""
-    how = f"(the server of MLFLOW_TRACKING_URI{asks})" if is_server else "(Ctrl-C ends it)"
+    how = f"(the server of MLFLOW_TRACKING_URI{asks})" if is_server else "(starts in some seconds; Ctrl-C ends it)"
     found = experiment_pages(uri, address.rstrip("/"))
     width = max(map(len, found), default=0)
     click.echo("\n".join([f"{address}  {how}", *(f"{name:{width}s}  {page}" for name, page in found.items())]))
@@ -442,10 +444,11 @@ def ui(runs: Path | str | None, port: int | None) -> None:
         return
     options = ["--host", "127.0.0.1", "--port", str(port), "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}"]
     mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options, "--workers", "1"]
-    try:
-        sys.exit(subprocess.run(mlflow, check=False).returncode)
-    except KeyboardInterrupt:  # how one leaves it
-        return
+    with subprocess.Popen(mlflow, start_new_session=True) as server:  # else its processes would tell of Ctrl-C with tracebacks
+        try:
+            sys.exit(server.wait())
+        except KeyboardInterrupt:  # how one leaves it
+            os.killpg(server.pid, signal.SIGTERM)
 
 
 def _free_port(wanted: int | None) -> int:

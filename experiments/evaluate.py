@@ -115,6 +115,15 @@ def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
         raise UserError(f"{path}: tells its model; leave out {', '.join(flat({'model': changes['model']}))}")
 
 
+def is_of_trial(path: Path) -> bool:
+    """Whether a file or folder is of a trial, which tells how its images are to be treated.
+
+    Raises:
+        UserError: as `open_checkpoint`.
+    """
+    return _trial_checkpoint(path) is not None
+
+
 def _trial_checkpoint(path: Path) -> Checkpoint | None:
     """None for a file that is no trial's."""
     if path.is_dir():

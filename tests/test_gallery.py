@@ -23,6 +23,11 @@ def test_pictures_are_there_and_made_by_a_command(words: str, file: str) -> None
     assert f"docs/{file}" in COMMANDS or (file.startswith("figures/") and "docs/figures/draw.py" in COMMANDS)
 
 
+def test_pictures_of_the_readme_are_in_the_gallery() -> None:
+    shown = re.findall(r"^!\[.*\]\(docs/(.*)\)$", (DOCS.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown and set(shown) <= {file for _, file in PICTURES}
+
+
 def test_pictures_say_which_network_they_are_of() -> None:
     """That of the trial whose key is in the command: a key that has changed leaves an old picture behind."""
     job = open_job(DOCS / "gallery.yaml", "digits", ())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments import evaluate
 from experiments.errors import UserError
-from experiments.evaluate import open_checkpoint, open_images, reach
+from experiments.evaluate import is_of_trial, open_checkpoint, open_images, reach
 from experiments.grid import ProtocolName
 from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS, table
@@ -25,7 +25,7 @@ def measure_all(
     split: str | None,
     runs: str | Path | None,
 ) -> list[table.Cell]:
-    """The table of checkpoints, a row for each name that `reach` knows.
+    """The table of checkpoints, a row for each name that `reach` knows. The profile is for those that tell no data.
 
     All are looked at, and their images, before the first is measured.
 
@@ -41,10 +41,12 @@ def measure_all(
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
         paths = {name: reached.enter_context(reach(name, runs))[0] for name in names}
-        for path in paths.values():
-            open_images(open_checkpoint(path, overrides, profile), split)
+        told = [name for name, path in paths.items() if profile is not None and is_of_trial(path)]
+        profiles = {name: None if name in told and len(told) < len(names) else profile for name in names}
         for name, path in paths.items():
-            opened = open_checkpoint(path, overrides, profile)  # again: they may be too many for the memory
+            open_images(open_checkpoint(path, overrides, profiles[name]), split)
+        for name, path in paths.items():
+            opened = open_checkpoint(path, overrides, profiles[name])  # again: they may be too many for the memory
             images, found = open_images(opened, split), {}
             for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, partial(_shown, name)):
                 found[condition.name] = numbers

@@ -314,6 +314,20 @@ def test_the_command_takes_a_file_of_the_authors(
     assert none == ["none", str(file), f"{wanted.top1:.1f}", "-", f"{wanted.top5:.1f}", "-"]
 
 
+def test_a_profile_is_for_what_tells_no_data(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial and a file of its weights, beside each other."""
+    file = tmp_path / "weights.pt"
+    san.save_checkpoint(trained.best.model(), file)
+    both = [str(trained.folder), str(file), "data.split=val-split", "data.val_split_per_class=2"]
+    monkeypatch.setattr(sys, "argv", ["san", "robustness", *both, "--profile", "digits", "--json"])
+    main()
+    found = json.loads(capsys.readouterr().out)
+    of_trial, of_file = ([cell["ours"] for cell in found if cell["row"] == name] for name in both[:2])
+    assert of_trial == of_file and len(of_trial) == 10
+
+
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; give files, keys"),
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),

@@ -74,8 +74,10 @@ def served(finished: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 time.sleep(0.2)
             yield Served(found[1], tuple(log.read_text().splitlines()))
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C
+            assert process.wait(timeout=30) == 0
+    assert "Traceback" not in log.read_text()
+    assert not answers(found[1])
 
 
 def taken(port: int) -> socket.socket:
@@ -119,7 +121,7 @@ def said(
 def test_takes_the_next_port_where_5000_is_taken(served: Served) -> None:
     port = int(served.address.rpartition(":")[2])
     assert 5000 < port < 5100
-    assert served.said[0] == f"{served.address}  (Ctrl-C ends it)"
+    assert served.said[0] == f"{served.address}  (starts in some seconds; Ctrl-C ends it)"
     assert served.page_of("asked").startswith(f"{served.address}/#/experiments/")
 
 
