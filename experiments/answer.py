@@ -112,6 +112,7 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
             curves=curves,
             store=job.workspace.tracking_uri,
             looks=look_at_cells(job.workspace, _finished(job, results)),
+            cells=robustness_of(job, results) if job.grid.robustness else (),
         )
     )
     try:

@@ -23,7 +23,7 @@ from mlflow.entities import Metric
 from experiments.answer import show, table_of, write_page
 from experiments.cli import main
 from experiments.evaluate import open_checkpoint
-from experiments.grid import Trial
+from experiments.grid import ProtocolName, Trial
 from experiments.job import Job, known_results, open_job
 from experiments.looks import look_at_cells, of_each_kind
 from experiments.report.attention import Attention, in_words
@@ -33,6 +33,7 @@ from experiments.report.page.charts import short_names
 from experiments.report.page.reproduce import row_alone
 from experiments.report.text import latex
 from experiments.report.tiles import LEVELS, NEGATIVE, tiles
+from experiments.robustness import PROTOCOLS
 from experiments.show import look, open_image
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint, Origin
@@ -54,7 +55,24 @@ GRID = f"""
       - {{id: patchwise_3, model: {{name: san10_patchwise, footprint: 3}}}}
       - {{id: patchwise_5, model: {{name: san10_patchwise, footprint: 5}}}}
 """
-TOPS = {"resnet26_3": 90.0, "pairwise_3": 92.0, "pairwise_5": 94.0, "patchwise_3": 95.0}
+GRID_OF_PROTOCOL = """
+    question: q
+    table: {0}
+    robustness: {0}
+    base: {{recipe: {{epochs: 3}}}}
+    rows:
+      - {{id: resnet26, model: {{name: resnet26}}}}
+      - {{id: san10_pairwise, model: {{name: san10_pairwise}}}}
+"""
+DASH = "\N{EN DASH}"
+TOPS = {
+    "resnet26": 90.0,
+    "san10_pairwise": 92.0,
+    "resnet26_3": 90.0,
+    "pairwise_3": 92.0,
+    "pairwise_5": 94.0,
+    "patchwise_3": 95.0,
+}
 CONTRAST = """
 (() => {
   const numbers = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
@@ -85,11 +103,11 @@ CONTRAST = """
 def answered(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
     """A grid of five rows and two seeds, of which four rows are finished, one of them with one seed alone."""
 
-    def make(*overrides: str) -> Job:
+    def make(*overrides: str, grid: str = GRID) -> Job:
         runs = tmp_path / "runs"
         runs.mkdir()
         shutil.copy(empty_database, runs / "mlflow.db")
-        job = open_job(write_grid(GRID, "asked.yaml"), "digits", overrides, runs, seeds=2)
+        job = open_job(write_grid(grid, "asked.yaml"), "digits", overrides, runs, seeds=2)
         job.tracker.prepare(job.grid, runs / "artifacts")
         for trial in job.trials:
             if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):
@@ -308,7 +326,7 @@ def test_the_best_rows_are_shown_of_many(
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
-    answer = Answer(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", ())
+    answer = Answer(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
     text = page(answer)
     for what in ("labels, where there is room", "curves", "commands here"):
         assert f"Of the 6 rows the 3 with the best top-1 have {what}." in text
@@ -320,12 +338,81 @@ def test_the_best_rows_are_shown_of_many(
 def test_what_the_tracker_has_of_robustness_is_shown(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     job = answered()
     run_id = known_results(job)[job.trials[0].key].run_id
-    values = {"robustness/cw90/top1": 40.0, "robustness/pgd-n2/success": 12.5}
+    attacked = "robustness/pgd-epsilon8-step4-n2"
+    values = {f"{attacked}/success": 12.5, "robustness/fog/top1": 60.0, "robustness/rotate90/top1": 40.0}
     job.tracker.client.log_batch(run_id, [Metric(name, value, 0, 0) for name, value in values.items()])
     write_page(job, known_results(job), tmp_path / "page.html")
     shown.open((tmp_path / "page.html").as_uri())
-    assert cells(shown, "resnet26_3", "section[aria-labelledby=robustness]") == ["40.0 \N{MINUS SIGN}50.0", "12.5"]
-    assert cells(shown, "pairwise_3", "section[aria-labelledby=robustness]") == ["not measured", "not measured"]
+    assert cells(shown, "resnet26_3", "section[aria-labelledby=robustness]") == [
+        "40.0 \N{MINUS SIGN}50.0",
+        "12.5",
+        "60.0 \N{MINUS SIGN}30.0",
+    ]
+    assert cells(shown, "pairwise_3", "section[aria-labelledby=robustness]") == 3 * ["not measured"]
+    heads = shown.evaluate("[...document.querySelectorAll('[aria-labelledby=robustness] thead th')].map(h => h.innerText)")
+    assert heads == ["row", "cw90\ntop-1, %", "n2\nsuccess, %", "fog\ntop-1, %"]
+
+
+@pytest.mark.parametrize(
+    "protocol, names, measured, missing",
+    [
+        (
+            "rotation",
+            ["none", "cw90", "cw180", "cw270", "upside_down"],
+            {
+                "none": ["73.6", "90.0", DASH, DASH, "91.7", "90.0", DASH, DASH],
+                "cw90": ["49.1", "80.0", "24.5", "10.0", "72.7", "80.0", "19.0", "10.0"],
+                "cw270": ["49.2", "not measured", "24.4", DASH, "72.8", "not measured", "18.9", DASH],
+            },
+            ["54.7", "not measured", "20.2", DASH, "78.5", "not measured", "13.6", DASH],
+        ),
+        (
+            "attack",
+            ["clean", "n2", "n4"],
+            {
+                "clean": [DASH, DASH, "73.6", "90.0", DASH, DASH],
+                "n2": ["49.0", "80.0", "26.6", "80.0", "47.0", "10.0"],
+                "n4": ["98.2", "not measured", "1.0", "not measured", "72.6", DASH],
+            },
+            ["90.1", "not measured", "5.3", "not measured", "69.6", DASH],
+        ),
+    ],
+)
+def test_the_answer_of_a_protocol_is_its_table(
+    protocol: ProtocolName,
+    names: list[str],
+    measured: dict[str, list[str]],
+    missing: list[str],
+    answered: Callable[..., Job],
+    shown: Browser,
+    tmp_path: Path,
+) -> None:
+    """Condition by condition; two of them are measured, of one of two seeds of one of two rows."""
+    job = answered(grid=GRID_OF_PROTOCOL.format(protocol))
+    run_id = known_results(job)[job.trials[0].key].run_id
+    for condition, value in zip(PROTOCOLS[protocol].conditions[:2], (90.0, 80.0), strict=True):
+        metrics = condition.metrics(dict.fromkeys(condition.numbers, value))
+        job.tracker.client.log_batch(run_id, [Metric(name, number, 0, 0) for name, number in metrics.items()])
+    write_page(job, known_results(job), tmp_path / "page.html")
+    for width in (1280, 400):
+        shown.show(width, dark=False)
+        shown.open((tmp_path / "page.html").as_uri())
+        assert shown.complaints == [] and shown.evaluate(CONTRAST) == []
+        assert shown.evaluate("document.documentElement.scrollWidth") <= width
+        shown.screenshot(tmp_path / f"page-{width}.png")
+    headings = shown.evaluate("[...document.querySelectorAll('h2')].map(h => h.innerText)")
+    assert headings[:2] == ["Answer", "Accuracy without disturbance"] and "Robustness" not in headings
+    rows = shown.evaluate(
+        "[...document.querySelectorAll('[aria-labelledby=answer] tbody')].map(b => [...b.rows].map(r => [...r.cells].map("
+        "c => c.innerText)))"
+    )
+    assert [heading for [[heading], *_] in rows] == names
+    for [[condition], *lines] in rows:
+        assert [line[0] for line in lines] == ["resnet26", "san10_pairwise"]
+        if condition in measured:
+            assert [text.removesuffix(" 1 of 2 seeds") for text in lines[0][1:]] == measured[condition]
+    assert rows[2][2][1:] == missing
+    assert "90.0 1 of 2 seeds" in rows[0][1]
 
 
 def test_the_difference_needs_the_papers_data(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:

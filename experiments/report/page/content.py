@@ -9,6 +9,7 @@ from experiments.grid import Grid, Trial
 from experiments.report.attention import Attention
 from experiments.report.figures import family
 from experiments.report.table import Line
+from experiments.robustness.table import Cell
 from experiments.tracking import Result
 
 MOST_ROWS = 42
@@ -48,6 +49,8 @@ class Answer:
     store: str
     """The tracker's address."""
     looks: Sequence[Look]
+    cells: Sequence[Cell]
+    """The table of the grid's protocol, where it names one."""
 
     @property
     def profile(self) -> str:

@@ -14,7 +14,7 @@ from experiments.report.page.content import Answer
 from experiments.report.page.curves import curves
 from experiments.report.page.reproduce import reproduce
 from experiments.report.page.results import results
-from experiments.report.page.robustness import robustness
+from experiments.report.page.robustness import disturbed, robustness
 
 TEMPLATE = Path(__file__).parent / "page.html"
 
@@ -22,6 +22,7 @@ TEMPLATE = Path(__file__).parent / "page.html"
 def page(answer: Answer) -> str:
     """The page. Every text that comes from a user is escaped."""
     sections = [
+        disturbed(answer),
         results(answer),
         plot(answer),
         cost(answer),

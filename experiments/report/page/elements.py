@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 MINUS = "\N{MINUS SIGN}"
+DASH = "\N{EN DASH}"
+Columns = Sequence[tuple[str, str, str]]
+"""Heading, field, form of a number."""
 
 
 def section(heading: str, *parts: str) -> str:
@@ -16,6 +19,34 @@ def section(heading: str, *parts: str) -> str:
 def scroll(table: str, name: str, kind: str = "scroll") -> str:
     """A table that scrolls in its own box where the window is narrow; the keyboard reaches it."""
     return f'<div class="{kind}" role="region" aria-label="{escape(name)}" tabindex="0">{table}</div>'
+
+
+def heads(groups: Mapping[str, Columns]) -> str:
+    """The two lines above a table: groups of columns by their headings, after a first column `row`."""
+    wide = "".join(f'<th class="start" scope="colgroup" colspan="{len(group)}">{name}</th>' for name, group in groups.items())
+    firsts = [(heading, place) for group in groups.values() for place, (heading, _, _) in enumerate(group)]
+    narrow = "".join(f'<th{start(place)} scope="col">{heading}</th>' for heading, place in firsts)
+    return f'<thead><tr><th scope="col" rowspan="2">row</th>{wide}</tr><tr>{narrow}</tr></thead>'
+
+
+def start(place: int) -> str:
+    """Marks the first column of a group."""
+    return ' class="start"' if place == 0 else ""
+
+
+def number(value: float, form: str) -> str:
+    return format(round(value, 1) + 0.0, form).replace("-", MINUS)  # there is no -0.0
+
+
+def missing(words: str) -> str:
+    return f'<span class="missing">{words}</span>'
+
+
+def ours(value: float, half_width: float | None, seeds: int, asked: int) -> str:
+    """A mean over seeds, its interval, and whether seeds are missing."""
+    spread = f' <span class="spread">± {half_width:.1f}</span>' if half_width is not None else ""
+    lacking = f" {missing(f'{seeds} of {asked} seeds')}" if seeds < asked else ""
+    return f"<strong>{number(value, '.1f')}</strong>{spread}{lacking}"
 
 
 def panel(heading: str, chart: str) -> str:
