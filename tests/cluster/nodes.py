@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+import ray
 from ray._private.node import Node
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
@@ -196,7 +197,7 @@ def outliving(folder: str, report: Report) -> None:
     time.sleep(0 if attempts.stat().st_size == 3 else 60)
 
 
-def main(folder: str, address: str) -> None:
+def outlive(folder: str, address: str) -> None:
     """A driver whose cell may not fail even once; it may lose nodes."""
     memory = Shouting()
     with session(address):
@@ -204,8 +205,22 @@ def main(folder: str, address: str) -> None:
     print(f"{len(memory.starts)} starts, error {outcomes['cell'].error}")
 
 
+def placed(file: str, report: Report) -> None:
+    """Each worker writes the name of its node, and stays until others must have found theirs."""
+    Path(f"{file}-{os.environ['RANK']}").write_text(ray.get_runtime_context().get_node_id())
+    report({"pid": os.getpid()})
+    time.sleep(20)
+
+
+def place(folder: str, address: str) -> None:
+    """A driver of two cells of two workers."""
+    with session(address):
+        values = {name: f"{folder}/{name}" for name in "ab"}
+        sweep(placed, values, Placement(workers=2), storage=f"{folder}/sweep", observer=Shouting())
+
+
 if __name__ == "__main__":
     # The cell must be able to import its function: not from __main__.
     from tests.cluster import nodes as here
 
-    here.main(*sys.argv[1:])
+    {"outlive": here.outlive, "place": here.place}[sys.argv[1]](*sys.argv[2:])
