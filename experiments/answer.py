@@ -139,6 +139,13 @@ def _caption(job: Job) -> str:
     return f"{job.grid.question} {_setting(job)}"
 
 
+def measured(job: Job) -> list[str]:
+    """The metrics of which MLflow shows a column for the grid's protocol: the first number of each condition but none."""
+    if job.grid.robustness is None:
+        return []
+    return [f"robustness/{one.key}/{one.numbers[0]}" for one in PROTOCOLS[job.grid.robustness].conditions[1:]]
+
+
 def note(job: Job, results: Mapping[str, Result]) -> str:
     """What MLflow shows of the grid, as Markdown; of a table that is too long for that, the first rows."""
     rows = tables(job, results)["markdown"] if job.grid.robustness else table.as_markdown(table_of(job, results), table.SHORT)

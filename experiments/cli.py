@@ -365,6 +365,8 @@ def show(
     place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and place is None:
         raise UserError(f"--pixel {pixel}: it is written ROW,COL, such as 12,8")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: the picture is a PNG; name a file that ends in .png")
     with reach(checkpoint, runs) as (path, _):
         opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import concurrency
-from experiments.answer import make, note, show, to_measure
+from experiments.answer import make, measured, note, show, to_measure
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
 from experiments.errors import UserError
 from experiments.grid import Trial
@@ -68,7 +68,7 @@ def run(job: Job, address: str | None) -> bool:
             results = patiently(lambda: known_results(job))
         files, complete = show(job, results)
         patiently(lambda: job.tracker.log_report(files, complete))
-        patiently(lambda: job.tracker.describe(note(job, results)))
+        patiently(lambda: job.tracker.describe(note(job, results), measured(job)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\nwhat was trained is kept; the same command continues and sends what MLflow lacks"
@@ -142,7 +142,7 @@ def _prepare(job: Job, results: Mapping[str, Result]) -> None:
     """The grid's place in the store, with the table of what is finished so far."""
     with in_turn(job.workspace, "store"):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        job.tracker.describe(note(job, results))
+        job.tracker.describe(note(job, results), measured(job))
 
 
 def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:

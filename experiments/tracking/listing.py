@@ -10,7 +10,8 @@ from mlflow.exceptions import MlflowException
 
 from experiments.tracking.address import TrackerError
 from experiments.tracking.store import pages, usable
-from experiments.tracking.tracker import VIEW, Tracker
+from experiments.tracking.tracker import Tracker
+from experiments.tracking.view import VIEW
 
 
 @dataclass(frozen=True, slots=True)

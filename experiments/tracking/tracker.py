@@ -26,46 +26,12 @@ from experiments.grid import Grid, Trial
 from experiments.provenance import environment, git_commit, machine, versions
 from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
+from experiments.tracking.view import experiment_tags
 from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry
 EPOCHS = 50  # whose metrics one call carries, which may be 1000
-VIEW = "grid"
-"""Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
-WIDTHS = {  # in pixels; above 1000 of them a page scrolls on a screen of 1280
-    "attributes.`Run Name`": 190,
-    "runDateAndNestInfo": 150,  # MLflow's name for `Created`; these two are always there
-    **{"metrics.`val/top1`": 90, "metrics.`epoch`": 60, "metrics.`val/top5`": 80, "params.`model.name`": 120},
-    **{"metrics.`val/loss`": 80, "metrics.`train/loss`": 80, "duration": 80, "metrics.`params`": 90},
-    **{"metrics.`flops_paper`": 110, "params.`seed`": 60, "tags.`san.profile`": 100},
-}
-"""Columns of an experiment's page, the first ones first, whose names MLflow would otherwise sort."""
-CHARTS = ("val", "train", "summary")
-"""Sections of charts, which MLflow would otherwise sort too; others follow."""
-EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",
-    "mlflow.experiment.primaryMetric.name": "val/top1",
-    "mlflow.experiment.primaryMetric.greaterIsBetter": "True",
-    # As MLflow writes it when a view is shared. Sorted by `Created`, cells would hide below their grid.
-    f"mlflow.sharedViewState.{VIEW}": json.dumps(
-        {
-            "selectedColumns": [*WIDTHS, "attributes.`Duration`"],
-            "columnOrder": [*WIDTHS],
-            "columnWidths": WIDTHS,
-            "orderByKey": "metrics.`val/top1`",
-            "orderByAsc": False,
-            "runsHiddenMode": "SHOW_ALL",
-            "compareRunCharts": [],  # MLflow adds one for each metric
-            "compareRunSections": [
-                {"uuid": name, "name": name, "display": True, "isReordered": True, "deleted": False, "isGenerated": True}
-                for name in CHARTS
-            ],
-            "isAccordionReordered": True,
-        }
-    ),
-}
-"""What MLflow's pages read: the kind of experiment, the metric that matters, and a view of its runs."""
 
 
 class Tracker:
@@ -116,14 +82,15 @@ class Tracker:
         with usable(self.uri):
             self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
 
-    def describe(self, note: str) -> None:
-        """Tells MLflow's pages what the grid asks and answers, as Markdown, and which columns matter; after `prepare`.
+    def describe(self, note: str, measured: Sequence[str] = ()) -> None:
+        """Tells MLflow's pages what the grid asks and answers, as Markdown, and which columns matter, with those of the metrics
+        `measured`; after `prepare`.
 
         What they tell already is not written again.
         """
         with usable(self.uri):
             experiment, parent = self._experiment(), self._require_parent()
-            for key, value in {"mlflow.note.content": note, **EXPERIMENT_TAGS}.items():
+            for key, value in {"mlflow.note.content": note, **experiment_tags(measured)}.items():
                 if experiment.tags.get(key) != value:
                     self.client.set_experiment_tag(experiment.experiment_id, key, value)
             if parent.data.tags.get("mlflow.note.content") != note:

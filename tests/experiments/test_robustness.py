@@ -20,6 +20,7 @@ from cluster import Node, Resources
 from cluster.sweep import Outcome
 from experiments import evaluate
 from experiments import run as grids
+from experiments.answer import measured as measured_metrics
 from experiments.answer import robustness_of
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
@@ -261,6 +262,18 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     assert run_of_grid.info.status == "FINISHED"
     artifacts = [file.path for file in job.tracker.client.list_artifacts(run_of_grid.info.run_id)]
     assert artifacts == ["report.html", "table.csv", "table.md"]
+
+
+def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
+    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    job.tracker.describe("", measured_metrics(job))
+    experiment = job.tracker.client.get_experiment_by_name(job.name)
+    assert experiment is not None
+    columns = json.loads(experiment.tags["mlflow.sharedViewState.grid"])["columnOrder"]
+    turned = [f"metrics.`robustness/{condition.key}/top1`" for condition in PROTOCOLS["rotation"].conditions[1:]]
+    first = columns.index(turned[0])
+    assert columns[first : first + len(turned)] == turned
+    assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:

@@ -213,6 +213,10 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda files, _: [str(files / "resnet26.pt"), str(files / "colours.png")],
         "resnet26.pt: resnet26 has no attention to show; give a checkpoint of a SAN",
     ),
+    "no PNG": (
+        lambda files, tmp: colours(files, "--out", str(tmp / "a.jpg")),
+        "--out {tmp}/a.jpg: the picture is a PNG; name a file that ends in .png",
+    ),
     "a place that cannot be written": (
         lambda files, tmp: colours(files, "--out", str(tmp / "none" / "a.png")),
         "{tmp}/none/a.png: cannot be written (No such file or directory); name another file with --out",
