@@ -171,10 +171,9 @@ def test_system_metrics(
 
 
 @pytest.mark.slow
-def test_one_model_after_another_is_compiled(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_model_after_another_is_compiled(process_group: None) -> None:
     """A process may have many cells; torch counts how often it compiles the same code."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     x, labels = batches()[0]
-    for model in (network(), nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 4))):
-        Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True)).train_step(x, labels)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for model in (network(), nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 4))):
+            Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True)).train_step(x, labels)
