@@ -28,7 +28,8 @@ figures: setup
 gallery: setup
 	@sed -n '/^```sh$$/,/^```$$/{/^```/!p}' docs/gallery.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
 
-# Two processes: half of the time of one goes by in waiting for others that it started.
+# Two processes: half of the time of one goes by in waiting for others that it started. In the order of the files' names: else
+# those with the fewest tests come last, which are the longest.
 test: setup lint
 	@$(STEP) "tests" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=20
 

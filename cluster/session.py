@@ -110,6 +110,8 @@ def _connect(address: str | None) -> None:
         ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
     except AuthenticationError:
         raise refused(address) from None
+    except ClusterError:  # a ValueError, which says what is wrong
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         if str(error).startswith("Version mismatch"):
             said = " ".join(str(error).split())

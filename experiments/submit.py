@@ -72,7 +72,7 @@ def environment(names: Iterable[str]) -> dict[str, str]:
     found = {COMMIT_VARIABLE: git_commit()}
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         require_no_secret(uri)
-        if "://" not in uri or re.match("sqlite:///(?!/)", uri):
+        if re.match("sqlite:///(?!/)", uri) or ("://" not in uri and not PurePosixPath(uri).is_absolute()):
             raise UserError(
                 f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away; name a server, or a file "
                 "of the cluster's by its whole path, such as sqlite:////srv/san/runs/mlflow.db"

@@ -70,6 +70,10 @@ def test_a_token_does_no_harm_where_none_is_asked_for(tmp_path: Path, monkeypatc
     assert done.stdout.splitlines()[-1:] == ["None 1"], done.stderr
 
 
+def test_refuses_the_address_of_a_job_server() -> None:
+    assert join("http://head:8265").startswith("refused: http://head:8265 is a job server: submit to it with `san submit`")
+
+
 def test_refuses_an_address_where_nothing_answers() -> None:
     said = join("127.0.0.1:9")
     assert said.startswith("refused: no Ray cluster answers at '127.0.0.1:9'")

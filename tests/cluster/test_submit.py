@@ -333,12 +333,17 @@ def test_without_the_token_nothing_is_told(head: Head) -> None:
         ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "{token}"}, "RAY_AUTH_MODE=disabled sends none"),
         ({"RAY_AUTH_TOKEN": "0123456789"}, "refuses the token in RAY_AUTH_TOKEN"),
         ({"RAY_AUTH_TOKEN_PATH": "{home}/wrong"}, "refuses the token in {home}/wrong"),
+        ({"RAY_AUTH_TOKEN": "tökén"}, "RAY_AUTH_TOKEN holds no token, which is one word of ASCII"),
+        ({"RAY_AUTH_TOKEN_PATH": "{home}/lines"}, "{home}/lines holds no token, which is one word of ASCII"),
+        ({"RAY_AUTH_TOKEN_PATH": "{home}/binary"}, "{home}/binary holds no token, which is one word of ASCII"),
     ],
 )
 def test_a_token_that_is_missing_or_wrong_is_explained(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], sentence: str
 ) -> None:
     (tmp_path / "wrong").write_text("0123456789\n")
+    (tmp_path / "lines").write_text("0123456789\n0123456789\n")
+    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in LEFT_OUT:
         monkeypatch.delenv(name, raising=False)
@@ -354,9 +359,10 @@ def test_a_token_that_is_missing_or_wrong_is_explained(
     [
         ({}, "refused: {gcs} asks for a token, and there is none"),
         ({"RAY_AUTH_TOKEN": "0123456789"}, "refused: {gcs} refuses the token in RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN": "two words"}, "refused: RAY_AUTH_TOKEN holds no token"),
         ({"RAY_AUTH_TOKEN": "{token}"}, "Resources("),
     ],
-    ids=["none", "wrong", "right"],
+    ids=["none", "wrong", "no token", "right"],
 )
 def test_a_driver_elsewhere_needs_the_token_too(head: Head, tmp_path: Path, variables: Mapping[str, str], said: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT} | {"HOME": str(tmp_path)}
@@ -413,6 +419,7 @@ def test_other_servers(body: bytes, sentence: str) -> None:
         (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9"),
         ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "nothing answers at http://127.0.0.1:9"),
         ("http://127.0.0.1:many", {}, "nothing answers at http://127.0.0.1:many"),
+        ("http://[::1", {}, "'http://[::1' is not the address of a job server"),
         ("head:6379", {}, "'head:6379' is not the address of a job server, which is written http://head:8265"),
     ],
 )

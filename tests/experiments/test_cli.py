@@ -189,6 +189,12 @@ def test_report_as_json(san: San) -> None:
     ]
 
 
+def test_runs_of_an_empty_store(san: San, tmp_path: Path) -> None:
+    code, out, err = san("runs")
+    assert (code, out) == (0, "")
+    assert err == f"no runs in sqlite:///{tmp_path}/runs/mlflow.db\n"
+
+
 def test_convert_there_and_back(san: San, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.pth", tmp_path / "theirs.pth"
     model = create_model("san10_patchwise", 3, footprint=5)

@@ -278,6 +278,17 @@ def test_interrupted_trials_are_marked(open_small_job: Callable[..., Job]) -> No
     assert status == ["FINISHED", "KILLED"]
 
 
+def test_a_grid_that_is_stopped_is_no_longer_running(open_small_job: Callable[..., Job]) -> None:
+    tracker = open_small_job().tracker
+    experiment = tracker.client.get_experiment_by_name("small")
+    assert experiment is not None
+    (parent,) = tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    tracker.begin()
+    assert tracker.client.get_run(parent.info.run_id).info.status == "RUNNING"
+    tracker.interrupted([])
+    assert tracker.client.get_run(parent.info.run_id).info.status == "KILLED"
+
+
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "http://127.0.0.1:port", "foo://bar", "file:///nowhere/mlruns"])
 def test_rejects_a_store_that_cannot_be_used(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

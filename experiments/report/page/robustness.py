@@ -12,18 +12,13 @@ from experiments.report.page.results import NO_DIFFERENCE, SPREAD
 from experiments.report.table import finished_metrics
 from experiments.report.text import TITLES
 from experiments.robustness import PROTOCOLS
+from experiments.robustness.table import COLUMNS as PRINTED
 from experiments.robustness.table import Cell
 
 ROBUSTNESS = "robustness/"
 """How the metrics of robustness protocols begin: `robustness/<condition>/<number>`."""
-COLUMNS: Columns = (
-    ("paper", "paper", ".1f"),
-    ("ours", "ours", ".1f"),
-    ("difference", "difference", "+.1f"),
-    ("drop paper", "paper_drop", ".1f"),
-    ("drop ours", "drop", ".1f"),
-)
-"""Of each number of a protocol: heading, field of `Cell`, form."""
+COLUMNS: Columns = tuple((heading.removeprefix("{} "), field, form) for heading, field, form in PRINTED)
+"""Of each number of a protocol, whose name stands above: heading, field of `Cell`, form."""
 
 
 def disturbed(answer: Answer) -> str:
