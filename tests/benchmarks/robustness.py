@@ -27,20 +27,20 @@ from experiments.images import transform
 from experiments.robustness import PROTOCOLS
 from experiments.robustness.attack import Attack, OnPixels, predictions, targets
 
-SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=1", "placement.cpus=2")
-SETTINGS: dict[str, tuple[str, str, tuple[str, ...], int]] = {
-    "digits": ("san10_pairwise", "digits", (), 64),
-    "digits, resnet": ("resnet26", "digits", (), 64),
-    "san10 pairwise": ("san10_pairwise", "imagenet", SYNTHETIC, 16),
-    "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, 16),
+SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4", "placement.cpus=2")
+SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {
+    "digits": ("san10_pairwise", "digits", (), "train", 64),
+    "digits, resnet": ("resnet26", "digits", (), "train", 64),
+    "san10 pairwise": ("san10_pairwise", "imagenet", SYNTHETIC, "val", 16),
+    "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, "val", 16),
 }
-"""Variant, profile, overrides, batch."""
+"""Variant, profile, overrides, split (of digits the larger one), batch."""
 COLUMNS = ("attack", "with loading", "foolbox")
 ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
 
 
 def untrained(setting: str) -> tuple[Opened, int]:
-    variant, profile, overrides, batch = SETTINGS[setting]
+    variant, profile, overrides, _, batch = SETTINGS[setting]
     is_small = profile == "digits"
     fields = {"stages": 2, "width_factor": 0.5} if is_small else {}
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def overhead(rounds: list[dict[str, tuple[float, float]]], what: str) -> str:
 
 def line(setting: str, name: str, rounds: int) -> str:
     (opened, batch), attack = untrained(setting), ATTACKS[name]
-    images = open_images(opened)
+    images = open_images(opened, SETTINGS[setting][3])
     loaded = list(evaluation_loader(opened, images, transform(opened.config.data), batch).epoch(0))
     normalised = [images_NCHW for images_NCHW, _ in loaded]
     pixels = [x.clamp(0, 1) for x in normalised]

@@ -63,7 +63,7 @@ def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
         assert (predictions(network, ours) == wanted).double().mean() > 0.3  # there is something to agree on
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 99),
     attack=st.builds(Attack, epsilon=st.integers(1, 255), step=st.integers(1, 255), steps=st.integers(1, 4)),

@@ -212,7 +212,7 @@ def test_a_low_terminal_shows_as_many_cells_as_it_has_rows() -> None:
 EVENTS = st.tuples(st.sampled_from("abc"), st.sampled_from(["start", "step", "epoch", "end", "fail"]), st.integers(20, 130))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(EVENTS, max_size=15))
 def test_nothing_is_left_behind(events: list[tuple[str, str, int]]) -> None:
     """Whatever happens in terminals of whatever width: one bar while it runs, and at the end what was said alone."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
@@ -62,7 +62,6 @@ def maps() -> list[tuple[Tensor, Tensor]]:
     return [(images.repeat(1, 8).view(8, 3, 4, 4), labels) for images, labels in batches()]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 12), st.floats(0, 0.999))
 def test_the_rate_rises_linearly_then_follows_a_cosine(steps: int, epochs: int, share: float) -> None:
     model = nn.Linear(1, 1)
@@ -79,7 +78,6 @@ def test_the_rate_rises_linearly_then_follows_a_cosine(steps: int, epochs: int, 
         assert course.lr_lambdas[0](1) == (1 + math.cos(math.pi * 1 / total)) / 2, "the paper's, to the last bit"
 
 
-@settings(deadline=None)
 @given(st.floats(1e-4, 1e2), st.integers(1, 4096), st.integers(1, 4096))
 def test_the_rate_is_scaled_linearly(lr: float, batch: int, lr_batch: int) -> None:
     scaled = recipe(lr=lr, batch=batch, lr_batch=lr_batch)

@@ -292,7 +292,8 @@ def test_a_trial_goes_on_with_another_number_of_workers(
     workspace = place("runs2")
     assert ended(start(workspace, trial, 2, Kill("step", 7)))[-1] == -9
     begun = last(job, workspace)
-    assert (begun.workers, begun.running.number, begun.running.steps) == (2, 1, 2)
+    assert (begun.workers, begun.running.number) == (2, 1)
+    assert begun.running.steps in (1, 2)  # the first is written before they do the second together, which may not be any more
     assert ended(start(workspace, trial, 1)) == [0]
     assert "2 workers began this trial, 1 go on with it: BatchNorm starts from the mean" in workspace.log(trial).read_text()
     finished = last(job, workspace)

@@ -91,7 +91,7 @@ def test_matches_the_papers_formulas(kind: str, training: bool, backend: ops.Bac
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     batch=st.integers(0, 2),

@@ -184,7 +184,7 @@ def test_matches_reference_in_float32(setting: Setting, training: bool) -> None:
     assert_close(results(module, x), wanted, 1e-5, 1e-4)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     kind=st.sampled_from(KINDS),
     relation=st.sampled_from(["subtraction", "summation", "concatenation"]),

@@ -38,7 +38,7 @@ def test_matches_reference(operator: Operator, case: Case) -> None:
 
 
 @every_operator
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(0, 3),
     groups=st.integers(1, 3),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipelines import DataError, Transform
 from pipelines.augment import MANIPULATIONS, crop_windows, draws, mirrored
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 sides = st.integers(1, 60) | st.integers(1, 9000)
 seeds = st.integers(0, 2**40)
 transforms = st.sampled_from(

@@ -178,7 +178,7 @@ def test_first_is_always_the_same_and_grows(many: Dataset) -> None:
     assert [path[6:10] for path in many.first(2).paths] == ["a/03", "a/07", "b/07", "b/10", "c/00", "c/01"]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sets(st.integers(0, 36), max_size=8), st.integers(1, 5), st.integers(0, 2**70))
 def test_an_image_that_goes_changes_its_own_pick_alone(many: Dataset, gone: set[int], per_class: int, seed: int) -> None:
     """Whatever its class, its place in the list, or what else is there."""

@@ -36,7 +36,7 @@ PLAIN = Transform(
     std=(1 / 255, 1 / 255, 1 / 255),
 )
 """Gives pixel values 0..255 as they are."""
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 """The images on the disk do not change between examples."""
 AGREEMENT = 0.3
 """Mean absolute difference to Pillow that is allowed, of 255."""

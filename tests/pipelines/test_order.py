@@ -12,7 +12,7 @@ from pipelines import DataError, order
 counts = st.integers(min_value=0, max_value=300)
 batches = st.integers(min_value=1, max_value=70)
 worlds = st.integers(min_value=1, max_value=9)
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 def all_shares(count: int, batch: int, world: int) -> list[list[order.Indices]]:

@@ -50,7 +50,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sizes=SIZES, shard_bytes=st.integers(1, 20_000), workers=st.integers(1, 3))
 def test_shards_hold_every_image_once_and_in_order(sizes: list[int], shard_bytes: int, workers: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -375,7 +375,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
     return data, Dataset.open_shards(root / "out", "train")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     train=st.booleans(),
     world=st.integers(1, 3),
