@@ -60,6 +60,8 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         ["complexity"],
         ["convert"],
         ["evaluate"],
+        ["robustness"],
+        ["show"],
     ],
 )
 def test_help(command: list[str], san: San) -> None:
