@@ -164,9 +164,11 @@ def written(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def cut(files: Path, tmp: Path) -> str:
-    content = (files / "colours.png").read_bytes()
-    return written(tmp / "cut.png", content[: len(content) // 2])
+def cut(files: Path, tmp: Path, name: str) -> str:
+    with Image.open(files / "colours.png") as picture:
+        picture.save(tmp / name)
+    content = (tmp / name).read_bytes()
+    return written(tmp / name, content[: len(content) // 2])
 
 
 def pairwise(files: Path, *arguments: str) -> list[str]:
@@ -187,7 +189,8 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         "{tmp}/a.png: it is no JPEG or PNG image; give a JPEG or PNG picture",
     ),
     "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: it is empty; give"),
-    "a picture cut off": (lambda files, tmp: pairwise(files, cut(files, tmp)), "{tmp}/cut.png: it is damaged: "),
+    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: it is damaged: "),
+    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: it is damaged: "),
     "a number beyond the split": (
         lambda files, _: pairwise(files, "360"),
         "digits/val has 360; give a number from 0 to 359, or a file",
@@ -226,12 +229,12 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_rejects(
-    what: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    what: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, sentence = MISTAKES[what]
     with pytest.raises(SystemExit, match="2"):
         shown(monkeypatch, *arguments(files, tmp_path), "--profile", "digits")
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("san: ")
     assert sentence.format(tmp=tmp_path) in err

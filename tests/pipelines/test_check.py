@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.check import Broken, _Worker, broken_images, check
@@ -159,6 +159,21 @@ def test_broken_images_are_the_same_in_this_process(dirty: Dataset) -> None:
     assert reasons.keys() | {LINES} == BROKEN.keys()
     assert all(reason.startswith(BROKEN[name][1]) for name, reason in reasons.items())
     assert list(broken_images(dirty, [])) == []
+
+
+def test_decoders_are_silent_where_we_tell_what_is_broken(dirty: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(list(broken_images(dirty, range(len(dirty))))) == len(BROKEN) - 1  # all but LINES, which can be decoded
+    assert capfd.readouterr() == ("", "")
+
+
+def test_decoders_words_are_kept_where_they_alone_know_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # an image with which only DALI has a difficulty
+    without_end("JPEG", 0.95)(tmp_path / "half.jpg")
+    (broken,) = broken_images(Dataset.of_image(tmp_path / "half.jpg"), [0])
+    assert broken.reason == "DALI cannot decode it, though Pillow can: save it anew"
+    assert "Input file read error" in capfd.readouterr().err
 
 
 WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
