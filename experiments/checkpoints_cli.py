@@ -158,7 +158,8 @@ def show(
 ) -> None:
     """Draw how an attention layer weighs the footprint of a pixel, or of a grid of pixels, channel by channel.
 
-    CHECKPOINT and overrides are those of `san evaluate`. IMAGE is a JPEG or PNG file, or the number of an image of the split.
+    CHECKPOINT and overrides are those of `san evaluate`. IMAGE is a JPEG or PNG file (BMP, TIFF and WebP are taken too), or the
+    number of an image of the split.
     """
     from experiments.evaluate import open_checkpoint, reach
     from experiments.report.attention import draw, in_words

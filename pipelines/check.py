@@ -211,7 +211,7 @@ class _Decoder:
                 self._pipeline = _decoding_pipeline()  # The old one does not work any more.
             fault = _fault(encoded)
             if fault is None:  # What the decoder has said is all that anybody knows.
-                return "DALI cannot decode it, though Pillow can: save it anew"
+                return "DALI cannot decode it, though Pillow can"
             drop()
             return fault
 
@@ -253,4 +253,4 @@ def _fault(encoded: bytes) -> str | None:
         return "it is no JPEG or PNG image"
     except Exception as error:
         return f"it is damaged: {error}"
-    return None if image.format in ("JPEG", "PNG") else f"it is a {image.format} image: save it as JPEG or PNG"
+    return None if image.format in ("JPEG", "PNG") else f"it is a {image.format} image, which DALI cannot decode"
