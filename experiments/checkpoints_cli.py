@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source")
+@click.argument("target")
 @OVERRIDES
 @click.option("--name", help="the variant of a released file  [default: seen in its keys]")
 @click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="whose file")
 @click.option("--force", is_flag=True, help="replace a file that exists")
-def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | None, form: str, force: bool) -> None:
+def convert(source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool) -> None:
     """Convert a classifier's weights between the authors' released files and ours, in either direction.
 
     A released file does not tell everything: overrides such as footprint=9 tell the rest. Without them a pairwise footprint is
@@ -33,8 +33,12 @@ def convert(source: Path, target: Path, overrides: tuple[str, ...], name: str | 
     """
     from experiments.config import merged
     from experiments.expand import parse_override
+    from experiments.storage import is_uri
     from san.models import checkpoint, released
 
+    for place in filter(is_uri, (source, target)):
+        kind = place.partition("://")[0]
+        raise UserError(f"{kind}://...: is an address; `san convert` takes files of this machine, so give the path of one")
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: exists; name another file, or replace it with --force")
     try:
@@ -123,8 +127,10 @@ def robustness(
     """
     from experiments.robustness import PROTOCOLS, table
     from experiments.robustness.checkpoints import measure_all
+    from experiments.storage import is_uri
 
-    names = [word for word in checkpoints if "=" not in word or Path(word).exists()]
+    # An address may hold a `=` behind its `?`, and a file in its name.
+    names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]
     overrides = [word for word in checkpoints if word not in names]
     cells = measure_all(names, overrides, protocol, profile, split, runs)
     if as_json:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments import evaluate
 from experiments.errors import UserError
-from experiments.evaluate import is_of_trial, open_checkpoint, open_images, reach
+from experiments.evaluate import CHECKPOINT, is_of_trial, open_checkpoint, open_images, reach
 from experiments.grid import ProtocolName
 from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS, table
@@ -33,9 +33,7 @@ def measure_all(
         UserError, DataError: as `open_checkpoint` and `open_images`; none is given, or one twice.
     """
     if not names:
-        raise UserError(
-            "no checkpoint is given; give files, keys (`san runs` lists them), ids of MLflow runs or models:/NAME/VERSION"
-        )
+        raise UserError(f"no checkpoint is given; for each give {CHECKPOINT}")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]}: is given twice; leave out one")
     ours: dict[str, list[dict[str, Numbers]]] = {}

@@ -342,7 +342,7 @@ def test_a_profile_is_for_what_tells_no_data(
 
 
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; give files, keys"),
+    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; for each give a file or folder"),
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
     "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "is not a file that torch.save wrote, or it is damaged"),
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
