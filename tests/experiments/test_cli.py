@@ -296,7 +296,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot be"]),
     "data in a file": (
         lambda tmp: ["plan", str(SMALL_GRID), f"data.root={bad_grid(tmp)}/x"],
-        ["bad.yaml/x: no images", "give another data.root"],
+        ["bad.yaml/x: there are no digits, nor a folder ", "or write them there with `san data prepare digits"],
+    ),
+    "data where nothing can be written": (
+        lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],
+        ["/proc/x: no images can be read or written there", "give another data.root"],
     ),
     "digits in a file": (
         lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"],
