@@ -122,8 +122,8 @@ def robustness(
 ) -> None:
     """Take checkpoints through a protocol: accuracy on turned images, or under targeted attacks, and the drop.
 
-    CHECKPOINT is what `san evaluate` takes. Overrides come after them. The grids `rotation` and `attack` are tables of trained
-    cells beside the paper's numbers.
+    CHECKPOINT is what `san evaluate` takes. Overrides come after them; model.* are for the authors' files. The grids
+    `rotation` and `attack` are tables of trained cells beside the paper's numbers.
     """
     from experiments.robustness import PROTOCOLS, table
     from experiments.robustness.checkpoints import measure_all

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -43,6 +43,8 @@ CHECKPOINT = (
     "a file or folder (s3://... too), a trial's key (`san runs` lists them), the id of its MLflow run, or models:/NAME/VERSION"
 )
 """What `reach` knows, for sentences."""
+
+Kind = Literal["trial", "weights", "released"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +122,16 @@ def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
         raise UserError(f"{path}: tells its model; leave out {', '.join(flat({'model': changes['model']}))}")
 
 
-def is_of_trial(path: Path) -> bool:
-    """Whether a file or folder is of a trial, which tells how its images are to be treated.
+def kind_of(path: Path) -> Kind:
+    """Whose a file or folder is: a trial's, which tells its model and how images are treated; of `save_checkpoint`, which tells
+    its model; or of the authors', which need not tell either.
 
     Raises:
         UserError: as `open_checkpoint`.
     """
-    return _trial_checkpoint(path) is not None
+    if _trial_checkpoint(path) is not None:
+        return "trial"
+    return "weights" if checkpoint.is_checkpoint(_read(path)) else "released"
 
 
 def _trial_checkpoint(path: Path) -> Checkpoint | None:
