@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -38,6 +39,12 @@ KEY = "[0-9a-f]{12}"
 """Of a trial."""
 RUN_ID = "[0-9a-f]{32}"
 """Of MLflow."""
+CHECKPOINT = (
+    "a file or folder (s3://... too), a trial's key (`san runs` lists them), the id of its MLflow run, or models:/NAME/VERSION"
+)
+"""What `reach` knows, for sentences."""
+
+Kind = Literal["trial", "weights", "released"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +122,21 @@ def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
         raise UserError(f"{path}: tells its model; leave out {', '.join(flat({'model': changes['model']}))}")
 
 
-def is_of_trial(path: Path) -> bool:
-    """Whether a file or folder is of a trial, which tells how its images are to be treated.
+def kind_of(path: Path) -> Kind:
+    """Whose a file or folder is: a trial's, which tells its model and how images are treated; of `save_checkpoint`, which tells
+    its model; or of the authors', which need not tell either.
 
     Raises:
         UserError: as `open_checkpoint`.
     """
-    return _trial_checkpoint(path) is not None
+    if _trial_checkpoint(path) is not None:
+        return "trial"
+    return "weights" if checkpoint.is_checkpoint(_read(path)) else "released"
 
 
 def _trial_checkpoint(path: Path) -> Checkpoint | None:
     """None for a file that is no trial's."""
-    if path.is_dir():
+    if os.path.isdir(path):
         best = best_in(path)
         if best is None:
             raise UserError(f"{path}: has no checkpoint epoch-*-step-0000000.pt of a whole epoch that can be read")
@@ -268,13 +278,16 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
         UserError: there is none; or MLflow, where it is asked, cannot be used or has no such run or model.
         StorageError: the bucket cannot be used.
     """
+    if not name or (is_uri(name) and not name.startswith("s3://")):
+        told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
+        raise UserError(f"{told}: is no checkpoint; give {CHECKPOINT}")
     place, asked = open_runs(runs), name
     bucket = Bucket.parse(name) if is_uri(name) else None
     if (key := _tracked(name, runs)) is not None:
         if isinstance(place, Path) and not (place / "checkpoints" / key).is_dir():
             raise UserError(f"{name}: the checkpoints of its trial {key} are not in {place}; name where they are with --runs")
         asked = key
-    if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not Path(asked).exists():
+    if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not os.path.exists(asked):
         bucket = place.folder(f"checkpoints/{asked}")
     if bucket is None:
         yield checkpoint_path(asked, place if isinstance(place, Path) else Path()), None
@@ -300,7 +313,7 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
 
 def _tracked(name: str, runs: str | Path | None) -> str | None:
     """The key of the trial where it is the id of its run, or its registered model; None for any other name."""
-    is_run = re.fullmatch(RUN_ID, name) and not Path(name).exists()
+    is_run = re.fullmatch(RUN_ID, name) and not os.path.exists(name)
     if not is_run and not name.startswith("models:/"):
         return None
     uri = open_workspace(runs).tracking_uri
@@ -322,7 +335,7 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         UserError: there is neither.
     """
     path = Path(name)
-    if path.exists() or not re.fullmatch(KEY, name):
+    if not re.fullmatch(KEY, name) or path.exists():
         return path
     folder = runs / "checkpoints" / name
     if not folder.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
@@ -104,11 +105,29 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
         return Dataset.open_shards(root, name)
     try:
         if source in DIGITS:
-            prepare_digits(root, source)
+            _require_digits(root, source)
         return Dataset.open(root, name, lists)
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{root}: no images can be read or written there ({where}); give another data.root") from None
+
+
+def _require_digits(root: Path, name: str) -> None:
+    """Writes an embedded data set where it is missing: where the profiles look for it, or into a folder that is there already.
+
+    Raises:
+        DataError: there is none, so it was hardly meant; or the folder holds something else.
+    """
+    is_ours = root.parent == PROJECT_DIR / "data"
+    is_missing = not (root.is_dir() and any(root.iterdir()))
+    if is_missing and not is_ours and not root.parent.is_dir():
+        raise DataError(
+            f"data.root={root}: there are no digits, nor a folder {root.parent} to write them to; correct the path, or write "
+            f"them there with `san data prepare {name} {root}`"
+        )
+    prepare_digits(root, name)
+    if is_missing and not is_ours:
+        print(f"{name}: written to {root}, where none were", file=sys.stderr, flush=True)
 
 
 def data_digest(config: DataConfig) -> str:

@@ -1,7 +1,8 @@
-"""What several commands of `san` share: arguments, options, and how an age is written."""
+"""What several commands of `san` share: arguments, options, and how an age or a value is written."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -40,3 +41,8 @@ def age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def as_value(value: object) -> str:
+    """As it would be written in an override."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import torch
 from torch import Tensor
@@ -19,16 +19,17 @@ KINDS = {PairwiseAttention: "pairwise", PatchwiseAttention: "patchwise", ScalarA
 
 
 def open_image(opened: Opened, image: str, split: str | None = None) -> Dataset:
-    """A picture's file; or, where there is none of that name, the image of that number in a split (`open_split`).
+    """A picture's file, of any kind that DALI decodes; or, where there is none of that name, the image of that number in a
+    split (`open_split`).
 
     Raises:
         UserError: the split has not so many.
         DataError: there is no such file, or it is no picture, or the split cannot be used.
     """
-    if Path(image).exists() or not image.isdecimal():
+    if os.path.isfile(image) or not image.isdecimal():
         picture = Dataset.of_image(image)
         for broken in broken_images(picture, [0]):
-            raise DataError(f"{image}: {broken.reason}; give a JPEG or PNG picture.")
+            raise DataError(f"{image}: {broken.reason}; give a sound JPEG or PNG file")
         return picture
     images = open_images(opened, split)
     if int(image) >= len(images):

@@ -7,7 +7,8 @@ ended whole processes; so a scan decodes one image at a time, in processes of it
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from multiprocessing import get_context, resource_tracker
@@ -201,13 +202,32 @@ class _Decoder:
             return "it is a symbolic link to nothing" if os.path.islink(source.file) else "it is missing"
         if not encoded:
             return "it is empty"
-        try:
-            self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
-            self._pipeline.run()
-        except RuntimeError:
-            self._pipeline = _decoding_pipeline()  # The old one does not work any more.
-            return _reason(encoded)
-        return None
+        with _stderr_held_back() as drop:
+            try:
+                self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
+                self._pipeline.run()
+                return None
+            except RuntimeError:
+                self._pipeline = _decoding_pipeline()  # The old one does not work any more.
+            fault = _fault(encoded)
+            if fault is None:  # What the decoder has said is all that anybody knows.
+                return "DALI cannot decode it, though Pillow can"
+            drop()
+            return fault
+
+
+@contextmanager
+def _stderr_held_back() -> Iterator[Callable[[], None]]:
+    """What this process says on stderr, libraries too, is said at the end of the block; not at all once `drop` was called."""
+    shown, held = os.dup(2), os.memfd_create("stderr")
+    os.dup2(held, 2)
+    try:
+        yield lambda: os.truncate(held, 0)
+    finally:
+        os.dup2(shown, 2)
+        os.write(2, os.pread(held, os.fstat(held).st_size, 0))
+        os.close(shown)
+        os.close(held)
 
 
 def _decoding_pipeline() -> Any:
@@ -222,8 +242,8 @@ def _decoding_pipeline() -> Any:
     return pipeline
 
 
-def _reason(encoded: bytes) -> str:
-    """What Pillow says of an image that DALI cannot decode."""
+def _fault(encoded: bytes) -> str | None:
+    """What Pillow says of an image that DALI cannot decode; None where it finds no fault."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -233,6 +253,4 @@ def _reason(encoded: bytes) -> str:
         return "it is no JPEG or PNG image"
     except Exception as error:
         return f"it is damaged: {error}"
-    if image.format in ("JPEG", "PNG"):
-        return f"DALI cannot decode this {image.format} image, though Pillow can: save it anew"
-    return f"it is a {image.format} image: save it as JPEG or PNG"
+    return None if image.format in ("JPEG", "PNG") else f"it is a {image.format} image, which DALI cannot decode"

@@ -128,8 +128,9 @@ class Dataset:
             DataError: there is no such file.
         """
         path = Path(path)
-        if not path.is_file():
-            raise DataError(f"There is no picture {path}: give the path of a JPEG or PNG file.")
+        if not os.path.isfile(path):
+            what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "there is no such file"
+            raise DataError(f"{path}: {what}; give the file of one picture, JPEG or PNG")
         return cls(path.parent, "", ("",), (path.name,), (0,), (path.stat().st_size,))
 
     @classmethod

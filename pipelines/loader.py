@@ -225,8 +225,8 @@ class Loader:
 
     def _named(self, broken: Broken) -> DataError:
         return DataError(
-            f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace or remove it, "
-            f"or run `san data check {self.dataset.root}` and {self.dataset.renewal}."
+            f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace it with a JPEG or PNG "
+            f"image or remove it, or run `san data check {self.dataset.root}` and {self.dataset.renewal}."
         )
 
 

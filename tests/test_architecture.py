@@ -23,7 +23,10 @@ DOORS = {
     "ray": "cluster/",
     "deepspeed": "experiments/training/engine.py",
     "mlflow": "experiments/tracking/",
-    "click": ("experiments/cli.py", "experiments/data_cli.py", "experiments/jobs_cli.py", "experiments/options.py"),
+    "click": (
+        *("experiments/cli.py", "experiments/checkpoints_cli.py", "experiments/data_cli.py", "experiments/jobs_cli.py"),
+        "experiments/options.py",
+    ),
     "sklearn": "pipelines/digits.py",
     "matplotlib": ("experiments/report/figures.py", "experiments/report/attention.py"),
     "pyarrow": "experiments/storage/bucket.py",

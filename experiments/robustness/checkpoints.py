@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
 from experiments import evaluate
 from experiments.errors import UserError
-from experiments.evaluate import is_of_trial, open_checkpoint, open_images, reach
+from experiments.evaluate import CHECKPOINT, Kind, kind_of, open_checkpoint, open_images, reach
+from experiments.expand import parse_override
 from experiments.grid import ProtocolName
 from experiments.report.text import percentages
 from experiments.robustness import PROTOCOLS, table
@@ -25,7 +26,8 @@ def measure_all(
     split: str | None,
     runs: str | Path | None,
 ) -> list[table.Cell]:
-    """The table of checkpoints, a row for each name that `reach` knows. The profile is for those that tell no data.
+    """The table of checkpoints, a row for each name that `reach` knows. The profile is for those that tell no data, overrides
+    of the model are for the authors'.
 
     All are looked at, and their images, before the first is measured.
 
@@ -33,26 +35,31 @@ def measure_all(
         UserError, DataError: as `open_checkpoint` and `open_images`; none is given, or one twice.
     """
     if not names:
-        raise UserError(
-            "no checkpoint is given; give files, keys (`san runs` lists them), ids of MLflow runs or models:/NAME/VERSION"
-        )
+        raise UserError(f"no checkpoint is given; for each give {CHECKPOINT}")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]}: is given twice; leave out one")
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
         paths = {name: reached.enter_context(reach(name, runs))[0] for name in names}
-        told = [name for name, path in paths.items() if profile is not None and is_of_trial(path)]
-        profiles = {name: None if name in told and len(told) < len(names) else profile for name in names}
+        kinds = {name: kind_of(path) for name, path in paths.items()}
+        fitting = {name: _fitting(kind, set(kinds.values()), overrides, profile) for name, kind in kinds.items()}
         for name, path in paths.items():
-            open_images(open_checkpoint(path, overrides, profiles[name]), split)
+            open_images(open_checkpoint(path, *fitting[name]), split)
         for name, path in paths.items():
-            opened = open_checkpoint(path, overrides, profiles[name])  # again: they may be too many for the memory
+            opened = open_checkpoint(path, *fitting[name])  # again: they may be too many for the memory
             images, found = open_images(opened, split), {}
             for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, partial(_shown, name)):
                 found[condition.name] = numbers
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
             ours[name] = [found]
     return table.cells(PROTOCOLS[protocol], ours)
+
+
+def _fitting(kind: Kind, kinds: Set[Kind], overrides: Sequence[str], profile: str | None) -> tuple[Sequence[str], str | None]:
+    """Overrides and profile without what a checkpoint of this kind tells itself, where others beside it have a use for that."""
+    if kind != "released" and "released" in kinds:
+        overrides = [text for text in overrides if "model" not in parse_override(text)]
+    return overrides, None if kind == "trial" and kinds != {"trial"} else profile
 
 
 def _shown(name: str, condition: str, images: int, batch: int) -> AbstractContextManager[Ended]:

@@ -198,7 +198,7 @@ class Bucket:
 
     def _sentence(self, said: str) -> str:
         if "NO_SUCH_BUCKET" in said:
-            return f"{self}: there is no such bucket; make it, or correct --runs"
+            return f"{self}: there is no such bucket; make it, or correct its name"
         if REFUSED.search(said):
             return f"{self}: the store does not take our credentials; they are looked for in {CREDENTIALS}"
         if "NETWORK_CONNECTION" in said:

@@ -60,6 +60,8 @@ def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         ["complexity"],
         ["convert"],
         ["evaluate"],
+        ["robustness"],
+        ["show"],
     ],
 )
 def test_help(command: list[str], san: San) -> None:
@@ -300,7 +302,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot be"]),
     "data in a file": (
         lambda tmp: ["plan", str(SMALL_GRID), f"data.root={bad_grid(tmp)}/x"],
-        ["bad.yaml/x: no images", "give another data.root"],
+        ["bad.yaml/x: there are no digits, nor a folder ", "or write them there with `san data prepare digits"],
+    ),
+    "data where nothing can be written": (
+        lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],
+        ["/proc/x: no images can be read or written there", "give another data.root"],
     ),
     "digits in a file": (
         lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"],
@@ -374,3 +380,31 @@ def test_rejects(what: str, san: San, tmp_path: Path) -> None:
     for sentence in sentences:
         assert sentence in err
     assert not (tmp_path / "runs").exists()
+
+
+TAKEN = (
+    "is no checkpoint; give a file or folder (s3://... too), a trial's key (`san runs` lists them), the id of its MLflow run, "
+    "or models:/NAME/VERSION"
+)
+
+
+@pytest.mark.parametrize("arguments", [["evaluate"], ["robustness"], ["show", "3"], ["robustness", "other.pt"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["http://me:secret@host/model.pth", "http://host/model.pth?version=1", ""])
+def test_what_is_no_checkpoint_is_told_with_what_is(arguments: list[str], name: str, san: San) -> None:
+    command, *others = arguments
+    told = "http://..." if name else "''"
+    assert san(command, name, *others) == (2, "", f"san: {told}: {TAKEN}\n")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "robustness", "show"])
+def test_a_name_that_is_too_long_is_no_file(command: str, san: San) -> None:
+    code, _, err = san(command, 300 * "x", *["3"] * (command == "show"))
+    assert (code, err) == (2, f"san: {300 * 'x'}: cannot be read (File name too long)\n")
+
+
+@pytest.mark.parametrize("address", ["http://me:secret@host/model.pth", "s3://bucket/model.pth"])
+def test_weights_are_converted_on_this_machine(address: str, san: San, tmp_path: Path) -> None:
+    kind = address.partition(":")[0]
+    sentence = f"san: {kind}://...: is an address; `san convert` takes files of this machine, so give the path of one\n"
+    assert san("convert", address, str(tmp_path / "out.pth")) == (2, "", sentence)
+    assert san("convert", released_file(tmp_path), address) == (2, "", sentence)

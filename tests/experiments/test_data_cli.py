@@ -294,6 +294,40 @@ def test_embedded_sets_are_opened_as_ever(tmp_path: Path) -> None:
     assert data_digest(config(root, source="digits")) == f"{manifest['train']['digest']}-{manifest['val']['digest']}"
 
 
+def test_digits_are_written_where_the_profile_looks_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.images.PROJECT_DIR", tmp_path / "project")  # as after a fresh clone: it has no data/
+    assert len(open_data(config(Path("data/digits"), source="digits"))[1]) == 360
+    assert (tmp_path / "project/data/digits/digits.json").exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_digits_are_written_into_a_folder_that_is_named_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "mine"
+    assert len(open_data(config(root, source="digits"))[1]) == 360
+    assert capsys.readouterr().err == f"digits: written to {root}, where none were\n"
+    open_data(config(root, source="digits", train_per_class=3))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("root", ["{tmp}/typo/digits", "dataa/digits"])
+def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.images.PROJECT_DIR", tmp_path)
+    meant = tmp_path / root.format(tmp=tmp_path)
+    with pytest.raises(DataError) as wrong:
+        open_data(config(Path(root.format(tmp=tmp_path)), source="digits"))
+    assert str(wrong.value) == (
+        f"data.root={meant}: there are no digits, nor a folder {meant.parent} to write them to; correct the path, or write "
+        f"them there with `san data prepare digits {meant}`"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -341,8 +341,38 @@ def test_a_profile_is_for_what_tells_no_data(
     assert of_trial == of_file and len(of_trial) == 10
 
 
+@pytest.mark.parametrize(
+    "told", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
+)
+def test_overrides_of_the_model_are_for_the_authors_files(
+    told: list[str], trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial, a file of its weights and one in the authors' form, beside each other; the first two tell their model."""
+    names = [str(trained.folder), str(tmp_path / "ours.pt"), str(tmp_path / "authors.pth")]
+    san.save_checkpoint(trained.best.model(), names[1])
+    san.save_released_checkpoint(trained.best.model(), names[2])
+    overrides = [*told, "data.split=val-split", "data.val_split_per_class=2"]
+    monkeypatch.setattr(sys, "argv", ["san", "robustness", *names, *overrides, "--profile", "digits", "--json"])
+    main()
+    found = json.loads(capsys.readouterr().out)
+    of_trial, of_ours, of_authors = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
+    assert of_trial == of_ours == of_authors and len(of_trial) == 10
+
+
+def weights(trained: Trained, tmp: Path) -> str:
+    san.save_checkpoint(trained.best.model(), tmp / "weights.pt")
+    return str(tmp / "weights.pt")
+
+
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; give files, keys"),
+    "a model where all tell theirs": (
+        lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
+        "weights.pt: tells its model; leave out model.footprint",
+    ),
+    "a profile where all tell their data": (
+        lambda trained, _: [str(trained.folder), "--profile", "digits"], "is of a trial, which tells its data; leave out",
+    ),
+    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; for each give a file or folder"),
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
     "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "is not a file that torch.save wrote, or it is damaged"),
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),

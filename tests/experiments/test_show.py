@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,23 @@ def test_the_image_is_what_the_network_saw(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "options"), [("a.bmp", {}), ("a.tiff", {}), ("a.webp", {"lossless": True}), ("no_suffix", {"format": "PNG"})]
+)
+def test_other_kinds_of_pictures_are_seen_alike(name: str, options: dict[str, Any], files: Path, tmp_path: Path) -> None:
+    with Image.open(files / "colours.png") as picture:
+        picture.save(tmp_path / name, **options)
+    network = opened(files, "pairwise")
+    image_HW3 = look(network, open_image(network, str(tmp_path / name))).image_HW3
+    np.testing.assert_array_equal(image_HW3, looked(files, "pairwise").image_HW3)
+
+
+def test_a_folder_of_a_numbers_name_hides_no_image(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = open_checkpoint(files / "san10_pairwise.pt", (f"data.root={prepare_digits(tmp_path / 'digits')}",), "digits")
+    monkeypatch.chdir(tmp_path / "digits/val")
+    assert open_image(network, "3").paths[0].startswith("val/0/")
+
+
+@pytest.mark.parametrize(
     ("asked", "name"),
     [(None, "stages.1.blocks.0"), ("0", "stages.0.blocks.0"), ("stages.0.blocks.1.attention", "stages.0.blocks.1")],
 )
@@ -164,9 +182,17 @@ def written(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def cut(files: Path, tmp: Path) -> str:
-    content = (files / "colours.png").read_bytes()
-    return written(tmp / "cut.png", content[: len(content) // 2])
+def gif(files: Path, tmp: Path) -> str:
+    with Image.open(files / "colours.png") as picture:
+        picture.save(tmp / "a.gif")
+    return str(tmp / "a.gif")
+
+
+def cut(files: Path, tmp: Path, name: str) -> str:
+    with Image.open(files / "colours.png") as picture:
+        picture.save(tmp / name)
+    content = (tmp / name).read_bytes()
+    return written(tmp / name, content[: len(content) // 2])
 
 
 def pairwise(files: Path, *arguments: str) -> list[str]:
@@ -180,14 +206,31 @@ def colours(files: Path, *arguments: str) -> list[str]:
 MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "no picture of that name": (
         lambda files, tmp: pairwise(files, str(tmp / "none.png")),
-        "There is no picture {tmp}/none.png: give the path of a JPEG or PNG file",
+        "{tmp}/none.png: there is no such file; give the file of one picture, JPEG or PNG\n",
     ),
     "a text": (
         lambda files, tmp: pairwise(files, written(tmp / "a.png", b"a text")),
-        "{tmp}/a.png: it is no JPEG or PNG image; give a JPEG or PNG picture",
+        "{tmp}/a.png: it is no JPEG or PNG image; give a sound JPEG or PNG file\n",
+    ),
+    "a picture that DALI does not know": (
+        lambda files, tmp: pairwise(files, gif(files, tmp)),
+        "{tmp}/a.gif: it is a GIF image, which DALI cannot decode; give a sound JPEG or PNG file\n",
+    ),
+    "a folder": (
+        lambda files, tmp: pairwise(files, str(tmp)),
+        "{tmp}: is a folder; give the file of one picture, JPEG or PNG\n",
+    ),
+    "no file": (
+        lambda files, tmp: pairwise(files, "/dev/null"),
+        "/dev/null: is no file; give the file of one picture, JPEG or PNG\n",
+    ),
+    "a name that is too long": (
+        lambda files, tmp: pairwise(files, 300 * "x"),
+        "xxx: there is no such file; give the file of one picture, JPEG or PNG\n",
     ),
     "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: it is empty; give"),
-    "a picture cut off": (lambda files, tmp: pairwise(files, cut(files, tmp)), "{tmp}/cut.png: it is damaged: "),
+    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: it is damaged: "),
+    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: it is damaged: "),
     "a number beyond the split": (
         lambda files, _: pairwise(files, "360"),
         "digits/val has 360; give a number from 0 to 359, or a file",
@@ -226,12 +269,12 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_rejects(
-    what: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    what: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, sentence = MISTAKES[what]
     with pytest.raises(SystemExit, match="2"):
         shown(monkeypatch, *arguments(files, tmp_path), "--profile", "digits")
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("san: ")
     assert sentence.format(tmp=tmp_path) in err

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.check import Broken, _Worker, broken_images, check
@@ -104,7 +104,7 @@ BROKEN: dict[str, tuple[Make, str]] = {
     "half.jpg": (without_end("JPEG", 0.95), "it is damaged: image file is truncated"),
     "half.png": (without_end("PNG", 0.8), "it is damaged: "),
     "other_bytes.png": (with_other_bytes("PNG"), "it is damaged: "),
-    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "it is a GIF image: save it as JPEG or PNG"),
+    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "it is a GIF image, which DALI cannot decode"),
     "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "it is a symbolic link to nothing"),
     "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "it cannot be read (Too many levels of symbolic links)"),
     LINES: (lambda path: picture().save(path), "its name holds a line break, which a list cannot: rename it"),
@@ -161,6 +161,21 @@ def test_broken_images_are_the_same_in_this_process(dirty: Dataset) -> None:
     assert list(broken_images(dirty, [])) == []
 
 
+def test_decoders_are_silent_where_we_tell_what_is_broken(dirty: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(list(broken_images(dirty, range(len(dirty))))) == len(BROKEN) - 1  # all but LINES, which can be decoded
+    assert capfd.readouterr() == ("", "")
+
+
+def test_decoders_words_are_kept_where_they_alone_know_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # an image with which only DALI has a difficulty
+    without_end("JPEG", 0.95)(tmp_path / "half.jpg")
+    (broken,) = broken_images(Dataset.of_image(tmp_path / "half.jpg"), [0])
+    assert broken.reason == "DALI cannot decode it, though Pillow can"
+    assert "Input file read error" in capfd.readouterr().err
+
+
 WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 
 
@@ -204,7 +219,7 @@ def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda path: path.unlink(), "it is missing; replace"),
+        (lambda path: path.unlink(), "it is missing; replace it with a JPEG or PNG image"),
         (lambda path: path.write_bytes(b""), "it is empty; replace"),
         (lambda path: path.write_text("hello"), "it is no JPEG or PNG image; replace"),
         (
