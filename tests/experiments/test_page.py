@@ -415,6 +415,21 @@ def test_the_answer_of_a_protocol_is_its_table(
     assert "90.0 1 of 2 seeds" in rows[0][1]
 
 
+def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+    """Both seeds lose as much, at accuracies that differ."""
+    job = answered(grid=GRID_OF_PROTOCOL.format("rotation"))
+    results = known_results(job)
+    for trial in job.trials[:2]:
+        for condition, value in zip(PROTOCOLS["rotation"].conditions[:2], (90.0, 80.0), strict=True):
+            metrics = condition.metrics(dict.fromkeys(condition.numbers, value - trial.seed))
+            job.tracker.add(results[trial.key].run_id, metrics)
+    write_page(job, known_results(job), tmp_path / "page.html")
+    shown.open((tmp_path / "page.html").as_uri())
+    turned = "[...document.querySelectorAll('[aria-labelledby=answer] tbody')][1].rows[1].cells"
+    assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 ± 6.4", "24.5", "10.0 ± 0.0"]
+    assert "The interval of a drop is over the drops of single seeds." in shown.text()
+
+
 def test_the_difference_needs_the_papers_data(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     job = answered()
     trials = tuple(replace(trial, profile="imagenet") for trial in job.trials)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import shutil
@@ -162,6 +163,32 @@ def test_a_drop_is_of_the_seeds_that_have_both_numbers() -> None:
     assert (found["none", "top1"].ours, found["cw90", "top1"].ours, found["cw90", "top1"].drop) == (55.0, 20.0, 10.0)
     lines = [line.split() for line in table.as_text(cells).splitlines()]
     assert [line[-1] for line in lines if line[0] in ("condition", "none", "cw90", "cw180")] == ["seeds", "2", "1", "0"]
+
+
+def test_a_drop_of_several_seeds_has_an_interval_of_its_own() -> None:
+    """By the differences seed by seed: here they are alike, though the seeds are not."""
+    seeds = [
+        {"none": {"top1": 60.0 + base, "top5": 90.0}, "cw90": {"top1": 40.0 + base - more, "top5": 80.0}}
+        for base, more in ((0.0, 1.0), (10.0, 0.0), (20.0, 2.0))
+    ]
+    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds, "other": seeds[:1]})
+    found = {(cell.row, cell.condition, cell.number): cell for cell in cells}
+    turned = found["row", "cw90", "top1"]
+    assert (turned.drop, turned.drop_half_width) == pytest.approx((21.0, 4.302653 / 3**0.5))
+    assert turned.half_width is not None and turned.half_width > 20
+    assert found["row", "none", "top1"].drop_half_width is None
+    assert found["other", "cw90", "top1"].drop_half_width is None
+
+    told = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
+    lines = {form: table.FORMS[form](cells).splitlines() for form in table.FORMS}
+    (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
+    assert told[0] in line and told[1] in line
+    assert f"| cw90 | row | {told[0]} | {told[1]} |" in "\n".join(lines["markdown"])
+    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in told)) in "\n".join(lines["latex"])
+    (number,) = (
+        row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
+    )
+    assert (float(number["drop"]), float(number["drop_half_width"])) == (turned.drop, turned.drop_half_width)
 
 
 GRID = """
