@@ -98,6 +98,17 @@ CONTRAST = """
 })()
 """
 
+SMALLEST = """
+Math.min(...[...document.querySelectorAll('svg text')].map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a))
+"""
+OVERLAPS = """
+[...document.querySelectorAll('svg')].flatMap(chart => {
+  const words = [...chart.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top + 4 < b.bottom && b.top + 4 < a.bottom;
+  return words.flatMap(([one, a], i) => words.slice(0, i).filter(([_, b]) => meet(a, b)).map(([other]) => [one, other]));
+})
+"""
+
 
 @pytest.fixture
 def answered(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
@@ -166,7 +177,7 @@ def test_the_page_in_a_browser(
     main()
     assert f"report: {tmp_path / 'page.html'}\n" in capsys.readouterr().err
     assert (tmp_path / "page.html").stat().st_size < 150_000
-    for width in (1280, 400):
+    for width in (1280, 400, 320):
         for dark in (False, True):
             shown.show(width, dark)
             shown.open((tmp_path / "page.html").as_uri())
@@ -174,6 +185,8 @@ def test_the_page_in_a_browser(
             assert shown.requests == []
             assert shown.evaluate("document.documentElement.scrollWidth") <= width
             assert shown.evaluate(CONTRAST) == []
+            assert shown.evaluate(SMALLEST) >= 12  # pixels, as displayed
+            assert shown.evaluate(OVERLAPS) == []
             shown.screenshot(tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png")
             overlaps = "[...document.querySelectorAll('svg')].some(s => s.getBoundingClientRect().right > innerWidth)"
             assert not shown.evaluate(overlaps)
