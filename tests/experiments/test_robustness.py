@@ -22,7 +22,7 @@ from cluster.sweep import Outcome
 from experiments import evaluate
 from experiments import run as grids
 from experiments.answer import measured as measured_metrics
-from experiments.answer import robustness_of
+from experiments.answer import note, robustness_of
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
@@ -37,6 +37,7 @@ from experiments.robustness.memory import MOST, bytes_kept, first_batch
 from experiments.robustness.protocol import Condition, measured
 from experiments.robustness.rotation import Turned
 from experiments.run import run
+from experiments.tracking import Result
 from experiments.workspace import Workspace
 from pipelines.augment import MANIPULATIONS
 from tests.experiments.conftest import Trained
@@ -301,6 +302,32 @@ def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
     first = columns.index(turned[0])
     assert columns[first : first + len(turned)] == turned
     assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
+    """Of the paper's grids with several seeds, which are another grid's cells."""
+    job = open_job(GRIDS / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
+    names = [
+        metric
+        for condition in PROTOCOLS[name].conditions
+        for metric in condition.metrics(dict.fromkeys(condition.numbers, 0.0))
+    ]
+    results = {
+        trial.key: Result(
+            "run",
+            True,
+            dict.fromkeys([*names, "val/top1", "val/top5"], 40.0 + 9 * trial.seed),
+            tags={"san.grid": "comparison"},
+            experiment_id="1234567890",
+        )
+        for trial in job.trials
+    }
+    told = note(job, results)
+    assert "18 of 18 in [comparison](#/experiments/1234567890/" in told
+    for condition in PROTOCOLS[name].conditions:
+        for row in job.grid.rows:
+            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in told
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:

@@ -197,9 +197,30 @@ def test_a_grid_whose_cells_others_have_trained_has_a_page_too(open_text: Callab
     assert run(job, None)
     assert len(trained) == 2
     note, parent, kept = shown_by_mlflow(job)
-    assert note.startswith("**These too**") and "| mine | 1.0 |" in note
+    assert "| mine | 1.0 |" in note
+    first = job.tracker.client.get_experiment_by_name("first")
+    assert first is not None
+    place = f"#/experiments/{first.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
+    there = "Cells that other grids trained first have their runs there:"
+    assert note.startswith(f"**These too** {there} 1 of 1 in [first]({place}). Ours: ")
     assert parent.info.status == "FINISHED"
     assert kept.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
+
+
+def test_mlflows_page_tells_where_cells_are_that_others_have_trained(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """In several grids, and equal ones; nothing of its own, and nothing where all are its own."""
+    first = open_text(EQUAL_ROWS)
+    second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
+    assert run(first, None) and run(second, None)
+    for job in (first, second):
+        assert "trained first" not in shown_by_mlflow(job)[0]
+    more = "      - {id: mine, model: {name: resnet26}}\n      - {id: new, model: {name: resnet38}}\n"
+    third = open_text(EQUAL_ROWS + more, "third")
+    assert run(third, None)
+    assert len(trained) == 4
+    links = re.findall(r"(\d) of 5 in \[(\w+)\]\(#/experiments/(\d+)/", shown_by_mlflow(third)[0])
+    ids = {job.name: job.tracker.client.get_experiment_by_name(job.name) for job in (first, second)}
+    assert links == [("3", "first", ids["first"].experiment_id), ("1", "second", ids["second"].experiment_id)]  # type: ignore[union-attr]
 
 
 def test_whoever_may_only_read_has_the_table_of_a_finished_grid(
