@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -197,7 +198,8 @@ def test_the_page_in_a_browser(
     assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
     levels = [int(tag[1]) for tag in shown.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(h => h.tagName)")]
     assert levels[0] == levels.count(1) == 1 and all(below <= above + 1 for above, below in pairwise(levels))
-    assert "7 of 10 cells finished" in shown.text()
+    ended = max(result.ended for result in known_results(job).values())
+    assert f"7 of 10 cells finished\nlast one ended {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
 
     assert cells(shown, "resnet26_3") == ["76.0", "90.5 ± 6.4", "100.0", "13.7", "13.7", "2.4", "2.4"]
     assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
