@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from experiments.robustness import PROTOCOLS
 from experiments.robustness import table as robust
 from experiments.robustness.cells import Work, works
 from experiments.tracking import Result
+from experiments.tracking.view import runs_page
 
 LONGEST_NOTE = 5000
 """Characters. MLflow refuses a description of an experiment above 20 000 of them (older servers: 5000), and cuts a run's."""
@@ -147,15 +149,32 @@ def measured(job: Job) -> list[str]:
 
 
 def note(job: Job, results: Mapping[str, Result]) -> str:
-    """What MLflow shows of the grid, as Markdown; of a table that is too long for that, the first rows."""
-    rows = tables(job, results)["markdown"] if job.grid.robustness else table.as_markdown(table_of(job, results), table.SHORT)
+    """What MLflow shows of the grid, as Markdown: where cells are that are not here, a table without top-5; of one that is too
+    long for that, the first rows."""
+    if job.grid.robustness:
+        rows = robust.as_markdown([cell for cell in robustness_of(job, results) if cell.number != "top5"])
+    else:
+        rows = table.as_markdown(table_of(job, results), table.SHORT)
     heading, rule, *others = rows.splitlines()
     spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
-    text = "\n".join([f"**{job.grid.question}** {_setting(job)}", "", spaced[0], rule, *spaced[1:]])
+    first = f"**{job.grid.question}** {_elsewhere(job, results)}{_setting(job)}"  # all that is seen before it is unfolded
+    text = "\n".join([first, "", spaced[0], rule, *spaced[1:]])
     if len(text) <= LONGEST_NOTE:
         return text
     kept = text[: LONGEST_NOTE - 100].rpartition("\n")[0]
     return f"{kept}\n\n{len(text.splitlines()) - len(kept.splitlines())} more rows are in `table.md`."
+
+
+def _elsewhere(job: Job, results: Mapping[str, Result]) -> str:
+    """In which grids' experiments the runs of cells are that those trained first, with links from any page of the server."""
+    known = [results[trial.key] for trial in job.trials if trial.key in results]
+    places = Counter((result.tags["san.grid"], result.experiment_id) for result in known)
+    links = [
+        f"{cells} of {len(job.trials)} in [{grid}]({runs_page(experiment_id)})"
+        for (grid, experiment_id), cells in places.items()
+        if grid != job.name
+    ]
+    return f"Cells that other grids trained first have their runs there: {', '.join(links)}. " if links else ""
 
 
 def _setting(job: Job) -> str:

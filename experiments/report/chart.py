@@ -13,7 +13,7 @@ from html import escape
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 44, 14, 30, 44
 """Margins, in pixels at the chart's own width."""
-LETTER, LINE = 6.2, 13.0  # about the width and height of a small letter
+LETTER, LINE = 8.4, 15.0  # width and height of a letter where the page makes it largest, which is on a telephone
 
 # No two of the three lengths have a common divisor, so that a style comes back as late as it can.
 COLOURS = 7
@@ -154,7 +154,7 @@ class _Plot:
             ("middle", 0, 18),
         ):
             left = at + dx - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
-            box = (left, top + dy - LINE + 3, left + width, top + dy + 2)
+            box = (left, top + dy - LINE + 3, left + width, top + dy + 3)
             inside = LEFT < box[0] and box[2] < WIDTH and TOP - 8 < box[1] and box[3] < HEIGHT - BOTTOM
             if inside and not any(_meet(box, other) for other in boxes):
                 boxes.append(box)

@@ -35,6 +35,8 @@ class Cell:
     drop: float | None
     """Percentage points lost against the first condition, mean over the seeds that have both; None for that, and for what it
     does not have."""
+    drop_half_width: float | None
+    """Half of the 95 % confidence interval of `drop`, by the drops of single seeds; None for fewer than two."""
     seeds: int
 
 
@@ -70,7 +72,7 @@ def cells(
                 drops = [seed[first][number] - seed[condition.name][number] for seed in both]
                 printed = (paper or {}).get(row, {}).get(f"{condition.name}_{number}")
                 mean = statistics.fmean(values) if values else None
-                spread = interval.of_mean(values)
+                spread, drop_spread = interval.of_mean(values), interval.of_mean(drops)
                 before = found.get((first, row, number))
                 found[condition.name, row, number] = Cell(
                     condition=condition.name,
@@ -82,6 +84,7 @@ def cells(
                     difference=_minus(mean, printed) if is_papers_data else None,
                     paper_drop=_minus(before.paper, printed) if before else None,
                     drop=statistics.fmean(drops) if before and drops else None,
+                    drop_half_width=drop_spread.half_width if before and drop_spread else None,
                     seeds=len(values),
                 )
     return list(found.values())
@@ -99,6 +102,8 @@ COLUMNS = (
     ("drop ours", "drop", ".1f"),
 )
 """Of each number: heading, field of `Cell`, form."""
+HALF_WIDTHS = {"ours": "half_width", "drop": "drop_half_width"}
+"""Fields of `Cell` that are means, and those with half of their intervals."""
 
 
 def _rows(table: Sequence[Cell]) -> list[tuple[str, ...]]:
@@ -120,7 +125,8 @@ def _rows(table: Sequence[Cell]) -> list[tuple[str, ...]]:
 def _text(cell: Cell | None, field: str, form: str) -> str:
     value = None if cell is None else getattr(cell, field)
     text = "-" if value is None else format(value, form)
-    return f"{text} ± {cell.half_width:.1f}" if cell and field == "ours" and cell.half_width is not None else text
+    half_width = getattr(cell, HALF_WIDTHS[field]) if cell and field in HALF_WIDTHS else None
+    return text if half_width is None else f"{text} ± {half_width:.1f}"
 
 
 def as_text(table: Sequence[Cell]) -> str:

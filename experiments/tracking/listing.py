@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 from experiments.tracking.address import TrackerError
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
-from experiments.tracking.view import VIEW
+from experiments.tracking.view import VIEW, runs_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ def experiment_pages(uri: str, server: str) -> dict[str, str]:
     found = {}
     for experiment in experiments:
         if experiment.name != "Default":  # MLflow's own
-            view = f"&viewStateShareKey={VIEW}" if f"mlflow.sharedViewState.{VIEW}" in experiment.tags else ""
-            page = f"{server}/#/experiments/{experiment.experiment_id}/runs"
-            found[experiment.name] = f"{page}?workflowType=machine_learning{view}"
+            has_view = f"mlflow.sharedViewState.{VIEW}" in experiment.tags
+            found[experiment.name] = f"{server}/{runs_page(experiment.experiment_id, has_view)}"
     return found

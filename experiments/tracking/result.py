@@ -15,6 +15,8 @@ class Result:
     metrics: Mapping[str, float]
     seconds: float = 0.0
     """From the start of the run to its end."""
+    ended: float = 0.0
+    """When that was, in seconds since 1970; of a run that goes on, when it started."""
     params: Mapping[str, str] = field(default_factory=dict)
     """Values of the config by dotted path, as text."""
     stopped_at: int | None = None

@@ -254,12 +254,13 @@ def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
 
 
 def _result(run: Run) -> Result:
-    seconds = ((run.info.end_time or run.info.start_time) - run.info.start_time) / 1000
+    ended = run.info.end_time or run.info.start_time
     return Result(
         run.info.run_id,
         run.info.status == "FINISHED",
         dict(run.data.metrics),
-        seconds,
+        (ended - run.info.start_time) / 1000,
+        ended / 1000,
         dict(run.data.params),
         tags=dict(run.data.tags),
         experiment_id=run.info.experiment_id,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 VIEW = "grid"
-"""Name of the view of an experiment's page: `?viewStateShareKey=grid` in its address."""
+"""Name of the view of an experiment's page in its address."""
 FIRST = {  # widths in pixels; above 1000 of them a page scrolls on a screen of 1280
     "attributes.`Run Name`": 190,
     "runDateAndNestInfo": 150,  # MLflow's name for `Created`; these two are always there
@@ -19,6 +19,12 @@ LAST = {
 """Columns, the first ones first, whose names MLflow would otherwise sort."""
 CHARTS = ("val", "train", "summary")
 """Sections of charts, which MLflow would otherwise sort too; others follow."""
+
+
+def runs_page(experiment_id: str, with_view: bool = True) -> str:
+    """Where an experiment's runs are shown; what stands before the # is any page of the same server."""
+    view = f"&viewStateShareKey={VIEW}" if with_view else ""
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning{view}"
 
 
 def experiment_tags(measured: Sequence[str]) -> dict[str, str]:

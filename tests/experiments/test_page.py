@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -98,6 +99,17 @@ CONTRAST = """
 })()
 """
 
+SMALLEST = """
+Math.min(...[...document.querySelectorAll('svg text')].map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a))
+"""
+OVERLAPS = """
+[...document.querySelectorAll('svg')].flatMap(chart => {
+  const words = [...chart.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top + 4 < b.bottom && b.top + 4 < a.bottom;
+  return words.flatMap(([one, a], i) => words.slice(0, i).filter(([_, b]) => meet(a, b)).map(([other]) => [one, other]));
+})
+"""
+
 
 @pytest.fixture
 def answered(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
@@ -166,7 +178,7 @@ def test_the_page_in_a_browser(
     main()
     assert f"report: {tmp_path / 'page.html'}\n" in capsys.readouterr().err
     assert (tmp_path / "page.html").stat().st_size < 150_000
-    for width in (1280, 400):
+    for width in (1280, 400, 320):
         for dark in (False, True):
             shown.show(width, dark)
             shown.open((tmp_path / "page.html").as_uri())
@@ -174,6 +186,8 @@ def test_the_page_in_a_browser(
             assert shown.requests == []
             assert shown.evaluate("document.documentElement.scrollWidth") <= width
             assert shown.evaluate(CONTRAST) == []
+            assert shown.evaluate(SMALLEST) >= 12  # pixels, as displayed
+            assert shown.evaluate(OVERLAPS) == []
             shown.screenshot(tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png")
             overlaps = "[...document.querySelectorAll('svg')].some(s => s.getBoundingClientRect().right > innerWidth)"
             assert not shown.evaluate(overlaps)
@@ -184,7 +198,8 @@ def test_the_page_in_a_browser(
     assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
     levels = [int(tag[1]) for tag in shown.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(h => h.tagName)")]
     assert levels[0] == levels.count(1) == 1 and all(below <= above + 1 for above, below in pairwise(levels))
-    assert "7 of 10 cells finished" in shown.text()
+    ended = max(result.ended for result in known_results(job).values())
+    assert f"7 of 10 cells finished\nlast one ended {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
 
     assert cells(shown, "resnet26_3") == ["76.0", "90.5 ± 6.4", "100.0", "13.7", "13.7", "2.4", "2.4"]
     assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
@@ -413,6 +428,21 @@ def test_the_answer_of_a_protocol_is_its_table(
             assert [text.removesuffix(" 1 of 2 seeds") for text in lines[0][1:]] == measured[condition]
     assert rows[2][2][1:] == missing
     assert "90.0 1 of 2 seeds" in rows[0][1]
+
+
+def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+    """Both seeds lose as much, at accuracies that differ."""
+    job = answered(grid=GRID_OF_PROTOCOL.format("rotation"))
+    results = known_results(job)
+    for trial in job.trials[:2]:
+        for condition, value in zip(PROTOCOLS["rotation"].conditions[:2], (90.0, 80.0), strict=True):
+            metrics = condition.metrics(dict.fromkeys(condition.numbers, value - trial.seed))
+            job.tracker.add(results[trial.key].run_id, metrics)
+    write_page(job, known_results(job), tmp_path / "page.html")
+    shown.open((tmp_path / "page.html").as_uri())
+    turned = "[...document.querySelectorAll('[aria-labelledby=answer] tbody')][1].rows[1].cells"
+    assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 ± 6.4", "24.5", "10.0 ± 0.0"]
+    assert "The interval of a drop is over the drops of single seeds." in shown.text()
 
 
 def test_the_difference_needs_the_papers_data(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import shutil
@@ -21,7 +22,7 @@ from cluster.sweep import Outcome
 from experiments import evaluate
 from experiments import run as grids
 from experiments.answer import measured as measured_metrics
-from experiments.answer import robustness_of
+from experiments.answer import note, robustness_of
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.errors import UserError
@@ -36,6 +37,7 @@ from experiments.robustness.memory import MOST, bytes_kept, first_batch
 from experiments.robustness.protocol import Condition, measured
 from experiments.robustness.rotation import Turned
 from experiments.run import run
+from experiments.tracking import Result
 from experiments.workspace import Workspace
 from pipelines.augment import MANIPULATIONS
 from tests.experiments.conftest import Trained
@@ -164,6 +166,32 @@ def test_a_drop_is_of_the_seeds_that_have_both_numbers() -> None:
     assert [line[-1] for line in lines if line[0] in ("condition", "none", "cw90", "cw180")] == ["seeds", "2", "1", "0"]
 
 
+def test_a_drop_of_several_seeds_has_an_interval_of_its_own() -> None:
+    """By the differences seed by seed: here they are alike, though the seeds are not."""
+    seeds = [
+        {"none": {"top1": 60.0 + base, "top5": 90.0}, "cw90": {"top1": 40.0 + base - more, "top5": 80.0}}
+        for base, more in ((0.0, 1.0), (10.0, 0.0), (20.0, 2.0))
+    ]
+    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds, "other": seeds[:1]})
+    found = {(cell.row, cell.condition, cell.number): cell for cell in cells}
+    turned = found["row", "cw90", "top1"]
+    assert (turned.drop, turned.drop_half_width) == pytest.approx((21.0, 4.302653 / 3**0.5))
+    assert turned.half_width is not None and turned.half_width > 20
+    assert found["row", "none", "top1"].drop_half_width is None
+    assert found["other", "cw90", "top1"].drop_half_width is None
+
+    told = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
+    lines = {form: table.FORMS[form](cells).splitlines() for form in table.FORMS}
+    (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
+    assert told[0] in line and told[1] in line
+    assert f"| cw90 | row | {told[0]} | {told[1]} |" in "\n".join(lines["markdown"])
+    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in told)) in "\n".join(lines["latex"])
+    (number,) = (
+        row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
+    )
+    assert (float(number["drop"]), float(number["drop_half_width"])) == (turned.drop, turned.drop_half_width)
+
+
 GRID = """
     question: Does it turn?
     table: rotation
@@ -274,6 +302,32 @@ def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
     first = columns.index(turned[0])
     assert columns[first : first + len(turned)] == turned
     assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
+    """Of the paper's grids with several seeds, which are another grid's cells."""
+    job = open_job(GRIDS / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
+    names = [
+        metric
+        for condition in PROTOCOLS[name].conditions
+        for metric in condition.metrics(dict.fromkeys(condition.numbers, 0.0))
+    ]
+    results = {
+        trial.key: Result(
+            "run",
+            True,
+            dict.fromkeys([*names, "val/top1", "val/top5"], 40.0 + 9 * trial.seed),
+            tags={"san.grid": "comparison"},
+            experiment_id="1234567890",
+        )
+        for trial in job.trials
+    }
+    told = note(job, results)
+    assert "18 of 18 in [comparison](#/experiments/1234567890/" in told
+    for condition in PROTOCOLS[name].conditions:
+        for row in job.grid.rows:
+            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in told
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:

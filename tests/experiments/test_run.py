@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,23 @@ def test_what_is_finished_stays_on_mlflows_page_while_more_is_trained(
     assert parent.info.status == "FINISHED"
 
 
+class Yesterday(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Yesterday:
+        return cls(2000, 1, 1, tzinfo=tz)
+
+
 WRITES = ("create_run", "log_artifact", "log_batch", "set_experiment_tag", "set_tag", "set_terminated", "update_run")
 
 
 def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `san run`, which has nothing else to do, and writes nothing where nothing differs."""
+    """By `san run`, which has nothing else to do, and writes nothing where nothing differs, at any time."""
     job = open_text(EQUAL_ROWS)
-    assert run(job, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("experiments.report.page.document.datetime", Yesterday)
+        assert run(job, None)
     note, parent, kept = shown_by_mlflow(job)
     written: list[str] = []
 
@@ -197,9 +206,30 @@ def test_a_grid_whose_cells_others_have_trained_has_a_page_too(open_text: Callab
     assert run(job, None)
     assert len(trained) == 2
     note, parent, kept = shown_by_mlflow(job)
-    assert note.startswith("**These too**") and "| mine | 1.0 |" in note
+    assert "| mine | 1.0 |" in note
+    first = job.tracker.client.get_experiment_by_name("first")
+    assert first is not None
+    place = f"#/experiments/{first.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
+    there = "Cells that other grids trained first have their runs there:"
+    assert note.startswith(f"**These too** {there} 1 of 1 in [first]({place}). Ours: ")
     assert parent.info.status == "FINISHED"
     assert kept.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
+
+
+def test_mlflows_page_tells_where_cells_are_that_others_have_trained(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """In several grids, and equal ones; nothing of its own, and nothing where all are its own."""
+    first = open_text(EQUAL_ROWS)
+    second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
+    assert run(first, None) and run(second, None)
+    for job in (first, second):
+        assert "trained first" not in shown_by_mlflow(job)[0]
+    more = "      - {id: mine, model: {name: resnet26}}\n      - {id: new, model: {name: resnet38}}\n"
+    third = open_text(EQUAL_ROWS + more, "third")
+    assert run(third, None)
+    assert len(trained) == 4
+    links = re.findall(r"(\d) of 5 in \[(\w+)\]\(#/experiments/(\d+)/", shown_by_mlflow(third)[0])
+    ids = {job.name: job.tracker.client.get_experiment_by_name(job.name) for job in (first, second)}
+    assert links == [("3", "first", ids["first"].experiment_id), ("1", "second", ids["second"].experiment_id)]  # type: ignore[union-attr]
 
 
 def test_whoever_may_only_read_has_the_table_of_a_finished_grid(

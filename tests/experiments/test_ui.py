@@ -20,6 +20,7 @@ import pytest
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.job import Job, open_job
+from experiments.run import run
 from tests.browser import Browser, browser
 from tests.experiments.drivers import LEFT_OUT, Driver
 from tests.experiments.servers import free_port
@@ -37,11 +38,13 @@ rows:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two small cells that `san run` has trained."""
+    """Two small cells that `san run` has trained, and another grid that only has them."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "asked.yaml").write_text(GRID)
     driver = Driver(folder / "asked.yaml", folder / "runs", ())
     assert driver.finish() == 0, driver.said
+    (folder / "again.yaml").write_text(GRID.replace("Does", "On what else does"))
+    assert run(open_job(folder / "again.yaml", "digits", (), folder / "runs"), None)
     return open_job(folder / "asked.yaml", "digits", (), folder / "runs")
 
 
@@ -153,6 +156,7 @@ def test_tells_the_pages_of_a_server_and_starts_none(
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"{served.address}{slash}  (the server of MLFLOW_TRACKING_URI{how})",
+        f"again  {served.page_of('again')}",
         f"asked  {served.page_of('asked')}",
     ]
 
@@ -270,3 +274,25 @@ def test_mlflows_pages_in_a_browser(theme: str, finished: Job, served: Served, s
     shown.wait_for("document.querySelector('iframe')?.getBoundingClientRect().height > 100")
     assert {"plot.png", "report.html", "table.csv", "table.md"} <= set(shown.text().split())
     pictures("report", "table.csv")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_mlflows_page_leads_to_cells_that_another_grid_has_trained(
+    theme: str, finished: Job, served: Served, shown: Browser, tmp_path: Path
+) -> None:
+    """By a link in the one line of the description that is seen at first; a screenshot lies in the test's folder."""
+    shown.show(1280, theme == "dark")
+    shown.open(f"{served.address}/version")
+    shown.evaluate("localStorage.clear()")
+    shown.open(served.page_of("again"))
+    link = "[...document.querySelectorAll('a')].find(a => a.innerText === 'asked' && a.hash.includes('/runs?'))"
+    shown.wait_for(f"Boolean({link}) && document.body.innerText.includes('again-digits')")
+    assert "Cells that other grids trained first have their runs there: 2 of 2 in asked." in shown.text()
+    assert "pairwise_3" not in column(shown, "attributes.`Run Name`")
+    press(shown, "mlflow.assistant.chat_panel.close")
+    middle = f"(b => [(b.left + b.right) / 2, (b.top + b.bottom) / 2])({link}.getBoundingClientRect())"
+    shown.wait_for(f"document.elementFromPoint(...{middle}) === {link}")
+    shown.screenshot(tmp_path / f"mlflow-elsewhere-1280-{theme}.png")
+    shown.open(shown.evaluate(f"{link}.href"))  # as MLflow does on a click, in a new tab
+    shown.wait_for("document.body.innerText.includes('asked-digits') && document.body.innerText.includes('pairwise_3')")
+    shown.wait_for(f"({HEADINGS})[2] === 'val/top1'")

@@ -42,11 +42,15 @@ def missing(words: str) -> str:
     return f'<span class="missing">{words}</span>'
 
 
+def spread(half_width: float | None) -> str:
+    """Half of an interval, behind its mean; nothing where there is none."""
+    return "" if half_width is None else f' <span class="spread">± {half_width:.1f}</span>'
+
+
 def ours(value: float, half_width: float | None, seeds: int, asked: int) -> str:
     """A mean over seeds, its interval, and whether seeds are missing."""
-    spread = f' <span class="spread">± {half_width:.1f}</span>' if half_width is not None else ""
     lacking = f" {missing(f'{seeds} of {asked} seeds')}" if seeds < asked else ""
-    return f"<strong>{number(value, '.1f')}</strong>{spread}{lacking}"
+    return f"<strong>{number(value, '.1f')}</strong>{spread(half_width)}{lacking}"
 
 
 def panel(heading: str, chart: str) -> str:

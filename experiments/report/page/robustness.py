@@ -7,7 +7,7 @@ from collections import Counter
 from html import escape
 
 from experiments.report.page.content import Answer
-from experiments.report.page.elements import DASH, Columns, heads, missing, number, ours, scroll, section, start
+from experiments.report.page.elements import DASH, Columns, heads, missing, number, ours, scroll, section, spread, start
 from experiments.report.page.results import NO_DIFFERENCE, SPREAD
 from experiments.report.table import finished_metrics
 from experiments.report.text import TITLES
@@ -19,6 +19,7 @@ ROBUSTNESS = "robustness/"
 """How the metrics of robustness protocols begin: `robustness/<condition>/<number>`."""
 COLUMNS: Columns = tuple((heading.removeprefix("{} "), field, form) for heading, field, form in PRINTED)
 """Of each number of a protocol, whose name stands above: heading, field of `Cell`, form."""
+OF_DROPS = "The interval of a drop is over the drops of single seeds."
 
 
 def disturbed(answer: Answer) -> str:
@@ -48,7 +49,7 @@ def disturbed(answer: Answer) -> str:
     has_paper, has_difference, has_spread = (
         any(getattr(cell, field) is not None for cell in answer.cells) for field in ("paper", "difference", "half_width")
     )
-    notes = [SPREAD] * has_spread + [NO_DIFFERENCE] * (has_paper and not has_difference)
+    notes = [f"{SPREAD} {OF_DROPS}"] * has_spread + [NO_DIFFERENCE] * (has_paper and not has_difference)
     caption = f"{'Paper beside ours' if has_paper else 'Ours'}, condition by condition"
     head = heads({f"{TITLES[name]}, %": columns for name, columns in groups.items()})
     table = f"<table><caption>{caption}</caption>{head}{''.join(bodies)}</table>"
@@ -60,7 +61,9 @@ def _text(cell: Cell | None, field: str, form: str, seeds: int) -> str:
     value = None if cell is None else getattr(cell, field)
     if cell is None or value is None:
         return missing("not measured") if cell and field == "ours" else DASH
-    return ours(value, cell.half_width, cell.seeds, seeds) if field == "ours" else number(value, form)
+    if field == "ours":
+        return ours(value, cell.half_width, cell.seeds, seeds)
+    return number(value, form) + (spread(cell.drop_half_width) if field == "drop" else "")
 
 
 def robustness(answer: Answer) -> str:
