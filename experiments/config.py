@@ -12,17 +12,33 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+
+def _no_boolean(value: object) -> object:
+    """For Python, and so for pydantic, true and false are the numbers 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "A number was expected")
+    if isinstance(value, list):
+        for part in value:
+            _no_boolean(part)
+    return value
+
+
+NUMBERS = BeforeValidator(_no_boolean)
+"""Of a number, or a list of numbers."""
+Whole = Annotated[int, NUMBERS]
+Real = Annotated[float, NUMBERS]
+Fraction = Annotated[Real, Field(ge=0, lt=1)]
+Positive = Annotated[Real, Field(gt=0)]
+NotNegative = Annotated[Real, Field(ge=0)]
+Count = Annotated[Whole, Field(ge=1)]
 
 
 class Strict(BaseModel):
@@ -51,7 +67,8 @@ class ModelConfig(BaseModel):
 @functools.cache
 def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
     """What reads each field of a variant's record. Raises ValueError where there is no such variant."""
-    return {field: TypeAdapter(hint) for field, hint in typing.get_type_hints(type(model_spec(name))).items()}
+    hints = typing.get_type_hints(type(model_spec(name)))
+    return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
 
 
 def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
@@ -101,7 +118,7 @@ class DataConfig(Strict):
     val_split_per_class: Count | None = None
     """How many images of each class val-split holds out, the same for every seed of a trial; lists and shards `train-split` and
     `val-split` do not count then. Where it is null, those are taken, and where there are none, `val` serves for both."""
-    val_split_seed: Annotated[int, Field(ge=0)] = 0
+    val_split_seed: Annotated[Whole, Field(ge=0)] = 0
     """Which images val-split holds out."""
     train_per_class: Count | None = None
     """Training: only so many images of each class, the same for every seed; all where it is null."""
@@ -113,7 +130,7 @@ class DataConfig(Strict):
     """Side in pixels of the square that the model sees."""
     resize: Count
     """Validation: the shorter side is resized to this before the centre crop."""
-    crop_area: tuple[Positive, Annotated[float, Field(gt=0, le=1)]]
+    crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]]
     """Training: range of the share of the image's area that a random crop takes."""
     crop_ratio: tuple[Positive, Positive]
     """Training: range of a random crop's width over its height."""
@@ -130,7 +147,7 @@ class RecipeConfig(Strict):
     its default, so an option that is added changes no key; a default must never change.
     """
 
-    epochs: Annotated[int, Field(ge=1, le=9999)]
+    epochs: Annotated[Whole, Field(ge=1, le=9999)]
     """At most what four digits hold, by which checkpoints are sorted."""
     batch: Count
     """Images per step over all workers."""
@@ -173,7 +190,7 @@ class RecipeConfig(Strict):
 class EngineConfig(Strict):
     """How the recipe's steps are computed; changes speed, memory and roundings, and is no part of a trial's key."""
 
-    zero: Literal[0, 1, 2] = 0
+    zero: Annotated[Literal[0, 1, 2], NUMBERS] = 0
     """Stage of DeepSpeed's ZeRO: from 1 on each worker keeps a share of the momentum, from 2 on of the gradients too."""
     compile: bool = False
     """The model runs through `torch.compile`; an averaged model, which is validated only, does not."""
@@ -188,7 +205,7 @@ class PlacementConfig(Strict):
 
     workers: Count = 1
     cpus: Count = 1
-    gpus: Annotated[int, Field(ge=0)] = 0
+    gpus: Annotated[Whole, Field(ge=0)] = 0
 
 
 class ReliabilityConfig(Strict):
@@ -200,7 +217,7 @@ class ReliabilityConfig(Strict):
     """How many of the last checkpoints are kept, besides the best."""
     look_steps: Count = 20
     """After so many steps it is looked whether losses are finite and whether a checkpoint is due."""
-    hang_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
+    hang_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
     """A worker that ends no step for so long is ended, and so long it waits for the others."""
 
     @property

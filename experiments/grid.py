@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from experiments.config import Count, Strict, TrialConfig
+from experiments.config import Count, Strict, TrialConfig, Whole
 from san.models import ModelSpec
 
 
@@ -41,7 +41,7 @@ class EarlyStopping(Strict):
 
     grace_epochs: Count
     """After so many epochs cells are compared first, and then after each `reduction` times as many."""
-    reduction: Annotated[int, Field(ge=2)] = 3
+    reduction: Annotated[Whole, Field(ge=2)] = 3
     """About the best 1 of so many goes on."""
 
 
@@ -59,7 +59,7 @@ class Grid(Strict):
     """Values by dotted path: every row is repeated with each combination of them, which may also stand without rows."""
     base: Layer = Layer()
     """What all rows share."""
-    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
+    seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
     plot: Plot | None = None
     early_stopping: EarlyStopping | None = None
     """Off where it is null. No part of a trial's key: what is finished has the same result."""

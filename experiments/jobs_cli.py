@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from experiments.options import AS_JSON, GRID, OVERRIDES, PROFILE, SEEDS, age
+from experiments.options import AS_JSON, GRID, OVERRIDES, PROFILE, SEEDS, age, named_address
 
 if TYPE_CHECKING:
     from cluster.submit import Job, JobServer
 
 SERVER = click.option(
-    "--address", help="the job server, such as http://head:8265  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]"
+    "--address",
+    callback=named_address,
+    help="the job server, such as http://head:8265  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from experiments.errors import UserError
+
 
 class _Place(click.ParamType[str | Path]):
     """A folder, or the URI of a bucket, which as a path would lose a slash."""
@@ -15,6 +17,13 @@ class _Place(click.ParamType[str | Path]):
 
     def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> str | Path:
         return value if "://" in str(value) else Path(value)
+
+
+def named_address(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    """The value of `--address`. `--address "$HEAD"` must not mean this machine where HEAD is not set."""
+    if value is not None and not value.strip():
+        raise UserError("--address: it is empty, as of a variable that is not set; give an address, or leave the option out")
+    return value
 
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
@@ -31,7 +40,11 @@ RUNS = click.option(
 )
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="seeds 0 to N-1 instead of the grid's")
-ADDRESS = click.option("--address", help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]")
+ADDRESS = click.option(
+    "--address",
+    callback=named_address,
+    help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]",
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
 
 

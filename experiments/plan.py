@@ -75,7 +75,7 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
     if not missing:
         return [first]
     first += ", in this order"
-    here = this_machine if address is None and "RAY_ADDRESS" not in os.environ else None
+    here = this_machine if address is None and not os.environ.get("RAY_ADDRESS") else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
             at_once = min(concurrency(job.placement, resources), len(missing))

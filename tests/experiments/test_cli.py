@@ -408,3 +408,27 @@ def test_weights_are_converted_on_this_machine(address: str, san: San, tmp_path:
     sentence = f"san: {kind}://...: is an address; `san convert` takes files of this machine, so give the path of one\n"
     assert san("convert", address, str(tmp_path / "out.pth")) == (2, "", sentence)
     assert san("convert", released_file(tmp_path), address) == (2, "", sentence)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["plan", str(SMALL_GRID)], ["run", str(SMALL_GRID)], ["study"]),
+        *(["submit", str(SMALL_GRID)], ["status"], ["logs", "job"], ["stop", "job"]),
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_empty_address_is_not_taken_for_none(
+    command: list[str], san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")  # which an address comes before
+    sentence = "san: --address: it is empty, as of a variable that is not set; give an address, or leave the option out\n"
+    assert san(*command, "--address", "") == (2, "", sentence)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_empty_ray_address_is_none(san: San, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    code, out, _ = san("plan", str(SMALL_GRID))
+    assert code == 0
+    assert "\nthis machine has " in out
