@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,20 +69,43 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
+        self.wait_until(lambda: self.evaluate(condition), condition)
+
+    def wait_until(self, condition: Callable[[], bool], words: str) -> None:
         limit = time.monotonic() + PATIENCE
-        while not self.evaluate(condition):
-            assert time.monotonic() < limit, f"not within {PATIENCE:.0f} s: {condition}\n{self.text()[:3000]}"
+        while not condition():
+            assert time.monotonic() < limit, f"not within {PATIENCE:.0f} s: {words}\n{self.text()[:3000]}"
             self._next(0.1)
 
     def text(self) -> str:
         """What a reader sees."""
         return str(self.evaluate("document.body.innerText"))
 
+    def text_of_frame(self) -> str:
+        """What a reader sees in the page's frame of another origin, which a process of its own shows; empty before that."""
+        targets = self.call("Target.getTargets")["targetInfos"]
+        frames = [target["targetId"] for target in targets if target["type"] == "iframe"]
+        if not frames:
+            return ""
+        page, attached = self._session, self.call("Target.attachToTarget", targetId=frames[0], flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        try:
+            return str(self.evaluate("document.body?.innerText ?? ''"))
+        finally:
+            self._session = page
+            self.call("Target.detachFromTarget", sessionId=attached["sessionId"])
+
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG, as far as it scrolls."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        """The whole page as PNG, as far as it scrolls.
+
+        What is beyond the window is seen by making the window larger, upon which a page may load its parts anew.
+        """
+        metrics = self.call("Page.getLayoutMetrics")
+        size, window = metrics["cssContentSize"], metrics["cssLayoutViewport"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        picture = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        is_larger = size["width"] > window["clientWidth"] or size["height"] > window["clientHeight"]
+        beyond: dict[str, object] = {"clip": clip, "captureBeyondViewport": True} if is_larger else {}
+        picture = self.call("Page.captureScreenshot", format="png", **beyond)
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def _next(self, seconds: float) -> dict[str, Any] | None:

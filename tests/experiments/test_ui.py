@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
@@ -194,6 +195,18 @@ LINES = """
 """
 
 
+BOX_OF_FRAME = (
+    "(({left, top, right, bottom}) => [left, top, right, bottom])(document.querySelector('iframe').getBoundingClientRect())"
+)
+
+
+def contrast(picture: Path, box: list[float]) -> int:
+    """Between the lightest and the darkest grey there, of 255."""
+    with Image.open(picture) as opened:
+        darkest, lightest = opened.convert("L").crop([round(side) for side in box]).getextrema()
+    return lightest - darkest
+
+
 def press(page: Browser, component: str) -> None:
     page.wait_for(f"Boolean(document.querySelector('[data-component-id=\"{component}\"]'))")
     page.evaluate(f"document.querySelector('[data-component-id=\"{component}\"]').click()")
@@ -220,13 +233,18 @@ def test_mlflows_pages_in_a_browser(theme: str, finished: Job, served: Served, s
     best = {trial.row: results[trial.key].metrics["val/top1"] for trial in finished.trials}
     ranked = sorted(best, key=lambda row: -best[row])
 
-    def pictures(name: str, there: str) -> None:
+    def pictures(name: str, there: str, in_frame: str = "") -> None:
         for width in (1280, 400):
             shown.show(width, dark)
             time.sleep(0.5)  # the page follows the window, and may ask for its parts again
             shown.wait_for(f"document.body.innerText.includes('{there}')")
+            shown.wait_until(lambda: in_frame in shown.text_of_frame(), f"{in_frame} in a frame")
             time.sleep(0.3)
-            shown.screenshot(tmp_path / f"mlflow-{name}-{width}-{theme}.png")
+            path = tmp_path / f"mlflow-{name}-{width}-{theme}.png"
+            shown.screenshot(path)
+            assert there in shown.text()  # the picture is not of a page that loads anew
+            if in_frame:
+                assert contrast(path, shown.evaluate(BOX_OF_FRAME)) > 150  # of ink and ground; what is there before has 120
             asked = [address for address in shown.requests if not address.startswith((served.address, "blob:"))]
             assert asked == []  # nothing of any network
 
@@ -273,7 +291,7 @@ def test_mlflows_pages_in_a_browser(theme: str, finished: Job, served: Served, s
     shown.open(f"{runs}/{parent.info.run_id}/artifacts/report.html")
     shown.wait_for("document.querySelector('iframe')?.getBoundingClientRect().height > 100")
     assert {"plot.png", "report.html", "table.csv", "table.md"} <= set(shown.text().split())
-    pictures("report", "table.csv")
+    pictures("report", "table.csv", "Does attention beat convolution on digits?")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
