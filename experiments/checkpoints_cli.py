@@ -25,34 +25,37 @@ if TYPE_CHECKING:
 @click.option("--name", help="the variant of a released file  [default: seen in its keys]")
 @click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="whose file")
 @click.option("--force", is_flag=True, help="replace a file that exists")
-def convert(source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool) -> None:
-    """Convert a classifier's weights between the authors' released files and ours, in either direction.
+@RUNS
+def convert(
+    source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: Path | str | None
+) -> None:
+    """Write a classifier's weights as a file of ours or of the authors'.
 
-    A released file does not tell everything: overrides such as footprint=9 tell the rest. Without them a pairwise footprint is
-    the paper's 7.
+    SOURCE is what `san evaluate` takes: a trial's checkpoint, or a file of either kind. A released file does not tell
+    everything: overrides such as footprint=9 tell the rest. Without them a pairwise footprint is the paper's 7.
     """
     from experiments.config import merged
+    from experiments.evaluate import kind_of, open_checkpoint, reach
     from experiments.expand import parse_override
     from experiments.storage import is_uri
     from san.models import checkpoint, released
 
-    for place in filter(is_uri, (source, target)):
-        kind = place.partition("://")[0]
-        raise UserError(f"{kind}://...: is an address; `san convert` takes files of this machine, so give the path of one")
+    if is_uri(target):
+        kind = target.partition("://")[0]
+        raise UserError(f"{kind}://...: is an address; `san convert` writes files of this machine, so give the path of one")
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: exists; name another file, or replace it with --force")
     try:
-        if checkpoint.is_checkpoint(checkpoint.read(source)):
-            if name or overrides:
-                raise UserError(
-                    f"{source}: is a file of ours, which tells its model; leave out --name and {', '.join(overrides)}"
-                )
-            model = checkpoint.load_checkpoint(source)
-        else:
-            fields = merged({}, *map(parse_override, overrides))
-            if wrong := fields.keys() & {"name", "path"}:
-                raise UserError(f"{', '.join(sorted(wrong))}: not a field of a model; --name tells the variant")
-            model = released.load_released_checkpoint(source, name, **fields)
+        with reach(source, runs) as (path, _):
+            if kind_of(path) == "released":
+                fields = merged({}, *map(parse_override, overrides))
+                if wrong := fields.keys() & {"name", "path"}:
+                    raise UserError(f"{', '.join(sorted(wrong))}: not a field of a model; --name tells the variant")
+                model = released.load_released_checkpoint(path, name, **fields)
+            elif needless := [*(["--name"] if name else []), *overrides]:
+                raise UserError(f"{source}: tells its model; leave out {', '.join(needless)}")
+            else:
+                model = open_checkpoint(path).model
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
         save(model, target)
     except ValueError as error:  # CheckpointError is one

@@ -16,6 +16,8 @@ class _Place(click.ParamType[str | Path]):
     name = "folder"
 
     def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> str | Path:
+        if value == "":
+            raise UserError("--runs: it is empty, as of a variable that is not set; name a folder, or leave the option out")
         return value if "://" in str(value) else Path(value)
 
 

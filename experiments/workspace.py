@@ -72,8 +72,8 @@ class Workspace:
 
 def default_runs() -> str:
     """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
-    if "SAN_RUNS" in os.environ:
-        return os.environ["SAN_RUNS"]
+    if runs := os.environ.get("SAN_RUNS"):
+        return runs
     is_job_copy = "_ray_pkg_" in PROJECT_DIR.as_posix()
     return str(Path.home() / ".san" / "runs" if is_job_copy else PROJECT_DIR / "runs")
 

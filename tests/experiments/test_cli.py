@@ -16,6 +16,7 @@ import torch
 from experiments.cli import main
 from experiments.config import PROJECT_DIR
 from experiments.report.paper import paper_rows
+from experiments.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint
 from tests.experiments.conftest import SMALL_GRID
@@ -223,7 +224,9 @@ def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -
     told = ("--name", "san10_pairwise", "stages=2", "width_factor=0.5", "footprint=9")
     assert san("convert", theirs, ours, "--force", *told)[0] == 0
     assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, stages=2, width_factor=0.5).spec
-    assert san("convert", ours, theirs, "footprint=9", "--force")[0] == 2
+    needless = ("footprint=9", "--name", "san10_pairwise")
+    code, _, err = san("convert", ours, theirs, "--force", *needless)
+    assert (code, err) == (2, f"san: {ours}: tells its model; leave out --name, footprint=9\n")
 
 
 def released_file(tmp_path: Path) -> str:
@@ -388,7 +391,9 @@ TAKEN = (
 )
 
 
-@pytest.mark.parametrize("arguments", [["evaluate"], ["robustness"], ["show", "3"], ["robustness", "other.pt"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["evaluate"], ["robustness"], ["show", "3"], ["robustness", "other.pt"], ["convert", "out.pth"]], ids=" ".join
+)
 @pytest.mark.parametrize("name", ["http://me:secret@host/model.pth", "http://host/model.pth?version=1", ""])
 def test_what_is_no_checkpoint_is_told_with_what_is(arguments: list[str], name: str, san: San) -> None:
     command, *others = arguments
@@ -403,11 +408,20 @@ def test_a_name_that_is_too_long_is_no_file(command: str, san: San) -> None:
 
 
 @pytest.mark.parametrize("address", ["http://me:secret@host/model.pth", "s3://bucket/model.pth"])
-def test_weights_are_converted_on_this_machine(address: str, san: San, tmp_path: Path) -> None:
+def test_weights_are_written_on_this_machine(address: str, san: San, tmp_path: Path) -> None:
     kind = address.partition(":")[0]
-    sentence = f"san: {kind}://...: is an address; `san convert` takes files of this machine, so give the path of one\n"
-    assert san("convert", address, str(tmp_path / "out.pth")) == (2, "", sentence)
+    sentence = f"san: {kind}://...: is an address; `san convert` writes files of this machine, so give the path of one\n"
     assert san("convert", released_file(tmp_path), address) == (2, "", sentence)
+
+
+def test_runs_that_are_empty_are_not_this_folder(san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = san("runs", "--runs", "")
+    assert (code, err) == (
+        2,
+        "san: --runs: it is empty, as of a variable that is not set; name a folder, or leave the option out\n",
+    )
+    monkeypatch.setenv("SAN_RUNS", "")
+    assert default_runs() == str(PROJECT_DIR / "runs")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,24 @@ def test_a_file_of_weights_gives_what_the_trials_checkpoint_gives(
     assert (found.epoch, found.own_images) == (None, None)
 
 
+@pytest.mark.parametrize(("form", "tells"), [("san", ()), ("released", PAIRWISE)])
+def test_a_trials_checkpoint_is_converted(
+    form: str,
+    tells: Sequence[str],
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "weights.pt"
+    where = ["--runs", str(trained.job.workspace.runs)]
+    monkeypatch.setattr(sys, "argv", ["san", "convert", trained.job.trials[0].key, str(out), "--to", form, *where])
+    main()
+    assert capsys.readouterr().out.startswith(f"{out}: san10_pairwise ")
+    found = evaluated(out, *HELD_OUT, *tells, profile="digits")
+    assert measured(found) == measured(evaluated(trained.folder))
+
+
 @pytest.mark.parametrize(("split", "images", "own"), [("train", 1317, True), ("val-split", 120, True), ("val", 360, False)])
 def test_every_split(split: str, images: int, own: bool, trained: Trained) -> None:
     found = evaluated(trained.folder, split=split)
