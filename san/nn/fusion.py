@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.nn.modules.module import _has_any_global_hook
 
 from san import ops
 from san.ops import LRL, Normalization, Statistics
@@ -67,15 +68,18 @@ def fused(attention: Attention, center: Tensor, around: Tensor, beta: Tensor, la
 
 
 def is_watched(layer: nn.Module) -> bool:
-    """Whether a hook waits for the layer to be called."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    """Whether a hook waits for the layer to be called: one of its own, or one for all modules."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return bool(hooks) or _has_any_global_hook()
 
 
 def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
     """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
     is_channels_last = x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
     if not (is_channels_last and ops.fuses("norm_relu", x_NCHW) and _is_plain(norm)) or is_watched(norm):
-        return relu(norm(x_NCHW), inplace=True)
+        # Another layer in its place may answer with x itself, and a hook may keep what it saw.
+        is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
+        return relu(norm(x_NCHW), inplace=is_ours)
     values = x_NCHW.numel() // x_NCHW.shape[1]
     _require_several(norm, values)
     if last_use and not norm.training and not torch.is_grad_enabled():
