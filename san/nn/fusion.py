@@ -75,8 +75,7 @@ def is_watched(layer: nn.Module) -> bool:
 
 def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
     """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
-    is_channels_last = x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
-    if not (is_channels_last and ops.fuses("norm_relu", x_NCHW) and _is_plain(norm)) or is_watched(norm):
+    if not (ops.fuses("norm_relu", x_NCHW) and _is_channels_last(x_NCHW) and _is_plain(norm)) or is_watched(norm):
         # Another layer in its place may answer with x itself, and a hook may keep what it saw.
         is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
         return relu(norm(x_NCHW), inplace=is_ours)
@@ -88,6 +87,10 @@ def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> T
     if norm.training:
         _remember(norm, mean, var, values)
     return y_NCHW
+
+
+def _is_channels_last(x_NCHW: Tensor) -> bool:
+    return x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
 
 
 def _is_plain(norm: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 
 import san
 from san import ops
@@ -253,6 +254,22 @@ def test_positions_do_not_lose_their_steps_in_half_types(how: str) -> None:
         got = position(x.bfloat16(), 7) if how == "autocast" else position.bfloat16()(x.bfloat16(), 7)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-6 if how == "autocast" else 2**-9)
+
+
+@pytest.mark.parametrize("position", ["absolute", "relative"])
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_the_linear_layer_of_the_position_is_called(position: str, backend: ops.Backend) -> None:
+    """So its hooks run, and with them pruning, which makes its weight anew before each call."""
+    module, x = PairwiseAttention(CHANNELS, 3, position=position), torch.randn(2, CHANNELS, 4, 5)
+    linear = module.get_submodule("position.linear")
+    seen: list[torch.Size] = []
+    linear.register_forward_hook(lambda layer, args, out: seen.append(out.shape))
+    l1_unstructured(linear, "weight", 1)
+    with ops.backend(backend):
+        for _ in range(2):
+            module(x).square().sum().backward()
+    assert seen == [torch.Size((1, 2, 4, 5))] * 2
+    assert linear.get_parameter("weight_orig").grad is not None
 
 
 def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
