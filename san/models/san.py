@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
-from san import ops
 from san.models.spec import ModelSpec, Trunk
 from san.nn import (
     GlobalAveragePool,
@@ -21,6 +20,7 @@ from san.nn import (
 from san.nn.fusion import is_watched, norm_relu
 from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
+from san.ops.functional import fuses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class SANTrunk(Trunk):
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_N3HW, self.stem, "the images")
         specialize(x_N3HW)
-        if ops.fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
+        if fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
         x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=not is_watched(self.stem))
         maps = []

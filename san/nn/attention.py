@@ -18,6 +18,7 @@ from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation
 from san.ops.footprint import check_side
+from san.ops.fused import pairwise_attention, patchwise_attention
 
 TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
     "distinct": ("phi", "psi", "beta"),
@@ -166,7 +167,7 @@ class PairwiseAttention(VectorAttention):
             center, around = (
                 torch.cat((x, p.expand(x.shape[0], -1, -1, -1)), 1) for x, p in zip((center, around), maps, strict=True)
             )
-        return fused(ops.pairwise_attention, center, around, beta_NMHW, layers, self.footprint)
+        return fused(pairwise_attention, center, around, beta_NMHW, layers, self.footprint)
 
 
 class PatchwiseAttention(VectorAttention):
@@ -215,7 +216,7 @@ class PatchwiseAttention(VectorAttention):
         if self.relation != "concatenation" or layers is None or not is_plain:
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
-        return fused(ops.patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)
+        return fused(patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)
 
 
 class ScalarAttention(SelfAttention):

@@ -24,7 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import san
 from san import ops
 from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
-from san.ops import library
+from san.ops import fused, library
+from san.ops.functional import fuses
 from tests.ops.fused_cases import EPS, KINDS, every_kind, every_mode
 
 assert library.load(), "the extension must build: these tests are about it"
@@ -248,20 +249,20 @@ def test_noncontiguous(kind: str, layout: str) -> None:
     assert is_channels_last if layout == "channels_last" else ours["y"].is_contiguous()
 
 
-def gamma_of(module: SelfAttention) -> ops.LRL:
+def gamma_of(module: SelfAttention) -> fused.LRL:
     assert isinstance(module, PairwiseAttention | PatchwiseAttention)
     norm1, _, linear1, norm2, _, linear2 = module.gamma
-    norms = [ops.Normalization(n.weight, n.bias, n.running_mean, n.running_var) for n in (norm1, norm2)]
-    return ops.LRL(norms[0], linear1.weight.flatten(1), norms[1], linear2.weight.flatten(1), linear2.bias)
+    norms = [fused.Normalization(n.weight, n.bias, n.running_mean, n.running_var) for n in (norm1, norm2)]
+    return fused.LRL(norms[0], linear1.weight.flatten(1), norms[1], linear2.weight.flatten(1), linear2.bias)
 
 
 def attended(module: SelfAttention, phi: Tensor, psi: Tensor, beta: Tensor) -> Tensor:
     """What a module without position does in training, by the operator itself."""
     if isinstance(module, PairwiseAttention):
-        return ops.pairwise_attention(phi, psi, beta, gamma_of(module), module.footprint, True, EPS)[0]
+        return fused.pairwise_attention(phi, psi, beta, gamma_of(module), module.footprint, True, EPS)[0]
     assert isinstance(module, PatchwiseAttention)
     center = phi if module.row.when_shared is not None else phi[:, :0]
-    return ops.patchwise_attention(center, psi, beta, gamma_of(module), module.footprint, True, EPS)[0]
+    return fused.patchwise_attention(center, psi, beta, gamma_of(module), module.footprint, True, EPS)[0]
 
 
 @every_kind
@@ -467,11 +468,11 @@ def test_other_mappings_run_unfused(kind: str, mapping: str) -> None:
 @every_kind
 def test_fuses_where_it_may(kind: str) -> None:
     x = torch.zeros(1, 1, 3, 3)
-    assert ops.fuses(kind, x)
-    assert not ops.fuses(kind, x.to("meta"))
+    assert fuses(kind, x)
+    assert not fuses(kind, x.to("meta"))
     for name in ("unfused", "reference"):
         with ops.backend(name):
-            assert not ops.fuses(kind, x)
+            assert not fuses(kind, x)
             assert not is_fused(Setting(kind).module(), Setting(kind).x())
 
 

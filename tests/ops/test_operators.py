@@ -208,6 +208,11 @@ def test_rejects_groups_below_python_too(groups: int) -> None:
         torch.ops.san.dot(MAP, MAP, 3, groups)
 
 
+def test_all_public_operators_have_a_reference() -> None:
+    """A fused operator has none: it is for modules, which have one."""
+    assert set(ops.__all__) == {"Backend", "backend", "hadamard", "summation"} | {operator.name for operator in OPERATORS}
+
+
 def test_backend_reference_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: pytest.fail("the kernels were asked for"))
     with ops.backend("reference"):
