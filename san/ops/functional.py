@@ -6,7 +6,7 @@ Shapes as in `san/ops/reference.py`. All operators take float16, bfloat16, float
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Literal, get_args
 
@@ -21,15 +21,22 @@ Backend = Literal["auto", "unfused", "reference"]
 _backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
 
 
-@contextmanager
-def backend(name: Backend) -> Iterator[None]:
-    """Chooses what runs inside the `with` block.
+def backend(name: Backend) -> AbstractContextManager[None]:
+    """Chooses what runs inside the `with` block, in this thread: one that is started inside begins with `auto`.
 
     `auto`: attention as one kernel where it has one; `unfused`: a kernel for each operator; `reference`: plain torch, the
-    specification.
+    specification. What is chosen in forward holds for its backward too.
+
+    Raises:
+        ValueError: another name, at the call.
     """
     if name not in get_args(Backend):
         raise ValueError(f"the backend must be 'auto', 'unfused' or 'reference', not {name!r}")
+    return _chosen(name)
+
+
+@contextmanager
+def _chosen(name: Backend) -> Iterator[None]:
     token = _backend.set(name)
     try:
         yield
