@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
+from san.choice import ChoiceError
 from san.models.spec import ModelSpec, Trunk
 from san.nn import (
     GlobalAveragePool,
@@ -141,7 +142,14 @@ class SANTrunk(Trunk):
         self.stem = nn.Conv2d(3, widths[0], 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(widths[0])
         rows = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
-        self.stages = nn.ModuleList(Stage(width_in, width, depth, k, spec) for width_in, width, depth, k in rows)
+        self.stages = nn.ModuleList()
+        for number, (width_in, width, depth, k) in enumerate(rows, start=1):
+            try:
+                self.stages.append(Stage(width_in, width, depth, k, spec))
+            except ChoiceError:
+                raise  # all stages have the same name of a relation, mapping, ...
+            except ValueError as error:
+                raise ValueError(f"stage {number} of {spec.name} ({width} channels): {error}") from None
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_N3HW, self.stem, "the images")
