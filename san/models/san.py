@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
-from san import ops
+from san.choice import ChoiceError
 from san.models.spec import ModelSpec, Trunk
 from san.nn import (
     GlobalAveragePool,
@@ -21,6 +21,7 @@ from san.nn import (
 from san.nn.fusion import is_watched, norm_relu
 from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
+from san.ops.functional import fuses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +142,19 @@ class SANTrunk(Trunk):
         self.stem = nn.Conv2d(3, widths[0], 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(widths[0])
         rows = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
-        self.stages = nn.ModuleList(Stage(width_in, width, depth, k, spec) for width_in, width, depth, k in rows)
+        self.stages = nn.ModuleList()
+        for number, (width_in, width, depth, k) in enumerate(rows, start=1):
+            try:
+                self.stages.append(Stage(width_in, width, depth, k, spec))
+            except ChoiceError:
+                raise  # all stages have the same name of a relation, mapping, ...
+            except ValueError as error:
+                raise ValueError(f"stage {number} of {spec.name} ({width} channels): {error}") from None
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_N3HW, self.stem, "the images")
         specialize(x_N3HW)
-        if ops.fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
+        if fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
         x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=not is_watched(self.stem))
         maps = []

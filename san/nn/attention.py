@@ -18,6 +18,7 @@ from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation
 from san.ops.footprint import check_side
+from san.ops.fused import pairwise_attention, patchwise_attention
 
 TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
     "distinct": ("phi", "psi", "beta"),
@@ -46,15 +47,14 @@ class SelfAttention(nn.Module):
 
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, transformation: str = "distinct") -> None:
         super().__init__()
-        for what, value in (("channels", channels), ("footprint", footprint), ("r1", r1), ("r2", r2)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{what} must be a whole number of at least 1, not {value!r}")
+        _check_whole(channels=channels, footprint=footprint, r1=r1, r2=r2)
         check_side(footprint)
         if channels % r1 or channels % r2:
             raise ValueError(f"{channels} channels cannot be divided by r1={r1} and by r2={r2}")
         self.footprint = footprint
         self.relation_channels = channels // r1
         self.value_channels = channels // r2
+        self.transformation = transformation
         self.roles = choose("transformation", transformation, TRANSFORMATIONS)
         if self.roles[0] == "beta" and r1 != r2:
             sentence = f"transformation {transformation!r} needs r1 = r2 (the paper's 4), not r1={r1} and r2={r2}"
@@ -103,14 +103,19 @@ class VectorAttention(SelfAttention):
         share: S, value channels that share one attention weight; G = M / S.
     """
 
+    relation: str
+    mapping: str
+
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int, transformation: str) -> None:
         super().__init__(channels, footprint, r1, r2, transformation)
-        if share < 1 or self.value_channels % share:
+        _check_whole(share=share)
+        if self.value_channels % share:
             raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by share={share}")
         self.weight_channels = self.value_channels // share
 
     def extra_repr(self) -> str:
-        return f"footprint={self.footprint}, values={self.value_channels}, weights={self.weight_channels}"
+        named = f"relation={self.relation}, mapping={self.mapping}, transformation={self.transformation}"
+        return f"footprint={self.footprint}, values={self.value_channels}, weights={self.weight_channels}, {named}"
 
 
 class PairwiseAttention(VectorAttention):
@@ -137,7 +142,7 @@ class PairwiseAttention(VectorAttention):
     ) -> None:
         super().__init__(channels, footprint, r1, r2, share, transformation)
         row = choose("relation", relation, PAIRWISE)
-        self.relation = relation
+        self.relation, self.mapping = relation, mapping
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
         hidden = choose("mapping", mapping, MAPPINGS).pairwise(channels // HIDDEN_REDUCTION)
         if hidden and channels % HIDDEN_REDUCTION:
@@ -166,7 +171,11 @@ class PairwiseAttention(VectorAttention):
             center, around = (
                 torch.cat((x, p.expand(x.shape[0], -1, -1, -1)), 1) for x, p in zip((center, around), maps, strict=True)
             )
-        return fused(ops.pairwise_attention, center, around, beta_NMHW, layers, self.footprint)
+        return fused(pairwise_attention, center, around, beta_NMHW, layers, self.footprint)
+
+    def extra_repr(self) -> str:
+        position = "none" if self.position is None else self.position.encoding
+        return f"{super().extra_repr()}, position={position}"
 
 
 class PatchwiseAttention(VectorAttention):
@@ -191,7 +200,7 @@ class PatchwiseAttention(VectorAttention):
     ) -> None:
         super().__init__(channels, footprint, r1, r2, share, transformation)
         choose("relation", relation, PATCHWISE)
-        self.relation = relation
+        self.relation, self.mapping = relation, mapping
         K, R, G = footprint**2, self.relation_channels, self.weight_channels
         hidden = choose("mapping", mapping, MAPPINGS).patchwise(R, G)
         self.gamma = gamma((self.row.channels(R, K), *hidden, K * G))
@@ -215,7 +224,7 @@ class PatchwiseAttention(VectorAttention):
         if self.relation != "concatenation" or layers is None or not is_plain:
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
-        return fused(ops.patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)
+        return fused(patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)
 
 
 class ScalarAttention(SelfAttention):
@@ -230,8 +239,9 @@ class ScalarAttention(SelfAttention):
 
     def __init__(self, channels: int, footprint: int = 7, *, r1: int = 4, r2: int = 4, heads: int = 8) -> None:
         super().__init__(channels, footprint, r1, r2)
+        _check_whole(heads=heads)
         R, M = self.relation_channels, self.value_channels
-        if heads < 1 or R % heads or M % heads or R % 2:
+        if R % heads or M % heads or R % 2:
             raise ValueError(f"{R} relation and {M} value channels cannot be divided by heads={heads} and into two halves")
         self.weight_channels = heads
         self.rows = nn.Parameter(torch.empty(R // 2, footprint, 1))
@@ -249,6 +259,12 @@ class ScalarAttention(SelfAttention):
 
     def extra_repr(self) -> str:
         return f"footprint={self.footprint}, values={self.value_channels}, heads={self.weight_channels}"
+
+
+def _check_whole(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
 
 
 def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.nn.modules.module import _has_any_global_hook
 
-from san import ops
-from san.ops import LRL, Normalization, Statistics
+from san.ops import fused as kernels
+from san.ops.functional import fuses
+from san.ops.fused import LRL, Normalization, Statistics
 
 
 class Layers(NamedTuple):
@@ -28,7 +30,7 @@ class Layers(NamedTuple):
 
 def fusable(operator: str, gamma: nn.Sequential, x: Tensor) -> Layers | None:
     """gamma's layers if attention over maps like `x` can run as `operator`: plain ones of an LRL that nobody watches."""
-    if type(gamma) is not nn.Sequential or not ops.fuses(operator, x) or x.numel() == 0:
+    if type(gamma) is not nn.Sequential or not fuses(operator, x) or x.numel() == 0:
         return None
     if is_watched(gamma) or any(map(is_watched, gamma)):
         return None
@@ -57,7 +59,7 @@ def fused(attention: Attention, center: Tensor, around: Tensor, beta: Tensor, la
     assert linear2.bias is not None, "gamma's last Linear layer has a bias"
     weight1, weight2 = linear1.weight.flatten(1), linear2.weight.flatten(1)
     gamma = LRL(_normalization(norm1), weight1, _normalization(norm2), weight2, linear2.bias)
-    values = beta.numel() // beta.shape[1] * (1 if attention is ops.patchwise_attention else footprint**2)
+    values = beta.numel() // beta.shape[1] * (1 if attention is kernels.patchwise_attention else footprint**2)
     _require_several(norm1, values)
     y, statistics = attention(center, around, beta, gamma, footprint, norm1.training, norm1.eps)
     if norm1.training:
@@ -67,23 +69,29 @@ def fused(attention: Attention, center: Tensor, around: Tensor, beta: Tensor, la
 
 
 def is_watched(layer: nn.Module) -> bool:
-    """Whether a hook waits for the layer to be called."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    """Whether a hook waits for the layer to be called: one of its own, or one for all modules."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return bool(hooks) or _has_any_global_hook()
 
 
 def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
     """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
-    is_channels_last = x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
-    if not (is_channels_last and ops.fuses("norm_relu", x_NCHW) and _is_plain(norm)) or is_watched(norm):
-        return relu(norm(x_NCHW), inplace=True)
+    if not (fuses("norm_relu", x_NCHW) and _is_channels_last(x_NCHW) and _is_plain(norm)) or is_watched(norm):
+        # Another layer in its place may answer with x itself, and a hook may keep what it saw.
+        is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
+        return relu(norm(x_NCHW), inplace=is_ours)
     values = x_NCHW.numel() // x_NCHW.shape[1]
     _require_several(norm, values)
     if last_use and not norm.training and not torch.is_grad_enabled():
-        return ops.norm_relu_(x_NCHW, _normalization(norm), norm.eps)
-    y_NCHW, mean, var = ops.norm_relu(x_NCHW, _normalization(norm), norm.training, norm.eps)
+        return kernels.norm_relu_(x_NCHW, _normalization(norm), norm.eps)
+    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, _normalization(norm), norm.training, norm.eps)
     if norm.training:
         _remember(norm, mean, var, values)
     return y_NCHW
+
+
+def _is_channels_last(x_NCHW: Tensor) -> bool:
+    return x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
 
 
 def _is_plain(norm: nn.Module) -> bool:

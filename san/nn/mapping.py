@@ -38,7 +38,7 @@ def gamma(widths: tuple[int, ...]) -> nn.Sequential:
     for step, (width_in, width_out) in enumerate(pairwise(widths)):
         layers += [
             nn.BatchNorm2d(width_in),
-            nn.ReLU(inplace=True),
+            nn.ReLU(),
             nn.Conv2d(width_in, width_out, 1, bias=step == last),
         ]
     return nn.Sequential(*layers)

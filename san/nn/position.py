@@ -72,6 +72,9 @@ class Position(nn.Module):
 
     def _features(self, like_NRHW: Tensor) -> Tensor:
         dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
-        weight, bias = self.linear.weight.to(dtype), self.linear.bias
+        p_12HW = coordinates(like_NRHW, dtype)
+        weight, bias = self.linear.weight, self.linear.bias
+        if weight.dtype == dtype:
+            return self.linear(p_12HW)
         assert bias is not None, "p is an affine map"
-        return conv2d(coordinates(like_NRHW, dtype), weight, bias.to(dtype))
+        return conv2d(p_12HW, weight.to(dtype), bias.to(dtype))

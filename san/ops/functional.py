@@ -6,12 +6,13 @@ Shapes as in `san/ops/reference.py`. All operators take float16, bfloat16, float
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from san.ops import library, reference
 from san.ops.footprint import check_footprint
@@ -20,15 +21,22 @@ Backend = Literal["auto", "unfused", "reference"]
 _backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
 
 
-@contextmanager
-def backend(name: Backend) -> Iterator[None]:
-    """Chooses what runs inside the `with` block.
+def backend(name: Backend) -> AbstractContextManager[None]:
+    """Chooses what runs inside the `with` block, in this thread: one that is started inside begins with `auto`.
 
     `auto`: attention as one kernel where it has one; `unfused`: a kernel for each operator; `reference`: plain torch, the
-    specification.
+    specification. What is chosen in forward holds for its backward too.
+
+    Raises:
+        ValueError: another name, at the call.
     """
     if name not in get_args(Backend):
         raise ValueError(f"the backend must be 'auto', 'unfused' or 'reference', not {name!r}")
+    return _chosen(name)
+
+
+@contextmanager
+def _chosen(name: Backend) -> Iterator[None]:
     token = _backend.set(name)
     try:
         yield
@@ -90,7 +98,7 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
 def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
     """The weighted sum of values over the footprint, [N, C, H, W] (equations 2 and 4); channel c uses weight c % G.
 
-    The result has beta's memory format.
+    The result has beta's memory format, but under transforms of `torch.func`.
 
     Raises:
         ValueError: `weight_NGKP` does not fit `beta_NCHW` and the footprint, or the footprint does not fit the map.
@@ -107,6 +115,8 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
         raise ValueError(f"beta's {C} channels must be a positive multiple of the {shape[1]} weight channels")
     aggregate = torch.ops.san.aggregation if _kernels_run(beta_NCHW) else reference.aggregation
     y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
+    if _is_transformed():  # vmap knows no memory formats
+        return y_NCHW
     is_channels_last = not beta_NCHW.is_contiguous() and beta_NCHW.is_contiguous(memory_format=torch.channels_last)
     return y_NCHW.contiguous(memory_format=torch.channels_last) if is_channels_last else y_NCHW
 
@@ -152,7 +162,16 @@ def _kernels_run(x: Tensor) -> bool:
 @library.constant
 def _kernels_chosen(device: str) -> bool:
     """A compiled graph keeps the back end that was chosen when it was traced; an exported one runs where `san` is not."""
-    if torch.compiler.is_exporting() or _backend.get() == "reference":
+    if torch.compiler.is_exporting() or _backend.get() == "reference" or _is_transformed():
         return False
     is_built = library.load()
     return device == "meta" or (is_built and library.runs_on(device))
+
+
+@library.constant
+def _is_transformed() -> bool:
+    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) or forward-mode derivatives are at work.
+
+    The kernels have reverse-mode derivatives only, of which neither knows; the reference has all.
+    """
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

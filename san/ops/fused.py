@@ -2,6 +2,8 @@
 
 For gamma = LRL (BatchNorm, ReLU, Linear, BatchNorm, ReLU, Linear), the paper's default. Shapes as in `san/ops/reference.py`;
 d relation channels, E hidden channels of gamma. First derivatives only: `ops.backend("unfused")` has all of them.
+
+Not for users: inputs are not checked and no backend is asked. `san.nn.fusion` calls them where `functional.fuses` lets it.
 """
 
 from __future__ import annotations

@@ -114,7 +114,10 @@ REFUSALS = {
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
     "too many stages": (("san10_pairwise", {"stages": 6}), "san10_pairwise: stages must be 1 to 5, not 6"),
     "no width": (("san10_pairwise", {"width_factor": 0}), "width_factor must be positive, not 0"),
-    "channels not divided": (("san10_pairwise", {"width_factor": 0.25}), "4 value channels .* divided by share=8"),
+    "channels not divided": (
+        ("san10_pairwise", {"width_factor": 0.25}),
+        r"stage 1 of san10_pairwise \(16 channels\): 4 value channels .* divided by share=8",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 
 import san
 from san import ops
@@ -255,6 +256,33 @@ def test_positions_do_not_lose_their_steps_in_half_types(how: str) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-6 if how == "autocast" else 2**-9)
 
 
+@pytest.mark.parametrize("position", ["absolute", "relative"])
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_the_linear_layer_of_the_position_is_called(position: str, backend: ops.Backend) -> None:
+    """So its hooks run, and with them pruning, which makes its weight anew before each call."""
+    module, x = PairwiseAttention(CHANNELS, 3, position=position), torch.randn(2, CHANNELS, 4, 5)
+    linear = module.get_submodule("position.linear")
+    seen: list[torch.Size] = []
+    linear.register_forward_hook(lambda layer, args, out: seen.append(out.shape))
+    l1_unstructured(linear, "weight", 1)
+    with ops.backend(backend):
+        for _ in range(2):
+            module(x).square().sum().backward()
+    assert seen == [torch.Size((1, 2, 4, 5))] * 2
+    assert linear.get_parameter("weight_orig").grad is not None
+
+
+def test_repr_tells_all_that_an_experiment_varies() -> None:
+    assert PairwiseAttention(64, position="absolute", mapping="L").extra_repr() == (
+        "footprint=7, values=16, weights=2, relation=subtraction, mapping=L, transformation=distinct, position=absolute"
+    )
+    assert PairwiseAttention(64, position="none").extra_repr().endswith(", position=none")
+    assert PatchwiseAttention(64, relation="star", transformation="phi_eq_psi").extra_repr() == (
+        "footprint=7, values=16, weights=2, relation=star, mapping=LRL, transformation=phi_eq_psi"
+    )
+    assert ScalarAttention(64).extra_repr() == "footprint=7, values=16, heads=8"
+
+
 def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
         return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()
@@ -280,6 +308,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels cannot be divided by r1=16 and by r2=4"),
     "channels not shared evenly": (lambda: PairwiseAttention(64, share=3), "16 value channels .* divided by share=3"),
     "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels cannot be divided by 16 for the hidden"),
+    "share as a word": (lambda: PairwiseAttention(64, share="8"), "share must be a whole number of at least 1, not '8'"),  # type: ignore[arg-type]
+    "share as a float": (lambda: PatchwiseAttention(64, share=8.0), "share must be a whole number of at least 1, not 8.0"),  # type: ignore[arg-type]
+    "no share": (lambda: PatchwiseAttention(64, share=0), "share must be a whole number of at least 1, not 0"),
+    "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads must be a whole number of at least 1, not 2.0"),  # type: ignore[arg-type]
+    "a truth for channels": (lambda: PairwiseAttention(True, 1), "channels must be a whole number of at least 1, not True"),
+    "a truth for a reduction": (lambda: ScalarAttention(64, r1=True), "r1 must be a whole number of at least 1, not True"),
+    "a truth for share": (lambda: PairwiseAttention(64, share=True), "share must be a whole number of at least 1, not True"),
     "heads": (lambda: ScalarAttention(64, heads=3), "16 relation and 16 value channels cannot be divided by heads=3"),
     "weights in training": (
         lambda: san.attention_weights(nn.Sequential(PairwiseAttention(64)), torch.zeros(1)),

@@ -355,7 +355,7 @@ def test_is_ready_without_a_module() -> None:
     """In a process of its own, in which nothing has asked for the kernels yet."""
     code = """
 import torch, san
-from san.ops import LRL, Normalization, pairwise_attention
+from san.ops.fused import LRL, Normalization, pairwise_attention
 x, one = torch.randn(1, 4, 5, 5), torch.ones(4)
 norm = Normalization(one, one, one, one)
 print(pairwise_attention(x, x, x, LRL(norm, torch.ones(4, 4), norm, torch.ones(2, 4), one[:2]), 3, True, 1e-5)[0].shape)

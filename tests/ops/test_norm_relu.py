@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from san import ops
 from san.nn.fusion import norm_relu
+from san.ops import fused
 
 LAST = torch.channels_last
 
@@ -95,7 +96,7 @@ def test_nan_stays() -> None:
 
 @pytest.mark.parametrize("change", ["a map in torch's own layout", "a hook", "no affine", "SyncBatchNorm"])
 def test_runs_as_two_where_it_must(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "norm_relu", None)
+    monkeypatch.setattr(fused, "norm_relu", None)
     layer: nn.Module = norm(5).eval()
     x = a_map(2, 5, 4, 3)
     if change == "a map in torch's own layout":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from san import ops
 from san.ops import library
+from san.ops.functional import _backend
 from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
 
 assert library.load(), "the extension must build: these tests are about it"
@@ -186,7 +188,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3),
         "8 channels .* multiple of the 3",
     ),
-    "unknown backend": (lambda: ops.backend("fast").__enter__(), "'auto', 'unfused' or 'reference', not 'fast'"),  # type: ignore[arg-type]
+    "unknown backend": (lambda: ops.backend("fast"), "'auto', 'unfused' or 'reference', not 'fast'"),  # type: ignore[arg-type]
 }
 
 
@@ -206,6 +208,22 @@ def test_rejects_a_large_footprint_below_python_too() -> None:
 def test_rejects_groups_below_python_too(groups: int) -> None:
     with pytest.raises(RuntimeError, match=f"8 channels must be a positive multiple of the {groups} groups"):
         torch.ops.san.dot(MAP, MAP, 3, groups)
+
+
+def test_all_public_operators_have_a_reference() -> None:
+    """A fused operator has none: it is for modules, which have one."""
+    assert set(ops.__all__) == {"Backend", "backend", "hadamard", "summation"} | {operator.name for operator in OPERATORS}
+
+
+def test_the_backend_is_chosen_for_one_thread() -> None:
+    found: list[str] = []
+    other = threading.Thread(target=lambda: found.append(_backend.get()))
+    with ops.backend("reference"):
+        other.start()
+        other.join()
+        assert _backend.get() == "reference"
+    assert found == ["auto"]
+    assert _backend.get() == "auto"
 
 
 def test_backend_reference_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,108 @@
+"""Models that somebody looks into or changes: hooks, other layers in place of a norm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+
+import san
+
+NAMES = ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"]
+every_model = pytest.mark.parametrize("name", NAMES)
+every_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+IMAGES = torch.randn(2, 3, 16, 18, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = san.create_model(name, 10, stages=1, width_factor=0.5).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # p_i - p_i = 0 in front of a ReLU with bias 0 would leave its gradient to rounding
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def norms(model: nn.Module) -> Iterator[str]:
+    return (name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    leaf = IMAGES.clone().requires_grad_()
+    logits = model(leaf)
+    return [logits, *torch.autograd.grad(logits.square().sum(), [leaf, *model.parameters()])]
+
+
+class Answer(nn.Module):
+    """In place of a norm: the input itself, a view of it, or a copy of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return {"itself": x, "a view": x.view_as(x), "a copy": x.clone()}[self.how]
+
+
+@every_model
+@pytest.mark.parametrize("how", ["itself", "a view"])
+@torch.no_grad()
+def test_what_stands_in_place_of_a_norm_keeps_its_input(name: str, how: str) -> None:
+    """A block still needs it for its identity."""
+    plain = made(name).eval()
+    for norm in norms(plain):
+        answers = {}
+        for answer in (how, "a copy"):
+            model = copy.deepcopy(plain)
+            model.set_submodule(norm, Answer(answer))
+            answers[answer] = model(IMAGES)
+        torch.testing.assert_close(answers[how], answers["a copy"], rtol=0, atol=0, msg=norm)
+
+
+@every_model
+@every_mode
+@torch.no_grad()
+def test_what_a_hook_keeps_is_not_overwritten(name: str, training: bool) -> None:
+    model, kept = made(name).train(training), []
+
+    def keep(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        kept.append((type(layer).__name__, output, output.clone()))
+
+    for layer in model.modules():
+        layer.register_forward_hook(keep)
+    model(IMAGES)
+    assert {"BatchNorm2d", "Conv2d"} <= {layer for layer, *_ in kept}
+    assert not [layer for layer, output, then in kept if not torch.equal(output, then)]
+
+
+@every_model
+def test_hooks_on_gradients_change_nothing(name: str) -> None:
+    model = made(name)
+    wanted = gradients(copy.deepcopy(model))
+    seen: set[str] = set()
+    for part, layer in model.named_modules():
+        layer.register_full_backward_hook(lambda *_, part=part: seen.add(part))  # type: ignore[misc]
+    for got, want in zip(gradients(model), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert seen >= set(norms(model))
+
+
+@every_model
+def test_hooks_for_all_modules_see_all_norms(name: str) -> None:
+    model = made(name)
+    names = {layer: part for part, layer in model.named_modules()}
+    forward: list[str] = []
+    backward: list[str] = []
+    with ExitStack() as hooks:
+        hooks.enter_context(register_module_forward_hook(lambda layer, *_: forward.append(names[layer])))
+        hooks.enter_context(register_module_full_backward_hook(lambda layer, *_: backward.append(names[layer])))
+        gradients(model)
+    assert set(forward) >= set(norms(model))
+    assert set(backward) >= set(norms(model))

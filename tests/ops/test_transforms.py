@@ -1,0 +1,152 @@
+"""Transforms of `torch.func` and forward-mode derivatives, of operators and networks, which the kernels do not know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+from torch.autograd import forward_ad, gradcheck
+
+import san
+from san import ops
+from san.ops.functional import fuses
+from tests.ops.operators import OPERATORS, Case, Operator
+
+every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
+every_model = pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
+CASE = Case(1, 4, 3, 2, 3)
+Function = Callable[[Tensor], Tensor]
+
+
+def scalar(function: Function) -> Function:
+    return lambda x: function(x).square().sum()
+
+
+# What is asked of a function at x, in a direction; all are tensors of the size of x or of a result.
+TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
+    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,))[1],
+    "vjp": lambda f, x, t: func.vjp(scalar(f), x)[1](torch.ones((), dtype=x.dtype))[0],
+    "linearize": lambda f, x, t: func.linearize(f, x)[1](t),
+    "grad": lambda f, x, t: func.grad(scalar(f))(x),
+    "vmap": lambda f, x, t: func.vmap(f)(torch.stack((x, t))),
+    "gradients of single images": lambda f, x, t: func.vmap(func.grad(scalar(f)))(torch.stack((x, t))),
+    "hessian-vector": lambda f, x, t: func.jvp(func.grad(scalar(f)), (x,), (t,))[1],
+    "jacrev": lambda f, x, t: func.jacrev(lambda s: f(x + s * t))(torch.ones(2, dtype=x.dtype).sum()),
+    "jacfwd": lambda f, x, t: func.jacfwd(lambda s: f(x + s * t))(torch.ones(2, dtype=x.dtype).sum()),
+    "hessian": lambda f, x, t: func.hessian(lambda s: scalar(f)(x * s[0] + t * s[1]))(torch.ones(2, dtype=x.dtype)),
+    "dual numbers": lambda f, x, t: tangent(f, x, t),
+}
+every_transform = pytest.mark.parametrize("transform", TRANSFORMS)
+
+
+def tangent(function: Function, x: Tensor, direction: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(function(forward_ad.make_dual(x, direction))).tangent
+    assert found is not None, "the derivative was lost"
+    return found
+
+
+@every_operator
+def test_forward_mode_and_batches_of_gradients_match_differences(operator: Operator) -> None:
+    inputs = tuple(x.requires_grad_() for x in operator.sample(CASE))
+    arguments = (*inputs, *operator.rest(CASE))
+    options = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(getattr(ops, operator.name), arguments, **options)
+
+
+@every_operator
+@every_transform
+def test_operators_match_the_reference(operator: Operator, transform: str) -> None:
+    first, *others = operator.sample(CASE)
+    (direction, *_) = operator.sample(CASE, seed=1)
+
+    def transformed(call: Callable[..., Tensor]) -> Tensor:
+        return TRANSFORMS[transform](lambda x: call(x, *others, *operator.rest(CASE)), first, direction)
+
+    torch.testing.assert_close(
+        transformed(getattr(ops, operator.name)), transformed(operator.reference), rtol=1e-12, atol=1e-12
+    )
+
+
+def made(name: str) -> nn.Module:
+    """In evaluation, where no parameter has a special value."""
+    torch.manual_seed(0)
+    model = san.create_model(name, 3, depths=(1,), widths=(32,)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def images(seed: int) -> Tensor:
+    return torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@every_model
+@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "linearize"])  # which takes no in-place ReLU
+def test_networks_match_the_reference(name: str, transform: str) -> None:
+    model = made(name)
+    ours = TRANSFORMS[transform](model, images(0), images(1))
+    with ops.backend("reference"):
+        wanted = TRANSFORMS[transform](model, images(0), images(1))
+    torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
+
+
+@every_model
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_the_tangent_of_a_network_matches_differences(name: str, frozen: bool) -> None:
+    model, x, direction, step = made(name).requires_grad_(not frozen), images(0), images(1), 1e-6
+    wanted = (model(x + step * direction) - model(x - step * direction)) / (2 * step)
+    for backend in ("auto", "unfused"):
+        with ops.backend(backend):
+            found = tangent(model, x, direction), func.jvp(model, (x,), (direction,))[1]
+        for got in found:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-8)
+
+
+@every_model
+def test_gradients_of_parameters_are_those_of_backward(name: str) -> None:
+    """In evaluation: torch's own BatchNorm counts the batches of training in a way that `func.grad` refuses."""
+    model = made(name)
+    plain = copy.deepcopy(model)
+    wanted = torch.autograd.grad(plain(images(0)).square().sum(), list(plain.parameters()))
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return func.functional_call(model, parameters, images(0)).square().sum()
+
+    ours: dict[str, Any] = func.grad(loss)(parameters)
+    for got, want in zip(ours.values(), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_compiled_transform_is_one_graph(transform: str) -> None:
+    torch.compiler.reset()
+    module = san.PairwiseAttention(32, 3, share=4).double().eval()
+    x, t = torch.randn(2, 2, 32, 5, 4, dtype=torch.float64)
+
+    def transformed(x: Tensor) -> Tensor:
+        return TRANSFORMS[transform](lambda z: module(z), x, t)  # vmap asks for a name, which no graph takes of a module
+
+    compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), transformed(x))
+
+
+def test_a_module_is_fused_again_behind_a_transform() -> None:
+    x = torch.zeros(1, 1, 3, 3)
+    chosen: list[bool] = []
+
+    def choose(x: Tensor) -> Tensor:
+        chosen.append(fuses("pairwise", x))
+        return x.sum()
+
+    choose(x)
+    func.grad(choose)(x)
+    choose(x)
+    assert chosen == [True, False, True]
