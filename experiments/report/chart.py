@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise, product
 
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 44, 14, 30, 44
@@ -25,6 +26,20 @@ MARKERS = (
     "M0 5 4.8-3.6h-9.6z",
 )
 DASHES = ("", "7 4", "1.5 4", "9 3 2 3")
+
+AROUND = (
+    ("start", 6, -6),
+    ("end", -6, -6),
+    ("start", 6, 14),
+    ("end", -6, 14),
+    ("start", 8, 4),
+    ("end", -8, 4),
+    ("middle", 0, -9),
+    ("middle", 0, 18),
+)
+"""Where a label may stand: its anchor, and how far that is from its point."""
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +76,16 @@ class Axis:
 def points_chart(name: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     """Points with their intervals and labels, those of a series joined. `name` is the text alternative's first sentence."""
     plot = _Plot(series, x, y)
-    shapes, boxes = [], []
+    shapes, boxes, lines = [], [], []
     for one in series:
         places = [(plot.x(point.x), plot.y(point.y)) for point in one.points]
         boxes += [(left - 6, top - 6, left + 6, top + 6) for left, top in places]
+        lines += _along(places)
         boxes += [(plot.x(p.x) - 2, plot.y(p.high), plot.x(p.x) + 2, plot.y(p.low)) for p in one.points]
         marks = "".join(map(plot.marker, one.points, [one.style] * len(places)))
         bars = "".join(map(plot.bar, one.points))
         shapes.append(f'<g class="c{one.style % COLOURS}">{_line(places, one.style, "join")}{bars}{marks}</g>')
-    labels = [plot.label(point, boxes) for one in series for point in one.points if point.label]
+    labels = [plot.label(point, boxes, lines) for one in series for point in one.points if point.label]
     return plot.svg(name, [*shapes, *labels])
 
 
@@ -140,23 +156,15 @@ class _Plot:
         caps = "".join(f"M{at - 4:.1f} {end:.1f}h8" for end in ends)
         return f'<path class="bar" d="M{at:.1f} {low:.1f}V{high:.1f}{caps}"/>'
 
-    def label(self, point: Point, boxes: list[tuple[float, float, float, float]]) -> str:
-        """A point's short words at the first place around it that is free; nothing where none is, for hovering tells them."""
+    def label(self, point: Point, boxes: list[Box], lines: list[Box]) -> str:
+        """A point's short words at the first place around it that is free, of lines too where there is one; nothing where none
+        is, for hovering tells them."""
         at, top, width = self.x(point.x), self.y(point.y), LETTER * len(point.label)
-        for anchor, dx, dy in (
-            ("start", 6, -6),
-            ("end", -6, -6),
-            ("start", 6, 14),
-            ("end", -6, 14),
-            ("start", 8, 4),
-            ("end", -8, 4),
-            ("middle", 0, -9),
-            ("middle", 0, 18),
-        ):
+        for taken, (anchor, dx, dy) in product(([*boxes, *lines], boxes), AROUND):
             left = at + dx - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
             box = (left, top + dy - LINE + 3, left + width, top + dy + 3)
             inside = LEFT < box[0] and box[2] < WIDTH and TOP - 8 < box[1] and box[3] < HEIGHT - BOTTOM
-            if inside and not any(_meet(box, other) for other in boxes):
+            if inside and not any(_meet(box, other) for other in taken):
                 boxes.append(box)
                 where = f'x="{at + dx:.1f}" y="{top + dy:.1f}" text-anchor="{anchor}"'
                 return f'<text class="label" {where}>{escape(point.label)}</text>'
@@ -209,5 +217,15 @@ def _line(places: Sequence[tuple[float, float]], style: int, kind: str) -> str:
     return f'<path class="{kind}"{dashed} d="{_path(places)}"/>'
 
 
-def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+def _along(places: Sequence[tuple[float, float]]) -> list[Box]:
+    """Small boxes on the line that joins places."""
+    found = []
+    for (left, top), (right, bottom) in pairwise(places):
+        steps = math.ceil(math.hypot(right - left, bottom - top) / 3)
+        middles = [(left + (right - left) * i / steps, top + (bottom - top) * i / steps) for i in range(1, steps)]
+        found += [(x - 1, y - 1, x + 1, y + 1) for x, y in middles]
+    return found
+
+
+def _meet(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

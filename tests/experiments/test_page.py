@@ -41,6 +41,7 @@ from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
 from tests.browser import Browser, browser
+from tests.experiments.looks import faults
 from tests.experiments.test_training import EPOCH
 
 QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
@@ -74,41 +75,6 @@ TOPS = {
     "pairwise_5": 94.0,
     "patchwise_3": 95.0,
 }
-CONTRAST = """
-(() => {
-  const numbers = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-  const ratio = (a, b) => { const [low, high] = [light(a), light(b)].sort((x, y) => x - y); return (high + .05) / (low + .05) };
-  const ground = e => { for (; e; e = e.parentElement) {
-    const color = numbers(getComputedStyle(e).backgroundColor); if (color.length < 4 || color[3] > 0) return color }
-    return [255, 255, 255] };
-  const found = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const e = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || ['TITLE', 'STYLE'].includes(e.tagName.toUpperCase())) continue;
-    const style = getComputedStyle(e), ink = numbers(e.closest('svg') ? style.fill : style.color);
-    if (ratio(ink, ground(e)) < 4.5) found.push([walker.currentNode.data, ratio(ink, ground(e))]);
-  }
-  for (const mark of document.querySelectorAll('svg .mark')) {
-    const colour = numbers(getComputedStyle(mark).fill);
-    if (ratio(colour, ground(mark)) < 3) found.push([mark.outerHTML, ratio(colour, ground(mark))]);
-  }
-  return found;
-})()
-"""
-
-SMALLEST = """
-Math.min(...[...document.querySelectorAll('svg text')].map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a))
-"""
-OVERLAPS = """
-[...document.querySelectorAll('svg')].flatMap(chart => {
-  const words = [...chart.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
-  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top + 4 < b.bottom && b.top + 4 < a.bottom;
-  return words.flatMap(([one, a], i) => words.slice(0, i).filter(([_, b]) => meet(a, b)).map(([other]) => [one, other]));
-})
-"""
 
 
 @pytest.fixture
@@ -184,20 +150,13 @@ def test_the_page_in_a_browser(
             shown.open((tmp_path / "page.html").as_uri())
             assert shown.complaints == []
             assert shown.requests == []
-            assert shown.evaluate("document.documentElement.scrollWidth") <= width
-            assert shown.evaluate(CONTRAST) == []
-            assert shown.evaluate(SMALLEST) >= 12  # pixels, as displayed
-            assert shown.evaluate(OVERLAPS) == []
             shown.screenshot(tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png")
-            overlaps = "[...document.querySelectorAll('svg')].some(s => s.getBoundingClientRect().right > innerWidth)"
-            assert not shown.evaluate(overlaps)
+            assert faults(shown, width) == {}
 
     assert shown.evaluate("document.documentElement.lang") == "en"
     assert shown.evaluate("document.querySelector('h1').innerText") == QUESTION
     assert shown.evaluate("document.title") == f"asked: {QUESTION}"
     assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
-    levels = [int(tag[1]) for tag in shown.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(h => h.tagName)")]
-    assert levels[0] == levels.count(1) == 1 and all(below <= above + 1 for above, below in pairwise(levels))
     ended = max(result.ended for result in known_results(job).values())
     assert f"7 of 10 cells finished\nlast one ended {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
 
@@ -363,7 +322,7 @@ def test_what_the_tracker_has_of_robustness_is_shown(answered: Callable[..., Job
         "12.5",
         "60.0 \N{MINUS SIGN}30.0",
     ]
-    assert cells(shown, "pairwise_3", "section[aria-labelledby=robustness]") == 3 * ["not measured"]
+    assert cells(shown, "pairwise_3", "section[aria-labelledby=robustness]") == ["not measured"]
     heads = shown.evaluate("[...document.querySelectorAll('[aria-labelledby=robustness] thead th')].map(h => h.innerText)")
     assert heads == ["row", "cw90\ntop-1, %", "n2\nsuccess, %", "fog\ntop-1, %"]
 
@@ -412,9 +371,8 @@ def test_the_answer_of_a_protocol_is_its_table(
     for width in (1280, 400):
         shown.show(width, dark=False)
         shown.open((tmp_path / "page.html").as_uri())
-        assert shown.complaints == [] and shown.evaluate(CONTRAST) == []
-        assert shown.evaluate("document.documentElement.scrollWidth") <= width
         shown.screenshot(tmp_path / f"page-{width}.png")
+        assert shown.complaints == [] and faults(shown, width) == {}
     headings = shown.evaluate("[...document.querySelectorAll('h2')].map(h => h.innerText)")
     assert headings[:2] == ["Answer", "Accuracy without disturbance"] and "Robustness" not in headings
     rows = shown.evaluate(
@@ -443,6 +401,26 @@ def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], show
     turned = "[...document.querySelectorAll('[aria-labelledby=answer] tbody')][1].rows[1].cells"
     assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 ± 6.4", "24.5", "10.0 ± 0.0"]
     assert "The interval of a drop is over the drops of single seeds." in shown.text()
+
+
+def test_the_page_on_paper(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+    """Black on white for a reader of dark pages too, and nothing is cut off."""
+    job = answered()
+    measured = {f"robustness/condition{number}/top1": 40.0 for number in range(14)}  # as many as rotation and attack have
+    job.tracker.add(known_results(job)[job.trials[0].key].run_id, measured)
+    write_page(job, known_results(job), tmp_path / "page.html")
+    shown.show(718, dark=True)  # of A4
+    shown.open((tmp_path / "page.html").as_uri())
+    cut = "[...document.querySelectorAll('.scroll')].map(b => [b.scrollWidth - b.clientWidth, b.scrollHeight - b.clientHeight])"
+    assert max(wide for wide, _ in shown.evaluate(cut)) > 100
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    shown.call("Emulation.setEmulatedMedia", media="print", features=[dark])
+    try:
+        assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert shown.evaluate(cut) == 3 * [[0, 0]]
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 718
+    finally:
+        shown.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_the_difference_needs_the_papers_data(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from html import escape
 
 from experiments.report.attention import between_in_words
 from experiments.report.page.content import Answer, Look
-from experiments.report.page.elements import figure, section
+from experiments.report.page.elements import figure, section, shell
 from experiments.report.tiles import MOST_CHANNELS, tiles
 
 MOST_LOOKS = 4
@@ -46,6 +46,6 @@ def _look(look: Look) -> str:
     )
     picture = tiles(seen, f"seen-{look.trial.key}")
     told = f'<p class="note">{escape(facts)}</p>{picture}<p class="note">{between_in_words(seen)}</p>'
-    command = escape(shlex.join(["san", "show", look.checkpoint, str(look.image)]))
-    asked = f"<details><summary>All channels, other pixels</summary><pre><code>{command}</code></pre></details>"
+    command = shell(shlex.join(["san", "show", look.checkpoint, str(look.image)]))
+    asked = f"<details><summary>All channels, other pixels</summary>{command}</details>"
     return f'<div class="panel">{heading}{told}{asked}</div>'

@@ -29,7 +29,7 @@ def curves(answer: Answer) -> str:
                     series += [Series(row, style, points)] if points else []
                 if series:
                     axes = _epochs(series), Axis(words, most=most)
-                    chart = curves_chart(f"{words} over epochs, {name}.", series, *axes)
+                    chart = curves_chart(f"{words.capitalize()} over epochs, {name}.", series, *axes)
                     key = legend([(one.name, one.style) for one in series], lines=True)
                     panels.append(panel(f"{name}, {words.split(',')[0]}", chart + key))
         if panels:

@@ -21,6 +21,11 @@ def scroll(table: str, name: str, kind: str = "scroll") -> str:
     return f'<div class="{kind}" role="region" aria-label="{escape(name)}" tabindex="0">{table}</div>'
 
 
+def shell(commands: str) -> str:
+    """What is typed; the keyboard scrolls long lines."""
+    return f'<pre role="group" aria-label="Shell commands" tabindex="0"><code>{escape(commands)}</code></pre>'
+
+
 def heads(groups: Mapping[str, Columns]) -> str:
     """The two lines above a table: groups of columns by their headings, after a first column `row`."""
     wide = "".join(f'<th class="start" scope="colgroup" colspan="{len(group)}">{name}</th>' for name, group in groups.items())

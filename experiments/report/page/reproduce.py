@@ -11,7 +11,7 @@ import yaml
 from experiments.config import merged
 from experiments.grid import Grid, Trial
 from experiments.report.page.content import Answer, left_out, shown_rows
-from experiments.report.page.elements import scroll, section
+from experiments.report.page.elements import scroll, section, shell
 from experiments.tracking import Result
 
 SAME = {
@@ -29,7 +29,7 @@ def reproduce(answer: Answer) -> str:
     browse = f'MLflow at <a href="{store}">{store}</a>' if _is_server(answer.store) else "<code>san ui</code> shows the runs"
     parts = [
         "<p>All cells, at the commit below; a cell that is finished in the store is taken from there:</p>",
-        f"<pre><code>{escape(answer.command)}</code></pre>",
+        shell(answer.command),
         f"<p>{browse}, each with its resolved config and all package versions as artifacts.</p>",
     ]
     cells = answer.done()
@@ -70,7 +70,7 @@ def _facts(store: str, cells: Sequence[tuple[Trial, Result]]) -> dict[str, list[
         "minutes": [f"{result.seconds / 60:.1f}" for result in results],
         "images": [escape(trial.data_digest) for trial, _ in cells],
         "workers": tagged("workers"),
-        "commit": tagged("git_commit"),
+        "commit": [f"<code>{commit}</code>" for commit in tagged("git_commit")],
         "versions": tagged("versions"),
         "machine": tagged("machine"),
     }
@@ -89,8 +89,8 @@ def _run_link(store: str, result: Result) -> str:
 
 
 def _alone(answer: Answer, row: str) -> str:
-    command = escape(row_alone(answer.grid, row, answer.trials, answer.overrides))
-    return f"<details><summary>{escape(row)}</summary><pre><code>{command}</code></pre></details>"
+    commands = shell(row_alone(answer.grid, row, answer.trials, answer.overrides))
+    return f"<details><summary>{escape(row)}</summary>{commands}</details>"
 
 
 def row_alone(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from experiments.report.page.content import Answer
@@ -81,22 +82,26 @@ def robustness(answer: Answer) -> str:
         title = TITLES.get(measured, measured)
         headings.append(f'<th scope="col">{escape(known.get(name, condition))}<br>{escape(title)}, %</th>')
     for row, seeds in found.items():
-        cells = []
-        for name in names:
-            values = [(metrics[name], metrics["val/top1"]) for metrics in seeds if name in metrics]
-            if not values:
-                cells.append('<td class="missing">not measured</td>')
-                continue
-            mean = statistics.fmean(value for value, _ in values)
-            drop = statistics.fmean(before - value for value, before in values)
-            lost = f' <span class="spread">{number(-drop, "+.1f")}</span>' if name.endswith("/top1") else ""
-            cells.append(f"<td>{mean:.1f}{lost}</td>")
-        rows.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
+        cells = "".join(_changed(seeds, name) for name in names)
+        if not any(name in metrics for metrics in seeds for name in names):
+            cells = f'<td class="missing" colspan="{len(names)}">not measured</td>'
+        rows.append(f'<tr><th scope="row">{escape(row)}</th>{cells}</tr>')
     head = f'<thead><tr><th scope="col">row</th>{"".join(headings)}</tr></thead>'
-    caption = "<caption>Numbers under each condition, means over seeds</caption>"
+    caption = "<caption>Under each condition, means over seeds</caption>"
     table = f'<table class="plain">{caption}{head}<tbody>{"".join(rows)}</tbody></table>'
     note = '<p class="note">Behind a top-1: the change against that of the last validation, in points.</p>'
     return section("Robustness", scroll(table, "Table of robustness"), note)
+
+
+def _changed(seeds: Sequence[Mapping[str, float]], name: str) -> str:
+    """A number under a condition; of a top-1 what it lost, too."""
+    values = [(metrics[name], metrics["val/top1"]) for metrics in seeds if name in metrics]
+    if not values:
+        return '<td class="missing">not measured</td>'
+    mean = statistics.fmean(value for value, _ in values)
+    drop = statistics.fmean(before - value for value, before in values)
+    lost = f' <span class="spread">{number(-drop, "+.1f")}</span>' if name.endswith("/top1") else ""
+    return f"<td>{mean:.1f}{lost}</td>"
 
 
 def _condition_names() -> dict[str, str]:
