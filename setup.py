@@ -15,7 +15,7 @@ setup(
     package_data={
         "san": ["py.typed"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
-        "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
+        "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh"],
         "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/page/*.html"],
     },
     install_requires=["torch>=2.11"],
