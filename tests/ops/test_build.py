@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,10 +34,17 @@ def test_rejects_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_changed_source_has_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toolchain = build.Toolchain.find("0")
-    before = build.digest(toolchain)
-    (tmp_path / "new.cpp").write_text("int x;")
-    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path)
-    assert build.digest(toolchain) != before
+    names = [build.digest(toolchain)]
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(build.SOURCE_DIR, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(build, "SOURCE_DIR", copy)
+    assert [build.digest(toolchain)] == names
+    for source in ("library.cpp", "cpu/simd/vector.h", "cuda/norm.cu", "cuda/sums.cuh"):
+        (copy / source).write_bytes((copy / source).read_bytes().replace(b"e", b"E", 1))
+        names.append(build.digest(toolchain))
+    (copy / "cpu" / "norm.cpp").rename(copy / "cpu" / "other.cpp")
+    names.append(build.digest(toolchain))
+    assert len(set(names)) == len(names)
 
 
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
