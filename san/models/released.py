@@ -13,7 +13,7 @@ from torch import Tensor
 from san.models.checkpoint import (
     CheckpointError,
     check_fit,
-    classes,
+    check_own,
     is_checkpoint,
     is_state,
     on_meta,
@@ -128,9 +128,10 @@ def save_released_checkpoint(model: Trunk, path: str | Path) -> None:
     """Writes a classifier as a file that the released code reads, whole or not at all; an old file is replaced.
 
     Raises:
-        CheckpointError: the released code has no such network, a backbone, or a place that cannot be written.
+        CheckpointError: the released code has no such network, a backbone, a model whose layers were replaced, or a place that
+            cannot be written.
     """
-    classes(model)
+    check_own(path, model)
     write({"state_dict": {PREFIX + key: value for key, value in released_state_dict(model).items()}}, path)
 
 

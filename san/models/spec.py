@@ -31,6 +31,26 @@ class Trunk(nn.Module):
         """The modules that make up the stem, each stage and the head, by the names that tables print."""
         raise NotImplementedError
 
+    @property
+    def num_classes(self) -> int:
+        """Classes that the head answers with; 0 without one, and of a backbone."""
+        *_, head = self.parts().get("head", [None])
+        return head.out_features if isinstance(head, nn.Linear) else 0
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replaces the head by a fresh one for so many classes, and leaves the other weights as they are: for fine-tuning.
+
+        Raises:
+            ValueError: no classes, or a backbone.
+        """
+        check_classes(num_classes)
+        if "head" not in self.parts():
+            raise ValueError(f"{self.spec.name} is a backbone, without a head; build it without features_only")
+        *_, old = self.parts()["head"]
+        (name,) = (name for name, module in self.named_children() if module is old)
+        weight = next(self.parameters())
+        setattr(self, name, nn.Linear(self.channels[-1], num_classes, device=weight.device, dtype=weight.dtype))
+
 
 MOST_CHANNELS, MOST_BLOCKS = 2**16, 1000
 """Of a stage. More are a slip of the pen, and end in torch's words on memory, or not at all."""
@@ -38,6 +58,12 @@ MOST_CHANNELS, MOST_BLOCKS = 2**16, 1000
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_classes(num_classes: int) -> None:
+    """Raises ValueError where it is no number of classes."""
+    if not _is_whole(num_classes) or num_classes < 1:
+        raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
 
 
 # What a field of a record may hold, by its annotation.
@@ -101,8 +127,7 @@ class ModelSpec:
         Raises:
             ValueError: no classes, or numbers that do not fit together.
         """
-        if not _is_whole(num_classes) or num_classes < 1:
-            raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
+        check_classes(num_classes)
         return self.build_classifier(num_classes)
 
     def build_classifier(self, num_classes: int) -> Trunk:

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from san import ops
 from san.choice import ChoiceError
 from san.models import model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
+from san.models.spec import Trunk
 from san.ops import library
 
 SMALL = {"stages": 2, "width_factor": 0.5}
@@ -80,6 +82,31 @@ def test_copies_and_states_round_trip(name: str) -> None:
         assert torch.equal(copied(images), expected)
 
 
+@every_variant
+def test_a_reset_classifier_answers_with_other_classes(name: str, tmp_path: Path) -> None:
+    model = san.create_model(name, 10, **SMALL).to(torch.bfloat16).eval()
+    before = model.state_dict()
+    assert model.num_classes == 10
+    model.reset_classifier(3)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    changed = [key for key in after if after[key].shape != before[key].shape or not torch.equal(after[key], before[key])]
+    assert changed == [key for key in after if key.startswith(("head.", "fc."))]
+    assert {value.dtype for value in after.values() if value.is_floating_point()} == {torch.bfloat16}
+    assert (model.num_classes, tuple(model.float()(IMAGES).shape)) == (3, (1, 3))
+    san.save_checkpoint(model, tmp_path / "a.pt")
+    loaded = san.load_checkpoint(tmp_path / "a.pt")
+    assert loaded.num_classes == 3 and torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+def test_a_head_that_was_taken_off_is_put_on_again() -> None:
+    model = small().eval()
+    model.head = nn.Identity()
+    assert model.num_classes == 0 and model(IMAGES).shape == (1, model.channels[-1])
+    model.reset_classifier(5)
+    assert model.num_classes == 5 and model(IMAGES).shape == (1, 5)
+
+
 @pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise"])
 def test_bfloat16_autocast(name: str) -> None:
     torch.manual_seed(0)
@@ -122,6 +149,11 @@ IMAGES = torch.randn(1, 3, 24, 24)
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be a whole number of at least 1, not 0"),
     "classes in words": (lambda: san.create_model("resnet26", "ten"), "num_classes must be .* not 'ten'"),  # type: ignore[arg-type]
+    "no classes after a reset": (lambda: small().reset_classifier(0), "num_classes must be a whole number .* not 0"),
+    "classes of a backbone": (
+        lambda: san.create_model("resnet26", features_only=True, **SMALL).reset_classifier(3),
+        "resnet26 is a backbone, without a head; build it without features_only",
+    ),
     "grey images": (lambda: small()(IMAGES[:, :1]), r"the images must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
     "one image without a batch": (
         lambda: small("resnet26")(IMAGES[0]),
@@ -138,7 +170,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def small(name: str = "san10_pairwise") -> nn.Module:
+def small(name: str = "san10_pairwise") -> Trunk:
     return san.create_model(name, 10, **SMALL)
 
 

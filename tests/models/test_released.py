@@ -309,6 +309,34 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == ["a.pth"]
 
 
+def grey_stem(model: Trunk) -> None:
+    model.stem = nn.Conv2d(1, 32, 1, bias=False)
+
+
+def no_norm(model: Trunk) -> None:
+    model.stages[0].blocks[0].norm1 = nn.Identity()
+
+
+CHANGES: dict[str, tuple[Callable[[Trunk], None], str]] = {
+    "another stem": (grey_stem, "1 of another shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]"),
+    "a layer less": (no_norm, "missing: stages.0.blocks.0.norm1.weight, "),
+    "a layer more": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 left over: extra.weight, extra.bias"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_models_that_could_not_be_loaded_again_are_not_written(what: str, tmp_path: Path) -> None:
+    change, told = CHANGES[what]
+    model = san.create_model("san10_pairwise", 3, **SMALL)
+    change(model)
+    for save in (san.save_checkpoint, san.save_released_checkpoint):
+        with pytest.raises(san.CheckpointError) as refusal:
+            save(model, tmp_path / "a.pth")
+        assert str(refusal.value).startswith(f"{tmp_path / 'a.pth'}: is not written, for it could not be loaded: the ")
+        assert told in str(refusal.value)
+    assert not os.listdir(tmp_path)
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     model = san.create_model("san10_pairwise", 3, **SMALL)
     with pytest.raises(san.CheckpointError, match="is not a file, and cannot be replaced by one"):
