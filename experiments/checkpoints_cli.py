@@ -50,8 +50,8 @@ def convert(source: str, target: str, overrides: tuple[str, ...], name: str | No
             model = checkpoint.load_checkpoint(source)
         else:
             fields = merged({}, *map(parse_override, overrides))
-            if wrong := fields.keys() & {"name", "path"}:
-                raise UserError(f"{', '.join(sorted(wrong))}: not a field of a model; --name tells the variant")
+            if "name" in fields:
+                raise UserError("name: not a field of a model; --name tells the variant")
             model = released.load_released_checkpoint(source, name, **fields)
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
         save(model, target)

@@ -166,8 +166,6 @@ def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | Non
             model = checkpoint.load_checkpoint(path)
         else:
             fields = dict(values.get("model", {}))
-            if "path" in fields:
-                raise UserError("model.path: not a field of a model")
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
     except ValueError as error:  # CheckpointError and UserError are
         raise UserError(str(error)) from None

@@ -102,7 +102,7 @@ class ResNetTrunk(Trunk):
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The map after the first convolution, then those of the stages."""
-        check_map(x_N3HW, self.conv1, "the images")
+        check_map(x_N3HW, self.conv1, "the input")
         maps = [norm_relu(self.bn1, self.conv1(x_N3HW), last_use=not is_watched(self.conv1))]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:

@@ -144,7 +144,7 @@ class SANTrunk(Trunk):
         self.stages = nn.ModuleList(Stage(width_in, width, depth, k, spec) for width_in, width, depth, k in rows)
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
-        check_map(x_N3HW, self.stem, "the images")
+        check_map(x_N3HW, self.stem, "the input")
         specialize(x_N3HW)
         if ops.fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)

@@ -245,8 +245,11 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         "data.rot: unknown key; did you mean 'root'?",
     ),
     "a field that is none": (
-        lambda trained, tmp: [written(tmp / "a.pt", {"fc.bias": torch.zeros(10)}), "model.path=x"],
-        "model.path: not a field of a model",
+        lambda trained, tmp: [
+            written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
+            "model.path=x",
+        ],
+        "san10_pairwise has no field path; its fields: depths",
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],

@@ -154,12 +154,12 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: san.create_model("resnet26", features_only=True, **SMALL).reset_classifier(3),
         "resnet26 is a backbone, without a head; build it without features_only",
     ),
-    "grey images": (lambda: small()(IMAGES[:, :1]), r"the images must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
+    "grey images": (lambda: small()(IMAGES[:, :1]), r"the input must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
     "one image without a batch": (
         lambda: small("resnet26")(IMAGES[0]),
-        r"the images must be \[N, 3, H, W\], not \[3, 24, 24\]",
+        r"the input must be \[N, 3, H, W\], not \[3, 24, 24\]",
     ),
-    "another dtype": (lambda: small()(IMAGES.double()), "the images is torch.float64, but the model is torch.float32"),
+    "another dtype": (lambda: small()(IMAGES.double()), "the input is torch.float64, but the model is torch.float32"),
     "bytes": (lambda: small()(IMAGES.byte()), "torch.uint8, but the model is torch.float32"),
     "another device": (lambda: small()(IMAGES.to("meta")), "on meta, but the model is on cpu; move one of them"),
     "a size in words": (lambda: san.complexity(small(), "224"), "input_size must be a side or .* not '224'"),  # type: ignore[arg-type]

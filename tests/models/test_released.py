@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 import san
+from experiments.expand import profile_path
 from san.models.released import own_key, own_state_dict, released_key
 from san.models.spec import Trunk
 from tests.golden.fill import batch, fill
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 SMALL: dict[str, Any] = {"stages": 3, "width_factor": 0.5}
 RELEASED = [name for name in san.list_models("san*") if "scalar" not in name]
 
@@ -252,6 +255,15 @@ def test_models_without_a_released_form(name: str, tmp_path: Path) -> None:
         san.save_released_checkpoint(model, tmp_path / "a.pth")
     san.save_checkpoint(model, tmp_path / "a.pth")
     assert san.load_checkpoint(tmp_path / "a.pth").spec == model.spec
+
+
+def test_the_images_that_are_told_are_those_of_the_profile() -> None:
+    data = yaml.safe_load(profile_path("imagenet").read_text())["data"]
+    told = (san.load_released_checkpoint.__doc__, san.create_model.__doc__, (ROOT / "README.md").read_text())
+    for text in told:
+        words = " ".join((text or "").split())
+        assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words
+        assert f"shorter side resized to {data['resize']}, {data['size']} x {data['size']} cropped from the centre" in words
 
 
 def test_unknown_keys_have_no_other_name() -> None:
