@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
@@ -64,6 +66,28 @@ def test_an_installed_library_runs_and_finds_the_sources_of_its_kernels(installe
     assert _python(code, installed).splitlines() == ["torch.Size([1, 10])", str(installed / "san" / "__init__.py")]
     code = "from cuda_ext import build; print(build.digest(build.Toolchain.find()))"
     assert _python(code, installed) == build.digest(build.Toolchain.find("0"))
+
+
+def test_the_version_is_told_by_the_library_and_by_pip(installed: Path) -> None:
+    code = "import san; from importlib.metadata import metadata; print(san.__version__, *metadata('san-attention').values())"
+    version, *said = _python(code, installed).split()
+    assert said.count(version) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert {"text/markdown", "SAN:", "https://arxiv.org/abs/2004.13621"} <= set(said)  # the README among them
+
+
+@pytest.mark.parametrize("missing", ["click", "torch"])
+def test_the_command_tells_what_to_install(missing: str, installed: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    code = "import sys; from importlib.metadata import entry_points; (san,) = entry_points(name='san'); sys.exit(san.load()())"
+    env = {"PYTHONPATH": str(installed)}
+    if missing == "torch":  # a package of the extra may have come with another one
+        (tmp_path / "click").symlink_to(Path(click.__file__).parent)
+        env["PYTHONPATH"] += f":{tmp_path}"
+    python = environment / "bin" / "python"
+    done = subprocess.run([python, "-c", code, "models"], env=env, capture_output=True, text=True)
+    sentence = f"san: {missing} is missing; the command needs more than the library: pip install 'san-attention[experiments]'\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
 
 
 @pytest.mark.long
