@@ -92,7 +92,11 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            holds, words = KINDS[str(field.type)]
+            kind = str(field.type)
+            assert kind in KINDS, (
+                f"{type(self).__name__}.{field.name}: no row of KINDS for {kind!r}, only for {', '.join(KINDS)}"
+            )
+            holds, words = KINDS[kind]
             if not holds(getattr(self, field.name)):
                 raise ValueError(f"{self.name}: {field.name} must be {words}, not {getattr(self, field.name)!r}")
         if len(self.depths) != len(self.widths):

@@ -21,7 +21,7 @@ from san import ops
 from san.choice import ChoiceError
 from san.models import model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
-from san.models.spec import Trunk
+from san.models.spec import ModelSpec, Trunk
 from san.ops import library
 
 SMALL = {"stages": 2, "width_factor": 0.5}
@@ -202,6 +202,14 @@ def test_errors_travel_between_processes() -> None:
         san.PairwiseAttention(64, relation="star")
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.field) == (str(caught.value), "relation")
+
+
+def test_a_field_of_a_kind_without_a_row_is_our_mistake_and_told_so() -> None:
+    record = dataclasses.make_dataclass("Record", [("dense", "bool", True)], bases=(ModelSpec,), frozen=True, kw_only=True)
+    with pytest.raises(
+        AssertionError, match=r"Record.dense: no row of KINDS for 'bool', only for str, int, int \| None, float"
+    ):
+        record(name="a", depths=(1,), widths=(8,))
 
 
 @pytest.mark.parametrize("what", REFUSALS)
