@@ -1,7 +1,7 @@
 """Files of weights: read without running what they carry, written whole or not at all, loaded strictly.
 
 A file of ours is a dict: `name` of the variant, `overrides` (the fields in which the model differs from that variant),
-`num_classes` and `state_dict`.
+`num_classes`, `in_channels` (3 where it is missing) and `state_dict`.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def is_state(value: object) -> bool:
     return all(isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items())
 
 
-def on_meta(spec: ModelSpec, num_classes: int) -> dict[str, Tensor]:
+def on_meta(spec: ModelSpec, num_classes: int, in_channels: int = 3) -> dict[str, Tensor]:
     """The state dict of a classifier without its memory: names and shapes."""
     with torch.device("meta"):
-        return spec.build(num_classes).state_dict()
+        return spec.build(num_classes, in_channels).state_dict()
 
 
 def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,7 @@ def check_own(path: str | Path, model: Trunk) -> None:
         CheckpointError: a backbone, none of our models, or one whose layers were replaced.
     """
     num_classes = classes(model)
-    told = _misfits(on_meta(model.spec, num_classes), model.state_dict())
+    told = _misfits(on_meta(model.spec, num_classes, model.in_channels), model.state_dict())
     if told:
         built = f"{model.spec.name} with {num_classes} classes"
         raise CheckpointError(f"{path}: is not written, for it could not be loaded: the model does not fit {built}; {told}")
@@ -160,7 +160,7 @@ def save_checkpoint(model: Trunk, path: str | Path) -> None:
     """
     check_own(path, model)
     content = {"name": model.spec.name, "overrides": overrides_of(model.spec), "num_classes": classes(model)}
-    write(content | {"state_dict": dict(model.state_dict())}, path)
+    write(content | {"in_channels": model.in_channels, "state_dict": dict(model.state_dict())}, path)
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
@@ -178,14 +178,14 @@ def load_checkpoint(path: str | Path) -> Trunk:
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
         hint = "the authors' files are read by load_released_checkpoint"
         raise CheckpointError(f"{path}: was not written by save_checkpoint or `san convert`; {hint}")
-    num_classes, state = content["num_classes"], content["state_dict"]
+    num_classes, in_channels, state = content["num_classes"], content.get("in_channels", 3), content["state_dict"]
     try:
         spec = model_spec(content["name"], dict(content["overrides"]))
-        wanted = on_meta(spec, num_classes)
+        wanted = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
         raise CheckpointError(f"{path}: names a model that cannot be built ({said})") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
-    model = spec.build(num_classes)
+    model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero
     return model.eval()

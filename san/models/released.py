@@ -112,6 +112,9 @@ def released_state_dict(model: Trunk) -> dict[str, Tensor]:
         CheckpointError: the released code has no such network, because of its kind or of a field other than its sizes.
     """
     _check_form(model.spec)
+    if model.in_channels != 3:
+        other = f"{model.spec.name} with in_channels={model.in_channels}"
+        raise CheckpointError(f"{other} has no released form; the released code has in_channels=3")
     return {released_key(key): value for key, value in model.state_dict().items()}
 
 

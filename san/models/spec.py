@@ -15,13 +15,20 @@ class Trunk(nn.Module):
 
     Attributes:
         spec: the record that it was built from.
+        in_channels: C of the images.
         channels: C of each map of `features`.
         reductions: side of the image over the side of each map.
     """
 
     spec: ModelSpec
+    in_channels: int
     channels: tuple[int, ...]
     reductions: tuple[int, ...]
+
+    def __init__(self, in_channels: int) -> None:
+        check_count("in_channels", in_channels)
+        super().__init__()
+        self.in_channels = in_channels
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The maps that the stages answer with, largest first."""
@@ -43,7 +50,7 @@ class Trunk(nn.Module):
         Raises:
             ValueError: no classes, or a backbone.
         """
-        check_classes(num_classes)
+        check_count("num_classes", num_classes)
         if "head" not in self.parts():
             raise ValueError(f"{self.spec.name} is a backbone, without a head; build it without features_only")
         *_, old = self.parts()["head"]
@@ -60,10 +67,10 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_classes(num_classes: int) -> None:
-    """Raises ValueError where it is no number of classes."""
-    if not _is_whole(num_classes) or num_classes < 1:
-        raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
+def check_count(name: str, count: int) -> None:
+    """Raises ValueError where it is no number of classes or channels."""
+    if not _is_whole(count) or count < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
 # What a field of a record may hold, by its annotation.
@@ -125,19 +132,19 @@ class ModelSpec:
         """Raises ValueError where a square input of `size` pixels is too small for the model."""
         raise NotImplementedError
 
-    def build(self, num_classes: int) -> Trunk:
-        """The classifier with fresh weights, images [N, 3, H, W] to logits [N, num_classes].
+    def build(self, num_classes: int, in_channels: int = 3) -> Trunk:
+        """The classifier with fresh weights, images [N, in_channels, H, W] to logits [N, num_classes].
 
         Raises:
-            ValueError: no classes, or numbers that do not fit together.
+            ValueError: no classes or channels, or numbers that do not fit together.
         """
-        check_classes(num_classes)
-        return self.build_classifier(num_classes)
+        check_count("num_classes", num_classes)
+        return self.build_classifier(num_classes, in_channels)
 
-    def build_classifier(self, num_classes: int) -> Trunk:
+    def build_classifier(self, num_classes: int, in_channels: int) -> Trunk:
         """`build` for a number of classes that was checked."""
         raise NotImplementedError
 
-    def build_backbone(self) -> Trunk:
-        """The same without its head, images [N, 3, H, W] to the maps of `Trunk.features`; parameters keep their names."""
+    def build_backbone(self, in_channels: int = 3) -> Trunk:
+        """The same without its head, images [N, in_channels, H, W] to `Trunk.features`; parameters keep their names."""
         raise NotImplementedError

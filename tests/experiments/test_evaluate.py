@@ -181,6 +181,11 @@ def cut(trained: Trained, tmp: Path) -> str:
     return str(tmp / "epoch-0001-step-0000000.pt")
 
 
+def grey(tmp_path: Path) -> str:
+    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, stages=1), tmp_path / "grey.pt")
+    return str(tmp_path / "grey.pt")
+
+
 def ours(trained: Trained, tmp: Path) -> str:
     san.save_checkpoint(trained.best.model(), tmp / "ours.pt")
     return str(tmp / "ours.pt")
@@ -250,6 +255,10 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
             "model.path=x",
         ],
         "san10_pairwise has no field path; its fields: depths",
+    ),
+    "a network of grey images": (
+        lambda trained, tmp: [grey(tmp)],
+        "grey.pt: wants images of 1 channel(s), and those of the data are RGB",
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],

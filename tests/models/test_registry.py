@@ -117,6 +117,20 @@ def test_bfloat16_autocast(name: str) -> None:
     assert logits.dtype == torch.bfloat16
 
 
+@every_variant
+def test_images_of_other_channels(name: str, tmp_path: Path) -> None:
+    images = torch.randn(2, 4, 24, 24)
+    model = san.create_model(name, 10, in_channels=4, **SMALL).eval()
+    san.save_checkpoint(model, tmp_path / "a.pt")
+    loaded = san.load_checkpoint(tmp_path / "a.pt")
+    assert loaded.in_channels == 4 and torch.equal(loaded(images), model(images))
+    backbone = san.create_model(name, in_channels=4, features_only=True, **SMALL)
+    assert [x.shape[1] for x in backbone(images)] == list(backbone.channels)
+    rgb = san.create_model(name, 10, **SMALL)
+    stem = next(parameter for parameter in rgb.parameters())
+    assert san.complexity(model, 24).params - san.complexity(rgb, 24).params == stem.numel() // 3
+
+
 def test_list_models_takes_a_pattern() -> None:
     assert san.list_models("resnet*") == ["resnet26", "resnet38", "resnet50"]
 
@@ -150,6 +164,14 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be a whole number of at least 1, not 0"),
     "classes in words": (lambda: san.create_model("resnet26", "ten"), "num_classes must be .* not 'ten'"),  # type: ignore[arg-type]
     "no classes after a reset": (lambda: small().reset_classifier(0), "num_classes must be a whole number .* not 0"),
+    "no channels of images": (
+        lambda: san.create_model("san10_pairwise", in_channels=0),
+        "in_channels must be a whole number of at least 1, not 0",
+    ),
+    "channels of a backbone's images": (
+        lambda: san.create_model("resnet26", features_only=True, in_channels=None),  # type: ignore[arg-type]
+        "in_channels must be a whole number of at least 1, not None",
+    ),
     "classes of a backbone": (
         lambda: san.create_model("resnet26", features_only=True, **SMALL).reset_classifier(3),
         "resnet26 is a backbone, without a head; build it without features_only",

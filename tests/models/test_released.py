@@ -266,6 +266,22 @@ def test_the_images_that_are_told_are_those_of_the_profile() -> None:
         assert f"shorter side resized to {data['resize']}, {data['size']} x {data['size']} cropped from the centre" in words
 
 
+def test_images_of_other_channels_have_no_released_form(tmp_path: Path) -> None:
+    model = san.create_model("san10_pairwise", 3, in_channels=1, **SMALL)
+    with pytest.raises(
+        san.CheckpointError, match="with in_channels=1 has no released form; the released code has in_channels=3"
+    ):
+        san.save_released_checkpoint(model, tmp_path / "a.pth")
+
+
+def test_our_files_of_before_are_of_rgb_images(tmp_path: Path) -> None:
+    san.save_checkpoint(san.create_model("resnet26", 3, **SMALL), tmp_path / "a.pt")
+    content = torch.load(tmp_path / "a.pt")
+    assert content.pop("in_channels") == 3
+    torch.save(content, tmp_path / "a.pt")
+    assert san.load_checkpoint(tmp_path / "a.pt").in_channels == 3
+
+
 def test_unknown_keys_have_no_other_name() -> None:
     with pytest.raises(ValueError, match=r"'layer1.0.conv1.weight' is not a parameter of the released network"):
         own_key("layer1.0.conv1.weight")
