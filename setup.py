@@ -3,19 +3,37 @@
 The kernels are compiled once, at first use, for the torch that is installed then (see cuda_ext/build.py).
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
 
 setup(
     name="san-attention",
-    version="0.1.0",
+    # Read, not imported: torch may come later.
+    version=re.findall(r'^__version__ = "(.+)"', (ROOT / "san" / "__init__.py").read_text(), re.MULTILINE)[0],
     description="Self-attention networks for image recognition: fast operators, models, and studies with them",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    project_urls={"Paper": "https://arxiv.org/abs/2004.13621"},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
+    ],
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["san*", "cuda_ext*", "pipelines*", "experiments*", "cluster*"]),
     package_data={
         "san": ["py.typed"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
-        "cuda_ext": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu"],
+        "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh"],
         "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/page/*.html"],
     },
     install_requires=["torch>=2.11"],
@@ -44,5 +62,5 @@ setup(
         ],
         "server": ["mlflow[auth]>=3.17", "psycopg[binary]>=3.2"],  # a tracking server with users, on PostgreSQL
     },
-    entry_points={"console_scripts": ["san=experiments.cli:main"]},
+    entry_points={"console_scripts": ["san=experiments.__main__:main"]},
 )

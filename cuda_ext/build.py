@@ -65,6 +65,11 @@ class Toolchain:
         wanted = choice == "1" or (choice == "auto" and torch.version.cuda is not None)
         return Toolchain(cxx, nvcc if wanted else None)
 
+    def versions(self) -> list[str]:
+        """What the compilers say of themselves: after an update a path is the same, and the compiler is not."""
+        compilers = [self.cxx] if self.nvcc is None else [self.cxx, self.nvcc]
+        return [subprocess.run([path, "--version"], capture_output=True, text=True).stdout for path in compilers]
+
 
 def find_nvcc() -> str | None:
     """Path of nvcc in CUDA_HOME, else on PATH, else in the usual folder; None where there is none."""
@@ -133,7 +138,8 @@ def run(command: list[str]) -> None:
 
 def run_all(commands: list[list[str]]) -> None:
     """Runs compilers side by side, as many as there are CPUs."""
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(max_workers=cpus) as pool:
         list(pool.map(run, commands))
 
 
@@ -159,7 +165,8 @@ def digest(toolchain: Toolchain) -> str:
     state = hashlib.sha256()
     for path in sorted(p for p in SOURCE_DIR.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
         state.update(path.relative_to(SOURCE_DIR).as_posix().encode() + path.read_bytes())
-    state.update(repr((CXX_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES, toolchain, torch.__version__)).encode())
+    flags = CXX_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES
+    state.update(repr((flags, toolchain, toolchain.versions(), torch.__version__)).encode())
     return state.hexdigest()[:16]
 
 

@@ -1,5 +1,25 @@
-"""`python -m experiments` is the command `san`."""
+"""`san`, also `python -m experiments`. The library has the script too, and may be installed without what the command needs."""
 
-from experiments.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+PACKAGES = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
+
+
+def main() -> None:
+    """Runs the command, or tells what has to be installed for it."""
+    try:
+        from experiments.cli import main as command
+
+        command()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in PACKAGES:
+            raise
+        sys.exit(
+            f"san: {error.name} is missing; the command needs more than the library: pip install 'san-attention[experiments]'"
+        )
+
+
+if __name__ == "__main__":
+    main()

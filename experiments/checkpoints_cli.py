@@ -49,8 +49,8 @@ def convert(
         with reach(source, runs) as (path, _):
             if kind_of(path) == "released":
                 fields = merged({}, *map(parse_override, overrides))
-                if wrong := fields.keys() & {"name", "path"}:
-                    raise UserError(f"{', '.join(sorted(wrong))}: not a field of a model; --name tells the variant")
+                if "name" in fields:
+                    raise UserError("name: not a field of a model; --name tells the variant")
                 model = released.load_released_checkpoint(path, name, **fields)
             elif needless := [*(["--name"] if name else []), *overrides]:
                 raise UserError(f"{source}: tells its model; leave out {', '.join(needless)}")

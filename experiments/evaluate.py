@@ -164,10 +164,10 @@ def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | Non
         if checkpoint.is_checkpoint(_read(path)):
             _require_no_model(path, changes)
             model = checkpoint.load_checkpoint(path)
+            if model.in_channels != 3:
+                raise UserError(f"{path}: wants images of {model.in_channels} channel(s), and those of the data are RGB")
         else:
             fields = dict(values.get("model", {}))
-            if "path" in fields:
-                raise UserError("model.path: not a field of a model")
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
     except ValueError as error:  # CheckpointError and UserError are
         raise UserError(str(error)) from None

@@ -4,13 +4,13 @@ DALI's resize takes as long as its decoder on a CPU, so this is an operator of `
 does the same, slower.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -88,17 +88,17 @@ class _Memory:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
         self._arrays: list[NDArray[np.float32]] = []
+        # By the array's number: the view that a tensor was made of. The tensor and all views of it hold it, and nobody else.
+        self._held: WeakValueDictionary[int, NDArray[np.float32]] = WeakValueDictionary()
 
     def take(self, batch: int) -> torch.Tensor:
         """A tensor for so many images."""
-        for array in self._arrays:
-            # A tensor of `from_numpy` holds its array, as do all views of it. The others are the list, the name, the argument.
-            if sys.getrefcount(array) == 3:
-                return torch.from_numpy(array)[:batch]
-        array = torch.empty(self._shape).numpy()
-        if len(self._arrays) < KEPT:
+        number = next((number for number in range(len(self._arrays)) if number not in self._held), len(self._arrays))
+        array = self._arrays[number] if number < len(self._arrays) else torch.empty(self._shape).numpy()
+        if len(self._arrays) == number < KEPT:
             self._arrays.append(array)
-        return torch.from_numpy(array)[:batch]
+        self._held[number] = view = array[:batch]
+        return torch.from_numpy(view)
 
 
 def _rows(windows: Windows, size: int) -> torch.Tensor:

@@ -17,6 +17,8 @@ from san.models import (
 )
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights
 
+__version__ = "0.1.0"  # setup.py reads it here
+
 __all__ = [
     "CheckpointError",
     "Complexity",

@@ -52,7 +52,9 @@ class Complexity:
 
 
 def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Complexity:
-    """Counts a model in evaluation mode for one RGB image of `input_size` pixels (a side, or height and width).
+    """Counts a model in evaluation mode for one image of `input_size` pixels (a side, or height and width).
+
+    The image has the channels of the model's first convolution, and the dtype of its parameters.
 
     Raises:
         ValueError: the input is too small for the model's footprints.
@@ -60,7 +62,7 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
     height, width = _height_and_width(input_size)
     library.load()  # registers the FLOPs of our operators, which come before those of the counter
     meta = copy.deepcopy(model).to("meta").eval()
-    image = torch.empty(1, 3, height, width, device="meta")
+    image = _image(meta, height, width)
     with (
         ops.backend("unfused"),  # one that is fused would hide its layers
         torch.no_grad(),
@@ -73,6 +75,13 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
     stages = parts.counted()
     params = sum(p.numel() for p in meta.parameters())
     return Complexity(params, paper.total, actual.get_total_flops(), stages)
+
+
+def _image(model: nn.Module, height: int, width: int) -> Tensor:
+    """An image that the model can take; RGB and float32 where it does not tell."""
+    channels = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    return torch.empty(1, channels, height, width, device="meta", dtype=dtype)
 
 
 def _height_and_width(input_size: object) -> tuple[int, int]:

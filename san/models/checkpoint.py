@@ -1,7 +1,7 @@
 """Files of weights: read without running what they carry, written whole or not at all, loaded strictly.
 
 A file of ours is a dict: `name` of the variant, `overrides` (the fields in which the model differs from that variant),
-`num_classes` and `state_dict`.
+`num_classes`, `in_channels` (3 where it is missing) and `state_dict`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from san.models.registry import model_spec
 from san.models.spec import ModelSpec, Trunk
@@ -83,10 +83,10 @@ def is_state(value: object) -> bool:
     return all(isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items())
 
 
-def on_meta(spec: ModelSpec, num_classes: int) -> dict[str, Tensor]:
+def on_meta(spec: ModelSpec, num_classes: int, in_channels: int = 3) -> dict[str, Tensor]:
     """The state dict of a classifier without its memory: names and shapes."""
     with torch.device("meta"):
-        return spec.build(num_classes).state_dict()
+        return spec.build(num_classes, in_channels).state_dict()
 
 
 def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -95,6 +95,25 @@ def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state:
     Raises:
         CheckpointError: with the names that are missing, left over or of another shape.
     """
+    told = _misfits(wanted, state)
+    if told:
+        raise CheckpointError(f"{path}: does not fit {model}; {told}")
+
+
+def check_own(path: str | Path, model: Trunk) -> None:
+    """Whether a classifier still is what its record tells, so that a file of it can be loaded.
+
+    Raises:
+        CheckpointError: a backbone, none of our models, or one whose layers were replaced.
+    """
+    num_classes = classes(model)
+    told = _misfits(on_meta(model.spec, num_classes, model.in_channels), model.state_dict())
+    if told:
+        built = f"{model.spec.name} with {num_classes} classes"
+        raise CheckpointError(f"{path}: is not written, for it could not be loaded: the model does not fit {built}; {told}")
+
+
+def _misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     shapes = ((key, list(state[key].shape), list(wanted[key].shape)) for key in wanted if key in state)
     kinds = {key: (state[key].is_floating_point(), state[key].layout) for key in wanted if key in state}
     mistakes = {
@@ -105,9 +124,7 @@ def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state:
             f"{key} {state[key].dtype}" for key in kinds if kinds[key] != (wanted[key].is_floating_point(), torch.strided)
         ],
     }
-    told = [f"{len(keys)} {what}: {_first(keys)}" for what, keys in mistakes.items() if keys]
-    if told:
-        raise CheckpointError(f"{path}: does not fit {model}; {'; '.join(told)}")
+    return "; ".join(f"{len(keys)} {what}: {_first(keys)}" for what, keys in mistakes.items() if keys)
 
 
 def _first(keys: list[str]) -> str:
@@ -123,10 +140,9 @@ def classes(model: Trunk) -> int:
     """
     if not isinstance(model, Trunk):
         raise CheckpointError(f"{type(model).__name__}: only models of create_model have such a file")
-    *_, head = model.parts().get("head", [None])
-    if not isinstance(head, nn.Linear):
+    if not model.num_classes:
         raise CheckpointError(f"{model.spec.name}: only a classifier with its Linear head has a file, not a backbone")
-    return head.out_features
+    return model.num_classes
 
 
 def overrides_of(spec: ModelSpec) -> dict[str, Any]:
@@ -140,10 +156,11 @@ def save_checkpoint(model: Trunk, path: str | Path) -> None:
     """Writes a classifier to a file that `load_checkpoint` reads back, whole or not at all; an old file is replaced.
 
     Raises:
-        CheckpointError: a backbone, or a place that cannot be written.
+        CheckpointError: a backbone, a model whose layers were replaced, or a place that cannot be written.
     """
+    check_own(path, model)
     content = {"name": model.spec.name, "overrides": overrides_of(model.spec), "num_classes": classes(model)}
-    write(content | {"state_dict": dict(model.state_dict())}, path)
+    write(content | {"in_channels": model.in_channels, "state_dict": dict(model.state_dict())}, path)
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
@@ -161,14 +178,14 @@ def load_checkpoint(path: str | Path) -> Trunk:
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
         hint = "the authors' files are read by load_released_checkpoint"
         raise CheckpointError(f"{path}: was not written by save_checkpoint or `san convert`; {hint}")
-    num_classes, state = content["num_classes"], content["state_dict"]
+    num_classes, in_channels, state = content["num_classes"], content.get("in_channels", 3), content["state_dict"]
     try:
         spec = model_spec(content["name"], dict(content["overrides"]))
-        wanted = on_meta(spec, num_classes)
+        wanted = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
         raise CheckpointError(f"{path}: names a model that cannot be built ({said})") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
-    model = spec.build(num_classes)
+    model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero
     return model.eval()

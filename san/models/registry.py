@@ -48,8 +48,14 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]
 
 
-def create_model(name: str, num_classes: int = 1000, *, features_only: bool = False, **overrides: object) -> Trunk:
-    """Builds a named variant with fresh weights: images [N, 3, H, W] to logits [N, num_classes].
+def create_model(
+    name: str, num_classes: int = 1000, *, in_channels: int = 3, features_only: bool = False, **overrides: object
+) -> Trunk:
+    """Builds a named variant with fresh weights: images [N, in_channels, H, W] to logits [N, num_classes].
+
+    In the paper's setting images are RGB with values from 0 to 1, shorter side resized to 256, 224 x 224 cropped from the
+    centre, normalised with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225). A SAN takes any size that, halved by
+    each stage, its footprints still fit into.
 
     Any field of the variant's record may be overridden: `create_model("san10_pairwise", footprint=9)`. With `features_only` the
     model is a backbone: it has no head and answers with the map of every stage, [N, model.channels[s], H / r, W / r] with
@@ -59,4 +65,4 @@ def create_model(name: str, num_classes: int = 1000, *, features_only: bool = Fa
         ValueError: unknown name or field, or numbers that do not fit together.
     """
     spec = model_spec(name, overrides)
-    return spec.build_backbone() if features_only else spec.build(num_classes)
+    return spec.build_backbone(in_channels) if features_only else spec.build(num_classes, in_channels)

@@ -13,7 +13,7 @@ from torch import Tensor
 from san.models.checkpoint import (
     CheckpointError,
     check_fit,
-    classes,
+    check_own,
     is_checkpoint,
     is_state,
     on_meta,
@@ -112,6 +112,9 @@ def released_state_dict(model: Trunk) -> dict[str, Tensor]:
         CheckpointError: the released code has no such network, because of its kind or of a field other than its sizes.
     """
     _check_form(model.spec)
+    if model.in_channels != 3:
+        other = f"{model.spec.name} with in_channels={model.in_channels}"
+        raise CheckpointError(f"{other} has no released form; the released code has in_channels=3")
     return {released_key(key): value for key, value in model.state_dict().items()}
 
 
@@ -128,14 +131,18 @@ def save_released_checkpoint(model: Trunk, path: str | Path) -> None:
     """Writes a classifier as a file that the released code reads, whole or not at all; an old file is replaced.
 
     Raises:
-        CheckpointError: the released code has no such network, a backbone, or a place that cannot be written.
+        CheckpointError: the released code has no such network, a backbone, a model whose layers were replaced, or a place that
+            cannot be written.
     """
-    classes(model)
+    check_own(path, model)
     write({"state_dict": {PREFIX + key: value for key, value in released_state_dict(model).items()}}, path)
 
 
-def load_released_checkpoint(path: str | Path, name: str | None = None, **overrides: object) -> Trunk:
+def load_released_checkpoint(path: str | Path, /, name: str | None = None, **overrides: object) -> Trunk:
     """A classifier with weights of the released code, in evaluation mode, on the CPU, in torch's default dtype.
+
+    It was trained on ImageNet: RGB images [N, 3, H, W] with values from 0 to 1, shorter side resized to 256, 224 x 224 cropped
+    from the centre, normalised with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225).
 
     The file is a checkpoint of the released training, or a bare state dict, with or without DistributedDataParallel's prefix.
     Variant, number of classes and a patchwise footprint are seen in its names and shapes. A pairwise footprint is not: it is

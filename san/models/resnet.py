@@ -41,11 +41,11 @@ class ResNetSpec(ModelSpec):
         if size < least:
             raise ValueError(f"{self.name} needs an input of at least {least} pixels, not {size}")
 
-    def build_classifier(self, num_classes: int) -> ResNet:
-        return ResNet(self, num_classes)
+    def build_classifier(self, num_classes: int, in_channels: int) -> ResNet:
+        return ResNet(self, num_classes, in_channels)
 
-    def build_backbone(self) -> ResNetBackbone:
-        return ResNetBackbone(self)
+    def build_backbone(self, in_channels: int = 3) -> ResNetBackbone:
+        return ResNetBackbone(self, in_channels)
 
 
 class Bottleneck(nn.Module):
@@ -75,14 +75,14 @@ class Bottleneck(nn.Module):
 class ResNetTrunk(Trunk):
     """7x7 convolution with stride 2, 3x3 max pool with stride 2, then stages of bottlenecks."""
 
-    def __init__(self, spec: ResNetSpec) -> None:
-        super().__init__()
+    def __init__(self, spec: ResNetSpec, in_channels: int) -> None:
+        super().__init__(in_channels)
         self.spec = spec
         stem = int(spec.stem_width * spec.width_factor)
         widths = spec.scaled_widths()
         self.channels = (stem, *widths)
         self.reductions = tuple(2**step for step in range(1, len(widths) + 2))
-        self.conv1 = nn.Conv2d(3, stem, 7, 2, 3, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, stem, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(stem)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         self.stage_names = [f"layer{i}" for i in range(1, len(widths) + 1)]
@@ -102,7 +102,7 @@ class ResNetTrunk(Trunk):
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The map after the first convolution, then those of the stages."""
-        check_map(x_N3HW, self.conv1, "the images")
+        check_map(x_N3HW, self.conv1, "the input")
         maps = [norm_relu(self.bn1, self.conv1(x_N3HW), last_use=not is_watched(self.conv1))]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:
@@ -116,10 +116,10 @@ class ResNetTrunk(Trunk):
 
 
 class ResNetBackbone(ResNetTrunk):
-    """Images [N, 3, H, W] to the map of the first convolution and of each stage."""
+    """Images [N, in_channels, H, W] to the map of the first convolution and of each stage."""
 
-    def __init__(self, spec: ResNetSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ResNetSpec, in_channels: int) -> None:
+        super().__init__(spec, in_channels)
         self.initialise()
 
     def forward(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
@@ -127,10 +127,10 @@ class ResNetBackbone(ResNetTrunk):
 
 
 class ResNet(ResNetTrunk):
-    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+    """Classifier: images [N, in_channels, H, W] to logits [N, num_classes]."""
 
-    def __init__(self, spec: ResNetSpec, num_classes: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ResNetSpec, num_classes: int, in_channels: int) -> None:
+        super().__init__(spec, in_channels)
         self.pool = GlobalAveragePool()
         self.fc = nn.Linear(self.channels[-1], num_classes)
         self.initialise()

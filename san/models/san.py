@@ -53,11 +53,11 @@ class SANSpec(ModelSpec):
         """The attention of one block."""
         raise NotImplementedError
 
-    def build_classifier(self, num_classes: int) -> SAN:
-        return SAN(self, num_classes)
+    def build_classifier(self, num_classes: int, in_channels: int) -> SAN:
+        return SAN(self, num_classes, in_channels)
 
-    def build_backbone(self) -> SANBackbone:
-        return SANBackbone(self)
+    def build_backbone(self, in_channels: int = 3) -> SANBackbone:
+        return SANBackbone(self, in_channels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +133,13 @@ class Stage(nn.Module):
 class SANTrunk(Trunk):
     """Linear stem at the image's resolution, then stages that halve it."""
 
-    def __init__(self, spec: SANSpec) -> None:
-        super().__init__()
+    def __init__(self, spec: SANSpec, in_channels: int) -> None:
+        super().__init__(in_channels)
         self.spec = spec
         widths = spec.scaled_widths()
         self.channels = widths
         self.reductions = tuple(2**stage for stage in range(1, len(widths) + 1))
-        self.stem = nn.Conv2d(3, widths[0], 1, bias=False)
+        self.stem = nn.Conv2d(in_channels, widths[0], 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(widths[0])
         rows = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
         self.stages = nn.ModuleList()
@@ -152,7 +152,7 @@ class SANTrunk(Trunk):
                 raise ValueError(f"stage {number} of {spec.name} ({width} channels): {error}") from None
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
-        check_map(x_N3HW, self.stem, "the images")
+        check_map(x_N3HW, self.stem, "the input")
         specialize(x_N3HW)
         if fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
@@ -169,17 +169,17 @@ class SANTrunk(Trunk):
 
 
 class SANBackbone(SANTrunk):
-    """Images [N, 3, H, W] to the map of each stage."""
+    """Images [N, in_channels, H, W] to the map of each stage."""
 
     def forward(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         return self.features(x_N3HW)
 
 
 class SAN(SANTrunk):
-    """Classifier: images [N, 3, H, W] to logits [N, num_classes]."""
+    """Classifier: images [N, in_channels, H, W] to logits [N, num_classes]."""
 
-    def __init__(self, spec: SANSpec, num_classes: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: SANSpec, num_classes: int, in_channels: int) -> None:
+        super().__init__(spec, in_channels)
         self.pool = GlobalAveragePool()
         self.head = nn.Linear(self.channels[-1], num_classes)
 

@@ -15,13 +15,20 @@ class Trunk(nn.Module):
 
     Attributes:
         spec: the record that it was built from.
+        in_channels: C of the images.
         channels: C of each map of `features`.
         reductions: side of the image over the side of each map.
     """
 
     spec: ModelSpec
+    in_channels: int
     channels: tuple[int, ...]
     reductions: tuple[int, ...]
+
+    def __init__(self, in_channels: int) -> None:
+        check_count("in_channels", in_channels)
+        super().__init__()
+        self.in_channels = in_channels
 
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The maps that the stages answer with, largest first."""
@@ -31,6 +38,26 @@ class Trunk(nn.Module):
         """The modules that make up the stem, each stage and the head, by the names that tables print."""
         raise NotImplementedError
 
+    @property
+    def num_classes(self) -> int:
+        """Classes that the head answers with; 0 without one, and of a backbone."""
+        *_, head = self.parts().get("head", [None])
+        return head.out_features if isinstance(head, nn.Linear) else 0
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replaces the head by a fresh one for so many classes, and leaves the other weights as they are: for fine-tuning.
+
+        Raises:
+            ValueError: no classes, or a backbone.
+        """
+        check_count("num_classes", num_classes)
+        if "head" not in self.parts():
+            raise ValueError(f"{self.spec.name} is a backbone, without a head; build it without features_only")
+        *_, old = self.parts()["head"]
+        (name,) = (name for name, module in self.named_children() if module is old)
+        weight = next(self.parameters())
+        setattr(self, name, nn.Linear(self.channels[-1], num_classes, device=weight.device, dtype=weight.dtype))
+
 
 MOST_CHANNELS, MOST_BLOCKS = 2**16, 1000
 """Of a stage. More are a slip of the pen, and end in torch's words on memory, or not at all."""
@@ -38,6 +65,12 @@ MOST_CHANNELS, MOST_BLOCKS = 2**16, 1000
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_count(name: str, count: int) -> None:
+    """Raises ValueError where it is no number of classes or channels."""
+    if not _is_whole(count) or count < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
 # What a field of a record may hold, by its annotation.
@@ -66,7 +99,11 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            holds, words = KINDS[str(field.type)]
+            kind = str(field.type)
+            assert kind in KINDS, (
+                f"{type(self).__name__}.{field.name}: no row of KINDS for {kind!r}, only for {', '.join(KINDS)}"
+            )
+            holds, words = KINDS[kind]
             if not holds(getattr(self, field.name)):
                 raise ValueError(f"{self.name}: {field.name} must be {words}, not {getattr(self, field.name)!r}")
         if len(self.depths) != len(self.widths):
@@ -95,20 +132,19 @@ class ModelSpec:
         """Raises ValueError where a square input of `size` pixels is too small for the model."""
         raise NotImplementedError
 
-    def build(self, num_classes: int) -> Trunk:
-        """The classifier with fresh weights, images [N, 3, H, W] to logits [N, num_classes].
+    def build(self, num_classes: int, in_channels: int = 3) -> Trunk:
+        """The classifier with fresh weights, images [N, in_channels, H, W] to logits [N, num_classes].
 
         Raises:
-            ValueError: no classes, or numbers that do not fit together.
+            ValueError: no classes or channels, or numbers that do not fit together.
         """
-        if not _is_whole(num_classes) or num_classes < 1:
-            raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
-        return self.build_classifier(num_classes)
+        check_count("num_classes", num_classes)
+        return self.build_classifier(num_classes, in_channels)
 
-    def build_classifier(self, num_classes: int) -> Trunk:
+    def build_classifier(self, num_classes: int, in_channels: int) -> Trunk:
         """`build` for a number of classes that was checked."""
         raise NotImplementedError
 
-    def build_backbone(self) -> Trunk:
-        """The same without its head, images [N, 3, H, W] to the maps of `Trunk.features`; parameters keep their names."""
+    def build_backbone(self, in_channels: int = 3) -> Trunk:
+        """The same without its head, images [N, in_channels, H, W] to `Trunk.features`; parameters keep their names."""
         raise NotImplementedError

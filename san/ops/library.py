@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext.build import SOURCE_DIR
+from cuda_ext.build import CUDA_ARCHITECTURES, SOURCE_DIR
 from cuda_ext.build import load as load_kernels
 from san.ops.footprint import check_footprint
 
@@ -51,17 +51,20 @@ def load() -> bool:
 
 @functools.cache
 def runs_on(device: str) -> bool:
-    """Whether the loaded kernels serve a device type; CUDA once warned of, if they were built without it."""
-    if device in ("cpu", "meta"):
+    """Whether the loaded kernels serve a device type; CUDA once warned of, if they were built without it or for newer GPUs."""
+    if device != "cuda":
+        return device in ("cpu", "meta")
+    built_for = divmod(int(CUDA_ARCHITECTURES[0]), 10)
+    oldest = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=built_for)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("san::unfold", "CUDA"):
+        reason = "were built without CUDA, because nvcc was not found; install the CUDA toolkit or set CUDA_HOME"
+    elif oldest < built_for:
+        needed, seen = ("{}.{}".format(*capability) for capability in (built_for, oldest))
+        reason = f"need compute capability {needed} or more (A100, RTX 30 and later), and this machine has a GPU with {seen}"
+    else:
         return True
-    if device == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key("san::unfold", "CUDA"):
-        warnings.warn(
-            "san runs on its slower reference operators on the GPU: the kernels were built without CUDA, "
-            "because nvcc was not found; install the CUDA toolkit or set CUDA_HOME",
-            stacklevel=2,
-        )
-        return False
-    return device == "cuda"
+    warnings.warn(f"san runs on its slower reference operators on the GPU: the kernels {reason}", stacklevel=2)
+    return False
 
 
 def has(name: str, device: str) -> bool:

@@ -258,6 +258,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         lambda tmp: ["convert", released_file(tmp), str(tmp / "out.pth"), "name=san10_pairwise"],
         ["name: not a field of a model; --name tells the variant"],
     ),
+    "a field that a released file's model does not have": (
+        lambda tmp: ["convert", released_file(tmp), str(tmp / "out.pth"), "path=x"],
+        ["san10_pairwise has no field path; its fields: depths"],
+    ),
     "a pattern that nothing matches": (lambda tmp: ["models", "zzz"], ["no variant matches 'zzz'"]),
     "an image beyond all sizes": (lambda tmp: ["complexity", "resnet26", "--size", "400000000"], ["--size"]),
     "a stage of a million blocks": (

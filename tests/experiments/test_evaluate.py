@@ -199,6 +199,11 @@ def cut(trained: Trained, tmp: Path) -> str:
     return str(tmp / "epoch-0001-step-0000000.pt")
 
 
+def grey(tmp_path: Path) -> str:
+    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, stages=1), tmp_path / "grey.pt")
+    return str(tmp_path / "grey.pt")
+
+
 def ours(trained: Trained, tmp: Path) -> str:
     san.save_checkpoint(trained.best.model(), tmp / "ours.pt")
     return str(tmp / "ours.pt")
@@ -263,8 +268,15 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         "data.rot: unknown key; did you mean 'root'?",
     ),
     "a field that is none": (
-        lambda trained, tmp: [written(tmp / "a.pt", {"fc.bias": torch.zeros(10)}), "model.path=x"],
-        "model.path: not a field of a model",
+        lambda trained, tmp: [
+            written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
+            "model.path=x",
+        ],
+        "san10_pairwise has no field path; its fields: depths",
+    ),
+    "a network of grey images": (
+        lambda trained, tmp: [grey(tmp)],
+        "grey.pt: wants images of 1 channel(s), and those of the data are RGB",
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],

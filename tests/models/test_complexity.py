@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -131,3 +132,19 @@ def test_any_other_module_is_one_part() -> None:
     (part,) = counted.stages
     assert (part.name, part.params, part.flops_paper) == ("model", 86, 30 * 12 + 30 * 4 + 12 * 2 * 37)
     assert (counted.params, counted.flops_paper) == (part.params, part.flops_paper)
+
+
+def test_counts_a_model_of_another_dtype_and_other_channels() -> None:
+    expected = san.complexity(san.create_model("resnet26", 7), 64)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert san.complexity(san.create_model("resnet26", 7).to(dtype), 64) == expected
+    grey = san.create_model("resnet26", 7)
+    grey.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)
+    counted = san.complexity(grey, 64)
+    assert expected.params - counted.params == 2 * 64 * 7 * 7
+    assert expected.flops_paper - counted.flops_paper == 2 * 64 * 7 * 7 * 32 * 32
+
+
+def test_counts_a_module_without_a_convolution() -> None:
+    assert san.complexity(nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 2)), 4).flops_paper == 2 * 3 * 4 * 4
+    assert san.complexity(nn.Flatten(), 4).params == 0

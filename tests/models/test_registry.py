@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from san import ops
 from san.choice import ChoiceError
 from san.models import model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
+from san.models.spec import ModelSpec, Trunk
 from san.ops import library
 
 SMALL = {"stages": 2, "width_factor": 0.5}
@@ -80,6 +82,31 @@ def test_copies_and_states_round_trip(name: str) -> None:
         assert torch.equal(copied(images), expected)
 
 
+@every_variant
+def test_a_reset_classifier_answers_with_other_classes(name: str, tmp_path: Path) -> None:
+    model = san.create_model(name, 10, **SMALL).to(torch.bfloat16).eval()
+    before = model.state_dict()
+    assert model.num_classes == 10
+    model.reset_classifier(3)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    changed = [key for key in after if after[key].shape != before[key].shape or not torch.equal(after[key], before[key])]
+    assert changed == [key for key in after if key.startswith(("head.", "fc."))]
+    assert {value.dtype for value in after.values() if value.is_floating_point()} == {torch.bfloat16}
+    assert (model.num_classes, tuple(model.float()(IMAGES).shape)) == (3, (1, 3))
+    san.save_checkpoint(model, tmp_path / "a.pt")
+    loaded = san.load_checkpoint(tmp_path / "a.pt")
+    assert loaded.num_classes == 3 and torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+def test_a_head_that_was_taken_off_is_put_on_again() -> None:
+    model = small().eval()
+    model.head = nn.Identity()
+    assert model.num_classes == 0 and model(IMAGES).shape == (1, model.channels[-1])
+    model.reset_classifier(5)
+    assert model.num_classes == 5 and model(IMAGES).shape == (1, 5)
+
+
 @pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise"])
 def test_bfloat16_autocast(name: str) -> None:
     torch.manual_seed(0)
@@ -88,6 +115,20 @@ def test_bfloat16_autocast(name: str) -> None:
         logits = model(torch.randn(4, 3, 24, 24))
     logits.float().sum().backward()
     assert logits.dtype == torch.bfloat16
+
+
+@every_variant
+def test_images_of_other_channels(name: str, tmp_path: Path) -> None:
+    images = torch.randn(2, 4, 24, 24)
+    model = san.create_model(name, 10, in_channels=4, **SMALL).eval()
+    san.save_checkpoint(model, tmp_path / "a.pt")
+    loaded = san.load_checkpoint(tmp_path / "a.pt")
+    assert loaded.in_channels == 4 and torch.equal(loaded(images), model(images))
+    backbone = san.create_model(name, in_channels=4, features_only=True, **SMALL)
+    assert [x.shape[1] for x in backbone(images)] == list(backbone.channels)
+    rgb = san.create_model(name, 10, **SMALL)
+    stem = next(parameter for parameter in rgb.parameters())
+    assert san.complexity(model, 24).params - san.complexity(rgb, 24).params == stem.numel() // 3
 
 
 def test_list_models_takes_a_pattern() -> None:
@@ -125,12 +166,25 @@ IMAGES = torch.randn(1, 3, 24, 24)
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be a whole number of at least 1, not 0"),
     "classes in words": (lambda: san.create_model("resnet26", "ten"), "num_classes must be .* not 'ten'"),  # type: ignore[arg-type]
-    "grey images": (lambda: small()(IMAGES[:, :1]), r"the images must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
+    "no classes after a reset": (lambda: small().reset_classifier(0), "num_classes must be a whole number .* not 0"),
+    "no channels of images": (
+        lambda: san.create_model("san10_pairwise", in_channels=0),
+        "in_channels must be a whole number of at least 1, not 0",
+    ),
+    "channels of a backbone's images": (
+        lambda: san.create_model("resnet26", features_only=True, in_channels=None),  # type: ignore[arg-type]
+        "in_channels must be a whole number of at least 1, not None",
+    ),
+    "classes of a backbone": (
+        lambda: san.create_model("resnet26", features_only=True, **SMALL).reset_classifier(3),
+        "resnet26 is a backbone, without a head; build it without features_only",
+    ),
+    "grey images": (lambda: small()(IMAGES[:, :1]), r"the input must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
     "one image without a batch": (
         lambda: small("resnet26")(IMAGES[0]),
-        r"the images must be \[N, 3, H, W\], not \[3, 24, 24\]",
+        r"the input must be \[N, 3, H, W\], not \[3, 24, 24\]",
     ),
-    "another dtype": (lambda: small()(IMAGES.double()), "the images is torch.float64, but the model is torch.float32"),
+    "another dtype": (lambda: small()(IMAGES.double()), "the input is torch.float64, but the model is torch.float32"),
     "bytes": (lambda: small()(IMAGES.byte()), "torch.uint8, but the model is torch.float32"),
     "another device": (lambda: small()(IMAGES.to("meta")), "on meta, but the model is on cpu; move one of them"),
     "a size in words": (lambda: san.complexity(small(), "224"), "input_size must be a side or .* not '224'"),  # type: ignore[arg-type]
@@ -141,7 +195,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def small(name: str = "san10_pairwise") -> nn.Module:
+def small(name: str = "san10_pairwise") -> Trunk:
     return san.create_model(name, 10, **SMALL)
 
 
@@ -173,6 +227,14 @@ def test_errors_travel_between_processes() -> None:
         san.PairwiseAttention(64, relation="star")
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.field) == (str(caught.value), "relation")
+
+
+def test_a_field_of_a_kind_without_a_row_is_our_mistake_and_told_so() -> None:
+    record = dataclasses.make_dataclass("Record", [("dense", "bool", True)], bases=(ModelSpec,), frozen=True, kw_only=True)
+    with pytest.raises(
+        AssertionError, match=r"Record.dense: no row of KINDS for 'bool', only for str, int, int \| None, float"
+    ):
+        record(name="a", depths=(1,), widths=(8,))
 
 
 @pytest.mark.parametrize("what", REFUSALS)

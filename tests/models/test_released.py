@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 import san
+from experiments.expand import profile_path
 from san.models.released import own_key, own_state_dict, released_key
 from san.models.spec import Trunk
 from tests.golden.fill import batch, fill
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 SMALL: dict[str, Any] = {"stages": 3, "width_factor": 0.5}
 RELEASED = [name for name in san.list_models("san*") if "scalar" not in name]
 
@@ -254,6 +257,31 @@ def test_models_without_a_released_form(name: str, tmp_path: Path) -> None:
     assert san.load_checkpoint(tmp_path / "a.pth").spec == model.spec
 
 
+def test_the_images_that_are_told_are_those_of_the_profile() -> None:
+    data = yaml.safe_load(profile_path("imagenet").read_text())["data"]
+    told = (san.load_released_checkpoint.__doc__, san.create_model.__doc__, (ROOT / "README.md").read_text())
+    for text in told:
+        words = " ".join((text or "").split())
+        assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words
+        assert f"shorter side resized to {data['resize']}, {data['size']} x {data['size']} cropped from the centre" in words
+
+
+def test_images_of_other_channels_have_no_released_form(tmp_path: Path) -> None:
+    model = san.create_model("san10_pairwise", 3, in_channels=1, **SMALL)
+    with pytest.raises(
+        san.CheckpointError, match="with in_channels=1 has no released form; the released code has in_channels=3"
+    ):
+        san.save_released_checkpoint(model, tmp_path / "a.pth")
+
+
+def test_our_files_of_before_are_of_rgb_images(tmp_path: Path) -> None:
+    san.save_checkpoint(san.create_model("resnet26", 3, **SMALL), tmp_path / "a.pt")
+    content = torch.load(tmp_path / "a.pt")
+    assert content.pop("in_channels") == 3
+    torch.save(content, tmp_path / "a.pt")
+    assert san.load_checkpoint(tmp_path / "a.pt").in_channels == 3
+
+
 def test_unknown_keys_have_no_other_name() -> None:
     with pytest.raises(ValueError, match=r"'layer1.0.conv1.weight' is not a parameter of the released network"):
         own_key("layer1.0.conv1.weight")
@@ -307,6 +335,34 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         san.save_checkpoint(model, path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.pth"]
+
+
+def grey_stem(model: Trunk) -> None:
+    model.stem = nn.Conv2d(1, 32, 1, bias=False)
+
+
+def no_norm(model: Trunk) -> None:
+    model.stages[0].blocks[0].norm1 = nn.Identity()
+
+
+CHANGES: dict[str, tuple[Callable[[Trunk], None], str]] = {
+    "another stem": (grey_stem, "1 of another shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]"),
+    "a layer less": (no_norm, "missing: stages.0.blocks.0.norm1.weight, "),
+    "a layer more": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 left over: extra.weight, extra.bias"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_models_that_could_not_be_loaded_again_are_not_written(what: str, tmp_path: Path) -> None:
+    change, told = CHANGES[what]
+    model = san.create_model("san10_pairwise", 3, **SMALL)
+    change(model)
+    for save in (san.save_checkpoint, san.save_released_checkpoint):
+        with pytest.raises(san.CheckpointError) as refusal:
+            save(model, tmp_path / "a.pth")
+        assert str(refusal.value).startswith(f"{tmp_path / 'a.pth'}: is not written, for it could not be loaded: the ")
+        assert told in str(refusal.value)
+    assert not os.listdir(tmp_path)
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
