@@ -11,7 +11,7 @@ from experiments.errors import UserError
 from experiments.expand import Expanded, parse_override
 from experiments.expand import expand as expand_grid
 from experiments.grid import Trial
-from experiments.report.paper import paper_rows, table_names
+from experiments.report.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
 
 GRIDS = sorted((Path(__file__).parents[2] / "experiments" / "grids").glob("*.yaml"))
 
@@ -112,9 +112,9 @@ def test_the_papers_setting() -> None:
             data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.placement
             assert data.split == ("val-original" if name in ("comparison", "rotation", "attack") else "val-split")
             assert (data.val_split_per_class, data.train_per_class) == (50, None)
-            assert (data.size, data.resize, data.crop_area, data.flip) == (224, 256, (0.08, 1.0), True)
+            assert (data.size, data.resize, data.crop_area, data.flip) == (INPUT_SIZE, 256, (0.08, 1.0), True)
             assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))
-            assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum) == (100, 256, 0.1, 0.9)
+            assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum) == (EPOCHS, 256, 0.1, 0.9)
             assert (recipe.weight_decay, recipe.label_smoothing) == (1e-4, 0.1)
             assert (placement.workers, placement.gpus) == (8, 1)
             assert trial.config.model.spec().stages is None and trial.config.model.spec().width_factor == 1
