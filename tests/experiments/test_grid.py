@@ -340,6 +340,8 @@ def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
         ("question: [", r"grid.yaml:\d: not valid YAML"),
         ("- a list", "a mapping of keys was expected at the top, not list"),
         ("question: q\nquestion: q", "grid.yaml:1: not valid YAML: the key 'question' is given twice"),
+        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*the key 'x' is given twice"),
+        ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: not valid YAML: expected a mapping"),
         ("question: 2020-13-45", "not valid YAML: month must be in 1..12"),
         ("question: " + 3000 * "[", "not valid YAML"),
         ("question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]", r"seeds\[0\]: .*greater than or equal to 0, not -1"),
@@ -365,6 +367,26 @@ def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         expand(path)
+
+
+def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Who repeats it?
+        rows:
+          - {id: a, model: &plain {name: san10_pairwise, footprint: 5}}
+          - {id: b, model: &wide {<<: *plain, footprint: 7}}
+          - {id: c, model: {<<: *wide, relation: dot}}
+          - {id: d, model: {footprint: 3, <<: [*wide, *plain]}}
+    """)
+    values = {
+        row: (trial.config.model.name, trial.config.model.overrides) for row, trial in expand(path, profile="imagenet").items()
+    }
+    assert values == {
+        "a": ("san10_pairwise", {"footprint": 5}),
+        "b": ("san10_pairwise", {"footprint": 7}),
+        "c": ("san10_pairwise", {"footprint": 7, "relation": "dot"}),
+        "d": ("san10_pairwise", {"footprint": 3}),
+    }
 
 
 def test_rejects_a_missing_file(tmp_path: Path) -> None:
