@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from experiments.config import ModelConfig, Strict, TrialConfig, contradictions, merged, mistakes, model_mistakes, value_at
 from experiments.errors import UserError
 from experiments.grid import EarlyStopping, Grid, Layer, Plot, ProtocolName, Row
+from experiments.images import transform_mistakes
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 MERGE = "tag:yaml.org,2002:merge"
@@ -253,6 +254,7 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
         try:
             found[row.id] = TrialConfig.model_validate(values)
             mine += contradictions(found[row.id])
+            mine += transform_mistakes(found[row.id].data)
         except ValidationError as error:
             mine += mistakes(error, TrialConfig)
         if _fits_model(values.get("model")):

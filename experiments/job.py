@@ -78,9 +78,12 @@ def open_job(
         workspace.bucket.check()
     expanded = expand(path, profile, overrides, table_names())
     # Once for the rows that differ in nothing that a loader looks at.
-    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
-    for config in apart.values():
-        loaders(config, seed=0, rank=0, world=config.placement.workers)
+    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): (row, c) for row, c in expanded.configs.items()}
+    for row, config in apart.values():
+        try:
+            loaders(config, seed=0, rank=0, world=config.placement.workers)
+        except UserError as error:
+            raise UserError(f"{path}: row {row}: {error}") from None
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data))
         for row, config in expanded.configs.items()
