@@ -71,7 +71,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
         files = []
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
-    say(f"browse the runs: {_command()} ui")
+    say(f"browse the runs: {job.kept_there(f'{_command()} ui')}")
     stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
     if stopped:
         say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")

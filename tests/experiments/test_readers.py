@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -84,6 +85,7 @@ def test_the_table_is_printed_where_nothing_can_be_written(begin: Callable[[], N
     assert done.returncode == 1  # a cell is missing
     assert "Does anybody read it?" in done.stdout and "91.5" in done.stdout
     assert f"{runs / 'asked-digits'}: table, plot and page are not written there ({reason})\n" in done.stderr
+    assert re.search(f"browse the runs: .*san ui --runs {runs}\n", done.stderr)
     assert "not finished: pairwise_3" in done.stderr
 
 
