@@ -59,25 +59,19 @@ def _finished(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Resu
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
-    """Prints the table of what is finished and writes it beside the plot; returns the files, and whether nothing is left."""
-    folder = job.workspace.runs / f"{job.name}-{job.profile}"
-    make(folder)
-    files = [folder / "table.md", folder / "table.csv"]
-    forms, lines = tables(job, results), table_of(job, results)
-    files[0].write_text(f"{_caption(job)}\n\n{forms['markdown']}\n", encoding="utf-8")
-    files[1].write_text(forms["csv"], encoding="utf-8")
+    """Prints the table of what is finished, writes it beside plot and page where that can be done, and tells what is left;
+    returns the files, and whether nothing is left."""
+    forms = tables(job, results)
     print(f"\n{_caption(job)}\n\n{forms['text']}\n", flush=True)
-    if any(line.top1 is not None for line in lines):
-        if not job.grid.robustness:
-            files.append(folder / "plot.png")
-            figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
-            say(f"plot: {job.workspace.place(files[-1])}")
-        files.append(folder / "report.html")
-        write_page(job, results, files[-1])
-        say(f"report: {job.workspace.place(files[-1])}")
+    folder = job.workspace.runs / f"{job.name}-{job.profile}"
+    try:
+        files = _files(job, results, forms, folder)
+    except OSError as error:
+        say(f"{folder}: table, plot and page are not written there ({error.strerror or error})")
+        files = []
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
-    say(f"browse the runs: {_command()} ui")
+    say(f"browse the runs: {job.kept_there(f'{_command()} ui')}")
     stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
     if stopped:
         say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
@@ -88,12 +82,37 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     return files, not unfinished
 
 
+def _files(job: Job, results: Mapping[str, Result], forms: Mapping[str, str], folder: Path) -> list[Path]:
+    """Writes table, plot and page into a folder. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "table.md", folder / "table.csv"]
+    files[0].write_text(f"{_caption(job)}\n\n{forms['markdown']}\n", encoding="utf-8")
+    files[1].write_text(forms["csv"], encoding="utf-8")
+    lines = table_of(job, results)
+    if any(line.top1 is not None for line in lines):
+        if not job.grid.robustness:
+            files.append(folder / "plot.png")
+            figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
+            say(f"plot: {job.workspace.place(files[-1])}")
+        files.append(folder / "report.html")
+        files[-1].write_text(_page(job, results), encoding="utf-8")
+        say(f"report: {job.workspace.place(files[-1])}")
+    return files
+
+
 def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
     """Writes the answer as an HTML page; a cell that is not finished has curves too.
 
     Raises:
         UserError: the file cannot be written.
     """
+    try:
+        path.write_text(_page(job, results), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
+
+
+def _page(job: Job, results: Mapping[str, Result]) -> str:
     lines = table_of(job, results)
     shown, curves = shown_rows(lines), {}
     for trial in job.trials:
@@ -101,7 +120,7 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
             run_id = results[trial.key].run_id
             ask = functools.partial(job.tracker.history, run_id)
             curves[trial.key] = {metric: patiently(functools.partial(ask, metric)) for metric in CURVES}
-    text = page(
+    return page(
         Answer(
             grid=job.grid,
             name=job.name,
@@ -117,10 +136,6 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
             cells=robustness_of(job, results) if job.grid.robustness else (),
         )
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
 
 
 def _command() -> str:
@@ -128,13 +143,6 @@ def _command() -> str:
     beside = Path(sys.executable).parent / "san"
     on_path = shutil.which("san")
     return "san" if on_path and Path(on_path).resolve() == beside.resolve() else os.path.relpath(beside)
-
-
-def make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
 
 
 def _caption(job: Job) -> str:

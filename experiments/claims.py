@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from experiments.errors import UserError
 from experiments.grid import Trial
@@ -44,11 +44,7 @@ class WhileClaimed:
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
     """Holds the grid for this process; the lock is gone with the process, however it ends."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be made ({error.strerror}); choose another folder") from None
-    with open(path, "w") as lock:
+    with _opened(path, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -56,10 +52,19 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
+def _opened(path: Path, mode: Literal["w", "a"]) -> TextIO:
+    """A file to lock, in a folder that is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, mode)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder with --runs") from None
+
+
 @contextmanager
 def in_turn(workspace: Workspace, name: str) -> Iterator[None]:
     """Waits until no other process is in here."""
-    with open(workspace.runs / f"{name}.lock", "w") as lock:
+    with _opened(workspace.runs / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if workspace.bucket is None:
             yield
@@ -93,7 +98,7 @@ def _claimed(path: Path, cells: Mapping[str, Trial]) -> Iterator[dict[str, Trial
 
     Grids share cells, so the lock of a grid is not enough. Each cell is one byte of the file, at the offset that is its key.
     """
-    with open(path, "a") as lock:
+    with _opened(path, "a") as lock:
         free = {}
         for key, trial in cells.items():
             try:

@@ -241,6 +241,13 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
     recipe, engine, placement = config.recipe, config.engine, config.placement
     if recipe.warmup_epochs >= recipe.epochs:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
+    each = recipe.batch // placement.workers
+    if each and recipe.accumulate > each:  # that workers have no image at all, the loader tells
+        yield (
+            "recipe.accumulate",
+            f"{recipe.accumulate} parts cannot be made of the {each} images that each worker has in some steps "
+            f"(recipe.batch={recipe.batch}, placement.workers={placement.workers}); make them fewer",
+        )
     if recipe.sync_batchnorm and not placement.gpus:
         yield "recipe.sync_batchnorm", "torch has it for GPUs only, and placement.gpus is 0; leave it out"
     if engine.channels_last and engine.zero:

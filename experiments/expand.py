@@ -17,8 +17,10 @@ from pydantic import ValidationError
 from experiments.config import ModelConfig, Strict, TrialConfig, contradictions, merged, mistakes, model_mistakes, value_at
 from experiments.errors import UserError
 from experiments.grid import EarlyStopping, Grid, Layer, Plot, ProtocolName, Row
+from experiments.images import transform_mistakes
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
+MERGE = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,14 @@ class Expanded:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML would silently take the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [str(key) for i, key in enumerate(keys) if key in keys[:i]]
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # As it is written: what `<<` brings later may be given again.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
+        twice = [key for key, count in Counter(keys).items() if count > 1]
         if twice:
-            raise yaml.MarkedYAMLError(problem=f"the key {twice[0]!r} is given twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
+            raise yaml.MarkedYAMLError(problem=f"the key {twice[0][1]!r} is given twice", problem_mark=node.start_mark)
+        return node
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -250,6 +254,7 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
         try:
             found[row.id] = TrialConfig.model_validate(values)
             mine += contradictions(found[row.id])
+            mine += transform_mistakes(found[row.id].data)
         except ValidationError as error:
             mine += mistakes(error, TrialConfig)
         if _fits_model(values.get("model")):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.config import PROJECT_DIR, DataConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.training.engine import device
-from pipelines import DIGITS, DataError, Dataset, Loader, Transform, prepare_digits
+from pipelines import DIGITS, DataError, Dataset, Loader, Transform, TransformError, prepare_digits
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
 from pipelines.shards import index_path
@@ -151,6 +152,15 @@ def transform(config: DataConfig) -> Transform:
         mean=config.mean,
         std=config.std,
     )
+
+
+def transform_mistakes(config: DataConfig) -> Iterator[tuple[str, str]]:
+    """What keeps a transform from being made of values that are right alone, as (path of the key, what is wrong)."""
+    try:
+        transform(config)
+    except TransformError as error:
+        for field, what in error.fields.items():
+            yield f"data.{field}", what
 
 
 def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Loader, Loader]:

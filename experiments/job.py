@@ -41,7 +41,13 @@ class Job:
     workspace: Workspace
     overrides: tuple[str, ...]
     command: str
-    """The `san run` that was, or would be, asked for."""
+    """The `san run` that was, or would be, asked for; wherever its runs are kept."""
+    runs: str | None = None
+    """`--runs` as it was given."""
+
+    def kept_there(self, command: str) -> str:
+        """A command for the same runs."""
+        return command if self.runs is None else f"{command} --runs {shlex.quote(self.runs)}"
 
     @property
     def tracker(self) -> Tracker:
@@ -78,9 +84,12 @@ def open_job(
         workspace.bucket.check()
     expanded = expand(path, profile, overrides, table_names())
     # Once for the rows that differ in nothing that a loader looks at.
-    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): c for c in expanded.configs.values()}
-    for config in apart.values():
-        loaders(config, seed=0, rank=0, world=config.placement.workers)
+    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): (row, c) for row, c in expanded.configs.items()}
+    for row, config in apart.values():
+        try:
+            loaders(config, seed=0, rank=0, world=config.placement.workers)
+        except UserError as error:
+            raise UserError(f"{path}: row {row}: {error}") from None
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data))
         for row, config in expanded.configs.items()
@@ -90,7 +99,8 @@ def open_job(
         if scaling is not None:
             say(scaling)
     command = _run_command(path, profile, overrides, seeds)
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command)
+    given = None if runs is None else str(runs)
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command, given)
 
 
 def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
@@ -119,7 +129,7 @@ def finished_results(job: Job) -> dict[str, Result]:
     if not any(is_finished(results, trial) for trial in job.trials):
         raise UserError(
             f"no cell of grid {job.name} under profile {job.profile} is finished in {job.workspace.tracking_uri}; "
-            f"train it with `{job.command}`, or name another store with --runs"
+            f"train it with `{job.kept_there(job.command)}`, or name another store with --runs"
         )
     return results
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import concurrency
-from experiments.answer import make, measured, note, show, to_measure
+from experiments.answer import measured, note, show, to_measure
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
 from experiments.errors import UserError
 from experiments.grid import Trial
@@ -81,7 +81,8 @@ def study(profile: str, seeds: int, runs: str | Path | None, address: str | None
 
     Raises: as `open_job` and `run` do, before anything is trained.
     """
-    make(page.parent)
+    with suppress(OSError):
+        page.parent.mkdir(parents=True, exist_ok=True)
     if page.is_dir() or not os.access(page.parent, os.W_OK):
         raise UserError(f"{page}: cannot be written; name another file with --page")
     jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
@@ -151,7 +152,7 @@ def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complet
     try:
         _prepare(job, results)
         job.tracker.log_report(files, complete)
-    except TrackerError as error:
+    except UserError as error:  # of the tracker, of the folder or of the bucket
         say(f"MLflow's pages of the grid are as they were: {error}")
 
 
@@ -233,8 +234,12 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
     workspace = job.workspace
     path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(story, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(story, encoding="utf-8")
+    except OSError as error:
+        say(f"{path}: cannot be written ({error.strerror}); the whole error of {trial.name}:\n{story}")
+        return
     patiently(lambda: workspace.keep(path))
     log = workspace.place(workspace.log(trial, node="*"))
     say(f"{trial.name}: the whole error is in {workspace.place(path)}, what it said before in {log}")

@@ -11,7 +11,7 @@ package is imported.
 from pipelines.augment import Transform
 from pipelines.dataset import Dataset
 from pipelines.digits import DIGITS, prepare_digits
-from pipelines.errors import DataError
+from pipelines.errors import DataError, TransformError
 from pipelines.loader import Batch, Loader
 
-__all__ = ["DIGITS", "Batch", "DataError", "Dataset", "Loader", "Transform", "prepare_digits"]
+__all__ = ["DIGITS", "Batch", "DataError", "Dataset", "Loader", "Transform", "TransformError", "prepare_digits"]

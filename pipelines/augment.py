@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.errors import DataError
+from pipelines.errors import TransformError
 
 RGB = tuple[float, float, float]
 
@@ -40,7 +40,7 @@ class Transform:
     The defaults are the paper's values for ImageNet.
 
     Raises:
-        DataError: a field is outside the range that its description names.
+        TransformError: a field is outside the range that its description names.
     """
 
     size: int = 224
@@ -63,20 +63,17 @@ class Transform:
     def __post_init__(self) -> None:
         area, ratio = self.crop_area, self.crop_ratio
         demands = (
-            (self.size >= 1, f"size must be at least 1 pixel, not {self.size}"),
-            (self.resize >= self.size, f"resize must be at least size ({self.size}), not {self.resize}"),
-            (0 < area[0] <= area[1] <= 1, f"crop_area must rise within 0..1, not {area}"),
-            (0 < ratio[0] <= ratio[1], f"crop_ratio must rise from above 0, not {ratio}"),
-            (len(self.mean) == 3, f"mean must be three numbers (red, green, blue), not {self.mean}"),
-            (len(self.std) == 3 and min(self.std) > 0, f"std must be three numbers above 0, not {self.std}"),
-            (
-                self.manipulation in MANIPULATIONS,
-                f"manipulation must be one of {', '.join(MANIPULATIONS)}, not {self.manipulation}",
-            ),
+            ("size", self.size >= 1, "at least 1 pixel"),
+            ("resize", self.resize >= self.size, f"at least size ({self.size})"),
+            ("crop_area", 0 < area[0] <= area[1] <= 1, "two numbers that rise within 0..1"),
+            ("crop_ratio", 0 < ratio[0] <= ratio[1], "two numbers that rise from above 0"),
+            ("mean", len(self.mean) == 3, "three numbers (red, green, blue)"),
+            ("std", len(self.std) == 3 and min(self.std) > 0, "three numbers above 0"),
+            ("manipulation", self.manipulation in MANIPULATIONS, f"one of {', '.join(MANIPULATIONS)}"),
         )
-        broken = [sentence for holds, sentence in demands if not holds]
+        broken = {name: f"must be {wanted}, not {getattr(self, name)}" for name, holds, wanted in demands if not holds}
         if broken:
-            raise DataError(f"The image transform cannot be used: {'; '.join(broken)}.")
+            raise TransformError(broken)
 
 
 class Windows(NamedTuple):

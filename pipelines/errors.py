@@ -1,6 +1,6 @@
 """The one error of this package that is meant for the person who gave the data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 NAMED_AT_MOST = 10
 """Things spelled out in a sentence; the rest are counted."""
@@ -8,6 +8,17 @@ NAMED_AT_MOST = 10
 
 class DataError(ValueError):
     """Data or data settings that cannot be used; the message is a sentence that says what to do."""
+
+
+class TransformError(DataError):
+    """Fields of the image transform that cannot be, each with what is wrong with it."""
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        super().__init__(fields)  # so that it can be sent between processes
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return f"The image transform cannot be used: {'; '.join(f'{name} {what}' for name, what in self.fields.items())}."
 
 
 def spelled(names: Iterable[str]) -> str:

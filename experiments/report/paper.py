@@ -16,7 +16,7 @@ from experiments.config import ModelConfig, model_mistakes
 
 TABLES = Path(__file__).parent / "paper_tables.yaml"
 CLAIMS = Path(__file__).parent / "paper_claims.yaml"
-INPUT_SIZE, CLASSES = 224, 1000
+INPUT_SIZE, CLASSES, EPOCHS = 224, 1000, 100
 
 
 @dataclass(frozen=True, slots=True)

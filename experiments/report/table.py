@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields
 
 import san
 from experiments.grid import Grid, Trial
+from experiments.images import open_data
 from experiments.report import interval
-from experiments.report.paper import PaperRow
+from experiments.report.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow
 from experiments.report.text import aligned, latex, markdown
 from experiments.tracking import Result
 
@@ -27,7 +28,7 @@ class Line:
     top1_half_width: float | None
     """Half of the 95 % confidence interval of `top1`; None for fewer than two seeds."""
     difference: float | None
-    """Only where the data are the paper's."""
+    """Only where the training is the paper's: `is_papers_setting`."""
     top5: float | None
     seeds: int
     """Finished seeds behind `top1`."""
@@ -55,7 +56,7 @@ def lines(
         spread = interval.of_mean([metrics["val/top1"] for metrics in finished])
         printed = paper.get(row.id, PaperRow())
         difference = None
-        if trials[0].profile == "imagenet" and top1 is not None and printed.top1 is not None:
+        if top1 is not None and printed.top1 is not None and is_papers_setting(row.id, trials):
             difference = top1 - printed.top1
         ours = counts.get(row.id)
         params, flops = (ours.params / 1e6, ours.flops_paper / 1e9) if ours else (None, None)
@@ -63,6 +64,20 @@ def lines(
         note = _told(row.id, trials, stopped) if stopped else None
         table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops, note))
     return table
+
+
+def is_papers_setting(row: str, trials: Sequence[Trial]) -> bool:
+    """Whether a row's accuracies can be compared with the paper's: photographs of 1000 classes, all of them, and the profile's
+    size and epochs. What else an override changes is what the user asks."""
+    return all(_is_as_in_the_paper(trial) for trial in trials if trial.row == row)
+
+
+def _is_as_in_the_paper(trial: Trial) -> bool:
+    data, epochs = trial.config.data, trial.config.recipe.epochs
+    if trial.profile != "imagenet" or (data.size, epochs) != (INPUT_SIZE, EPOCHS):
+        return False
+    are_photographs = data.source in ("folder", "shards") and data.train_per_class is None
+    return are_photographs and len(open_data(data)[0].classes) == CLASSES
 
 
 def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:

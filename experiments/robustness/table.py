@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from experiments.grid import Trial
 from experiments.report import interval
-from experiments.report.table import finished_metrics
+from experiments.report.table import finished_metrics, is_papers_setting
 from experiments.report.text import TITLES, aligned, latex, markdown
 from experiments.robustness.protocol import Numbers, Protocol
 from experiments.tracking import Result
@@ -30,7 +30,7 @@ class Cell:
     half_width: float | None
     """Half of the 95 % confidence interval of `ours`; None for fewer than two seeds."""
     difference: float | None
-    """Only where the data are the paper's."""
+    """Only where the training is the paper's: `is_papers_setting`."""
     paper_drop: float | None
     drop: float | None
     """Percentage points lost against the first condition, mean over the seeds that have both; None for that, and for what it
@@ -51,16 +51,17 @@ def cells_of_grid(
         ]
         for trial in trials
     }
-    return cells(protocol, ours, paper, is_papers_data=trials[0].profile == "imagenet")
+    return cells(protocol, ours, paper, {row for row in ours if is_papers_setting(row, trials)})
 
 
 def cells(
     protocol: Protocol,
     ours: Mapping[str, Sequence[Mapping[str, Numbers]]],
     paper: Mapping[str, Mapping[str, float]] | None = None,
-    is_papers_data: bool = False,
+    comparable: Collection[str] = (),
 ) -> list[Cell]:
-    """A table, condition by condition. `ours` has, by row, the numbers of each condition by its name, once for each seed."""
+    """A table, condition by condition. `ours` has, by row, the numbers of each condition by its name, once for each seed;
+    `comparable` are the rows with a difference to the paper's."""
     first = protocol.conditions[0].name
     found: dict[tuple[str, str, str], Cell] = {}
     for condition in protocol.conditions:
@@ -81,7 +82,7 @@ def cells(
                     paper=printed,
                     ours=mean,
                     half_width=spread.half_width if spread else None,
-                    difference=_minus(mean, printed) if is_papers_data else None,
+                    difference=_minus(mean, printed) if row in comparable else None,
                     paper_drop=_minus(before.paper, printed) if before else None,
                     drop=statistics.fmean(drops) if before and drops else None,
                     drop_half_width=drop_spread.half_width if before and drop_spread else None,

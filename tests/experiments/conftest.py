@@ -83,6 +83,17 @@ def process_group() -> None:
     join_process_group()
 
 
+@pytest.fixture(scope="session")
+def folder_of_1000_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ImageNet has them; the images are files alone."""
+    root = tmp_path_factory.mktemp("imagenet")
+    for split in ("train", "val"):
+        for number in range(1000):
+            (root / split / f"n{number:04d}").mkdir(parents=True)
+            (root / split / f"n{number:04d}" / "0.jpg").write_bytes(b"x")
+    return root
+
+
 @dataclass(frozen=True)
 class Trained:
     """A trial of two epochs that validated on 120 images of val-split."""

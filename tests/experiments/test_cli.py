@@ -192,6 +192,13 @@ def test_report_as_json(san: San) -> None:
     ]
 
 
+def test_hints_are_for_the_runs_that_were_asked_for(san: San, tmp_path: Path) -> None:
+    command = "san run tests/experiments/small.yaml --profile digits"
+    assert f"train it with `{command}`, or" in san("report", str(SMALL_GRID))[2]
+    elsewhere = tmp_path / "my runs"
+    assert f"train it with `{command} --runs '{elsewhere}'`, or" in san("report", str(SMALL_GRID), "--runs", str(elsewhere))[2]
+
+
 def test_runs_of_an_empty_store(san: San, tmp_path: Path) -> None:
     code, out, err = san("runs")
     assert (code, out) == (0, "")

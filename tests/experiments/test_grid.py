@@ -11,7 +11,7 @@ from experiments.errors import UserError
 from experiments.expand import Expanded, parse_override
 from experiments.expand import expand as expand_grid
 from experiments.grid import Trial
-from experiments.report.paper import paper_rows, table_names
+from experiments.report.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
 
 GRIDS = sorted((Path(__file__).parents[2] / "experiments" / "grids").glob("*.yaml"))
 
@@ -112,9 +112,9 @@ def test_the_papers_setting() -> None:
             data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.placement
             assert data.split == ("val-original" if name in ("comparison", "rotation", "attack") else "val-split")
             assert (data.val_split_per_class, data.train_per_class) == (50, None)
-            assert (data.size, data.resize, data.crop_area, data.flip) == (224, 256, (0.08, 1.0), True)
+            assert (data.size, data.resize, data.crop_area, data.flip) == (INPUT_SIZE, 256, (0.08, 1.0), True)
             assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))
-            assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum) == (100, 256, 0.1, 0.9)
+            assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum) == (EPOCHS, 256, 0.1, 0.9)
             assert (recipe.weight_decay, recipe.label_smoothing) == (1e-4, 0.1)
             assert (placement.workers, placement.gpus) == (8, 1)
             assert trial.config.model.spec().stages is None and trial.config.model.spec().width_factor == 1
@@ -340,6 +340,8 @@ def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
         ("question: [", r"grid.yaml:\d: not valid YAML"),
         ("- a list", "a mapping of keys was expected at the top, not list"),
         ("question: q\nquestion: q", "grid.yaml:1: not valid YAML: the key 'question' is given twice"),
+        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*the key 'x' is given twice"),
+        ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: not valid YAML: expected a mapping"),
         ("question: 2020-13-45", "not valid YAML: month must be in 1..12"),
         ("question: " + 3000 * "[", "not valid YAML"),
         ("question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]", r"seeds\[0\]: .*greater than or equal to 0, not -1"),
@@ -365,6 +367,26 @@ def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         expand(path)
+
+
+def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Who repeats it?
+        rows:
+          - {id: a, model: &plain {name: san10_pairwise, footprint: 5}}
+          - {id: b, model: &wide {<<: *plain, footprint: 7}}
+          - {id: c, model: {<<: *wide, relation: dot}}
+          - {id: d, model: {footprint: 3, <<: [*wide, *plain]}}
+    """)
+    values = {
+        row: (trial.config.model.name, trial.config.model.overrides) for row, trial in expand(path, profile="imagenet").items()
+    }
+    assert values == {
+        "a": ("san10_pairwise", {"footprint": 5}),
+        "b": ("san10_pairwise", {"footprint": 7}),
+        "c": ("san10_pairwise", {"footprint": 7, "relation": "dot"}),
+        "d": ("san10_pairwise", {"footprint": 3}),
+    }
 
 
 def test_rejects_a_missing_file(tmp_path: Path) -> None:

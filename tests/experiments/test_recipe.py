@@ -338,12 +338,32 @@ def test_rejects_what_cannot_be(overrides: list[str], message: str) -> None:
 
 
 def test_rejects_parts_without_images(tmp_path: Path) -> None:
+    """Before the images are looked at; by the steps of an epoch, whose sizes differ by one, only then."""
+    wrong = (
+        "recipe.accumulate: {} parts cannot be made of the {} images that each worker has in some steps "
+        "(recipe.batch=32, placement.workers={}); make them fewer"
+    )
     with pytest.raises(UserError) as raised:
         open_job(SMALL_GRID, "digits", ("recipe.accumulate=12", "placement.workers=3"), tmp_path)
-    assert str(raised.value) == (
-        "recipe.accumulate: 12 parts cannot be made of the 10 images that each worker has in some steps "
-        "(recipe.batch=32, placement.workers=3); make them fewer"
-    )
+    assert str(raised.value) == f"override 'recipe.accumulate=12': {wrong.format(12, 10, 3)}"
+    with pytest.raises(UserError) as raised:
+        open_job(SMALL_GRID, "digits", ("recipe.accumulate=32",), tmp_path)
+    assert str(raised.value) == f"{SMALL_GRID}: row patchwise_3: {wrong.format(32, 31, 1)}"
+
+
+def test_tells_all_that_cannot_be_in_the_transform_with_its_places(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Where is it wrong?
+        base: {data: {crop_area: [0.9, 0.1]}, model: {name: resnet26}}
+        rows: [{id: a, data: {crop_ratio: [2, 1]}}, {id: b, recipe: {accumulate: 64}}]
+    """)
+    assert told(lambda: expand(path, "data.resize=20")).splitlines() == [
+        "override 'data.resize=20': data.resize: must be at least size (24), not 20",
+        f"{path}: every row: data.crop_area: must be two numbers that rise within 0..1, not (0.9, 0.1)",
+        f"{path}: row a: data.crop_ratio: must be two numbers that rise from above 0, not (2.0, 1.0)",
+        f"{path}: row b: recipe.accumulate: 64 parts cannot be made of the 32 images that each worker has in some steps "
+        "(recipe.batch=32, placement.workers=1); make them fewer",
+    ]
 
 
 def test_synchronised_batchnorm_replaces_every_layer() -> None:

@@ -12,18 +12,21 @@ import pytest
 from experiments.job import Job, open_job
 from experiments.report import figures, interval, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
+from experiments.robustness import PROTOCOLS
+from experiments.robustness import table as robust
 from experiments.tracking import Result
 from tests.experiments.test_grid import GRIDS
 
 
-def tabled(job: Job, tops: dict[str, float], profile: str = "digits") -> list[table.Line]:
+def tabled(job: Job, tops: dict[str, float]) -> list[table.Line]:
     """The table of a job in which the named rows have finished with this top-1."""
-    trials = [dataclasses.replace(trial, profile=profile) for trial in job.trials]
     results = {
-        trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0}) for trial in trials if trial.row in tops
+        trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
+        for trial in job.trials
+        if trial.row in tops
     }
     printed = paper_rows(job.grid.table) if job.grid.table else {}
-    return table.lines(job.grid, trials, results, printed, counts_at_paper_setting(job.full_size))
+    return table.lines(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))
 
 
 COUNTED = [path for path in GRIDS if path.stem not in ("rotation", "attack")]
@@ -46,13 +49,37 @@ def test_missing_cells_are_marked(open_small_job: Callable[..., Job]) -> None:
     assert resnet.split() == ["resnet26_3", "76.0", "97.2", "99.0", "13.7", "13.7", "2.4", "2.4"]
 
 
-def test_the_difference_needs_the_papers_data(open_small_job: Callable[..., Job]) -> None:
-    job = open_small_job()
-    assert tabled(job, {"resnet26_3": 75.0})[1].difference is None
-    lines = tabled(job, {"resnet26_3": 75.0}, profile="imagenet")
-    assert lines[1].difference == pytest.approx(-1.0)
-    assert "difference" in table.as_markdown(lines)
+def test_the_difference_is_to_trainings_as_the_papers(small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path) -> None:
+    root = f"data.root={folder_of_1000_classes}"
+    lines = tabled(open_job(small_grid, "imagenet", [root, "recipe.batch=128"], tmp_path), {"resnet26_3": 75.0})
+    assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
     assert " -1.0 |" in table.as_markdown(lines)
+
+
+@pytest.mark.parametrize(
+    "profile, overrides",
+    [
+        ("digits", ()),
+        ("imagenet", ("data.source=synthetic",)),
+        ("imagenet", ("data.root=data/digits", "recipe.batch=64")),
+        ("imagenet", ("data.root={folder}", "data.train_per_class=1")),
+        ("imagenet", ("data.root={folder}", "data.size=160")),
+        ("imagenet", ("data.root={folder}", "recipe.epochs=10")),
+    ],
+)
+def test_nothing_is_compared_that_was_not_trained_as_the_papers(
+    profile: str, overrides: tuple[str, ...], small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
+) -> None:
+    open_job(small_grid, "digits", (), tmp_path)  # writes the digits where they are missing
+    given = [override.format(folder=folder_of_1000_classes) for override in overrides]
+    job = open_job(small_grid, profile, given, tmp_path)
+    assert {line.difference for line in tabled(job, {"resnet26_3": 75.0})} == {None}
+    first = PROTOCOLS["rotation"].conditions[0]
+    metrics = {"val/top1": 1.0, "val/top5": 2.0} | first.metrics({"top1": 1.0, "top5": 2.0})
+    ours = {trial.key: Result("run", True, metrics) for trial in job.trials}
+    printed = {row.id: {f"{first.name}_top1": 77.0} for row in job.grid.rows}
+    cells = robust.cells_of_grid(PROTOCOLS["rotation"], job.trials, ours, printed)
+    assert {cell.difference for cell in cells} == {None} and any(cell.paper and cell.ours for cell in cells)
 
 
 def test_csv_has_every_field(open_small_job: Callable[..., Job]) -> None:

@@ -10,7 +10,9 @@ from experiments.report.page.elements import DASH, heads, missing, number, ours,
 from experiments.report.table import Line
 
 SPREAD = "± is half of a 95 % interval of the mean over seeds (Student's t): chance of training, not of images."
-NO_DIFFERENCE = "No difference is given: ours are trained on other images than the paper's."
+NO_DIFFERENCE = (
+    "No difference is given: ours are trained on other images, at another size or for other epochs than the paper's."
+)
 
 
 def results(answer: Answer) -> str:
