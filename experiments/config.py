@@ -19,6 +19,18 @@ from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
+"""Where the packages lie."""
+
+
+def home() -> Path:
+    """Where data/ and runs/ lie: in the project; where that is installed among other packages, in the current folder."""
+    is_ours = (PROJECT_DIR / "setup.py").exists() or is_job_copy()
+    return PROJECT_DIR if is_ours else Path.cwd()
+
+
+def is_job_copy() -> bool:
+    """Whether this is a Ray job's copy of the project, which is thrown away."""
+    return "_ray_pkg_" in PROJECT_DIR.as_posix()
 
 
 def _no_boolean(value: object) -> object:
@@ -109,7 +121,7 @@ class DataConfig(Strict):
     """`folder`: ImageNet's layout at `root`. `shards`: what `san data pack` wrote there. `synthetic`: noise, to measure
     computing without a disk. Else an embedded data set of that name, written to `root` when it is missing."""
     root: str | None = None
-    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards; a relative path starts at the project. Synthetic
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards; a relative path starts at `home()`. Synthetic
     images have none."""
     lists: str | None = None
     """Folder with the lists that `san data check` or `san data split` wrote, where they are not in `root`; as `root`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster import Placement
-from experiments.config import PROJECT_DIR, ModelConfig
+from experiments.config import PROJECT_DIR, DataConfig, ModelConfig, home
 from experiments.errors import UserError
 from experiments.expand import expand
 from experiments.grid import Grid, Trial
@@ -83,8 +83,9 @@ def open_job(
     if workspace.bucket is not None:
         workspace.bucket.check()
     expanded = expand(path, profile, overrides, table_names())
+    configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
-    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): (row, c) for row, c in expanded.configs.items()}
+    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): (row, c) for row, c in configs.items()}
     for row, config in apart.values():
         try:
             loaders(config, seed=0, rank=0, world=config.placement.workers)
@@ -92,10 +93,10 @@ def open_job(
             raise UserError(f"{path}: row {row}: {error}") from None
     trials = tuple(
         Trial(path.stem, profile, row, seed, config, data_digest(config.data))
-        for row, config in expanded.configs.items()
+        for row, config in configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
-    for scaling in dict.fromkeys(config.recipe.scaling for config in expanded.configs.values()):
+    for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
             say(scaling)
     command = _run_command(path, profile, overrides, seeds)
@@ -103,10 +104,18 @@ def open_job(
     return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command, given)
 
 
+def _placed(data: DataConfig) -> DataConfig:
+    """With folders that mean the same to workers, which have current folders of their own."""
+    if home() == PROJECT_DIR:
+        return data
+    folders = {key: str(home() / value) for key in ("root", "lists") if (value := getattr(data, key)) is not None}
+    return data.model_copy(update=folders)
+
+
 def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
-    """What to type in the project's folder."""
+    """What to type in the project's folder, or in this one."""
     whole = path.resolve()
-    grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else path
+    grid = whole.relative_to(home()) if whole.is_relative_to(home()) else path
     chosen = [] if seeds is None else ["--seeds", str(seeds)]
     return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
 

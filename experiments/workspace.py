@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.config import PROJECT_DIR
+from experiments.config import home, is_job_copy
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.storage import Bucket, StorageError, is_uri
@@ -71,11 +71,10 @@ class Workspace:
 
 
 def default_runs() -> str:
-    """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
+    """`SAN_RUNS`, else `runs/` of `home()`; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
     if runs := os.environ.get("SAN_RUNS"):
         return runs
-    is_job_copy = "_ray_pkg_" in PROJECT_DIR.as_posix()
-    return str(Path.home() / ".san" / "runs" if is_job_copy else PROJECT_DIR / "runs")
+    return str(Path.home() / ".san" / "runs" if is_job_copy() else home() / "runs")
 
 
 def open_runs(runs: str | Path | None = None) -> Path | Bucket:
