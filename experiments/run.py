@@ -83,7 +83,7 @@ def study(profile: str, seeds: int, runs: str | Path | None, address: str | None
     """
     with suppress(OSError):
         page.parent.mkdir(parents=True, exist_ok=True)
-    if page.is_dir() or not os.access(page.parent, os.W_OK):
+    if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
         raise UserError(f"{page}: cannot be written; name another file with --page")
     jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
     complete = all([run(job, address) for job in jobs])

@@ -312,7 +312,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
             "row patchwise_3: model: stage 2 of san10_patchwise at input size 24: a 13x13 footprint",
         ],
     ),
-    "crop that is not one": (lambda tmp: ["run", str(SMALL_GRID), "data.resize=8"], ["data.resize=8': data.resize: must be at least size (24), not 8"]),
+    "crop that is not one": (lambda tmp: ["run", str(SMALL_GRID), "data.resize=8"], ["data.resize: must be at least size (24"]),
     "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot be"]),
     "data in a file": (
         lambda tmp: ["plan", str(SMALL_GRID), f"data.root={bad_grid(tmp)}/x"],
