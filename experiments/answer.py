@@ -16,7 +16,7 @@ from experiments.job import Job, is_done, is_finished, patiently, say
 from experiments.looks import look_at_cells
 from experiments.report import figures, table
 from experiments.report.page import CURVES, Answer, page, shown_rows
-from experiments.report.paper import counts_at_paper_setting, paper_numbers, paper_rows
+from experiments.report.paper import counts_at_paper_setting, paper_numbers, paper_rows, unprinted
 from experiments.robustness import PROTOCOLS
 from experiments.robustness import table as robust
 from experiments.robustness.cells import Work, works
@@ -72,6 +72,11 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
     say(f"browse the runs: {job.kept_there(f'{_command()} ui')}")
+    return files, tell_what_is_left(job, results)
+
+
+def tell_what_is_left(job: Job, results: Mapping[str, Result]) -> bool:
+    """Names the cells that are not finished; returns whether there is none."""
     stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
     if stopped:
         say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
@@ -79,7 +84,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     unfinished = [trial.name for trial in job.trials if not is_done(job, results, trial) or trial.key in unmeasured]
     if unfinished:
         say(f"not finished: {', '.join(unfinished)}; the same command continues")
-    return files, not unfinished
+    return not unfinished
 
 
 def _files(job: Job, results: Mapping[str, Result], forms: Mapping[str, str], folder: Path) -> list[Path]:
@@ -187,7 +192,8 @@ def _elsewhere(job: Job, results: Mapping[str, Result]) -> str:
 
 def _setting(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
-    paper = f"Paper: ImageNet, table `{job.grid.table}`. " if job.grid.table else ""
+    lacking = unprinted(job.grid.table, (trial.row for trial in job.trials))
+    paper = f"Paper: ImageNet, table `{job.grid.table}`{lacking}. " if job.grid.table else ""
     ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if job.grid.robustness:
         return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."

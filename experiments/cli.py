@@ -175,7 +175,7 @@ def report(
     as_json: bool,
 ) -> None:
     """Print the table of what is finished, and draw its plot; trains nothing."""
-    from experiments.answer import robustness_of, show, table_of, tables, write_page
+    from experiments.answer import robustness_of, show, table_of, tables, tell_what_is_left, write_page
     from experiments.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":
@@ -188,7 +188,9 @@ def report(
         lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
         click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))
     elif form != "text":
-        click.echo(tables(job, finished_results(job))[form].rstrip("\n"))
+        results = finished_results(job)
+        click.echo(tables(job, results)[form].rstrip("\n"))
+        tell_what_is_left(job, results)
     else:
         _, complete = show(job, finished_results(job))
         sys.exit(0 if complete else 1)

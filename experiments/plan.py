@@ -13,6 +13,7 @@ from experiments.estimate import Costs, Hours
 from experiments.grid import Trial
 from experiments.images import open_data
 from experiments.job import Job, is_done, known_results
+from experiments.report.paper import unprinted
 from experiments.tracking import Result
 
 
@@ -72,18 +73,20 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
 
     missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
+    lacking = unprinted(job.grid.table, (cell.row for cell in cells))
+    beside = [f"compared with the paper's table `{job.grid.table}`{lacking}"] if lacking else []
     if not missing:
-        return [first]
+        return [first, *beside]
     first += ", in this order"
     here = this_machine if address is None and not os.environ.get("RAY_ADDRESS") else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
             at_once = min(concurrency(job.placement, resources), len(missing))
         except ClusterError as error:
-            return [first, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
+            return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     nodes = len(resources.nodes)
     where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
-    return [first, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+    return [first, *beside, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
 
 
 def room(job: Job, resources: Resources, at_once: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,15 @@ def paper_rows(table: str) -> dict[str, PaperRow]:
     """The rows of one table by id."""
     rows = _content(TABLES)[table]["rows"]
     return {row["id"]: PaperRow(**{key: row.get(key) for key in ("top1", "top5", "params", "flops")}) for row in rows}
+
+
+def unprinted(table: str | None, rows: Iterable[str]) -> str:
+    """Which of these rows a table lacks, to stand behind its name; empty where it has all, or there is no table."""
+    printed = paper_rows(table) if table else {}
+    lacking = [row for row in dict.fromkeys(rows) if table and row not in printed]
+    if not lacking:
+        return ""
+    return f", which has no row {', '.join(lacking[:3])}{f' and no {len(lacking) - 3} others' if lacking[3:] else ''}"
 
 
 def paper_numbers(table: str) -> dict[str, dict[str, float]]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.answer import show
 from experiments.job import Job, open_job
+from experiments.plan import plan, plan_in_words
 from experiments.report import figures, interval, table
 from experiments.report.paper import counts_at_paper_setting, paper_rows
 from experiments.robustness import PROTOCOLS
@@ -47,6 +49,17 @@ def test_missing_cells_are_marked(open_small_job: Callable[..., Job]) -> None:
     assert len({len(line) for line in (heading, rule, pairwise, resnet, patchwise)}) == 1
     assert pairwise.split() == ["pairwise_3", "75.3", "-", "-", "10.5", "10.5", "1.7", "1.7"]
     assert resnet.split() == ["resnet26_3", "76.0", "97.2", "99.0", "13.7", "13.7", "2.4", "2.4"]
+
+
+def test_a_row_that_the_papers_table_lacks_is_told(
+    write_grid: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
+    job = open_job(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
+    told = "table `footprint`, which has no row a, b, c and no 2 others"
+    show(job, {})
+    assert f"Which rows? Paper: ImageNet, {told}. Ours: " in capsys.readouterr().out
+    assert f"compared with the paper's {told}" in plan_in_words(job, plan(job), None)
 
 
 def test_the_difference_is_to_trainings_as_the_papers(small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path) -> None:
