@@ -170,7 +170,9 @@ def note(job: Job, results: Mapping[str, Result]) -> str:
         rows = table.as_markdown(table_of(job, results), table.SHORT)
     heading, rule, *others = rows.splitlines()
     spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
-    first = f"**{job.grid.question}** {_elsewhere(job, results)}{_setting(job)}"  # all that is seen before it is unfolded
+    first = (
+        f"{_elsewhere(job, results)}**{job.grid.question}** {_setting(job)}"  # of this one line is seen before it is unfolded
+    )
     text = "\n".join([first, "", spaced[0], rule, *spaced[1:]])
     if len(text) <= LONGEST_NOTE:
         return text
@@ -187,7 +189,7 @@ def _elsewhere(job: Job, results: Mapping[str, Result]) -> str:
         for (grid, experiment_id), cells in places.items()
         if grid != job.name
     ]
-    return f"Cells that other grids trained first have their runs there: {', '.join(links)}. " if links else ""
+    return f"Cells: {', '.join(links)}. " if links else ""
 
 
 def _setting(job: Job) -> str:

@@ -374,7 +374,8 @@ def test_the_answer_of_a_protocol_is_its_table(
         shown.screenshot(tmp_path / f"page-{width}.png")
         assert shown.complaints == [] and faults(shown, width) == {}
     headings = shown.evaluate("[...document.querySelectorAll('h2')].map(h => h.innerText)")
-    assert headings[:2] == ["Answer", "Accuracy without disturbance"] and "Robustness" not in headings
+    assert headings[:3] == ["Answer", "What is left of accuracy", "Accuracy without disturbance"]
+    assert "Robustness" not in headings
     rows = shown.evaluate(
         "[...document.querySelectorAll('[aria-labelledby=answer] tbody')].map(b => [...b.rows].map(r => [...r.cells].map("
         "c => c.innerText)))"
@@ -401,6 +402,16 @@ def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], show
     turned = "[...document.querySelectorAll('[aria-labelledby=answer] tbody')][1].rows[1].cells"
     assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 ± 6.4", "24.5", "10.0 ± 0.0"]
     assert "The interval of a drop is over the drops of single seeds." in shown.text()
+    told = shown.evaluate(
+        "[...document.querySelectorAll('[aria-labelledby=what-is-left-of-accuracy] svg.chart')].map(c => c.ariaLabel)"
+    )
+    assert told[0] == (
+        "Top-1 under cw90 over top-1 without disturbance, ours, digits. resnet: resnet26: 79.5 ± 6.4 % of 89.5 %."
+    )
+    assert told[1].startswith(
+        "Top-1 under cw90 over top-1 without disturbance, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
+    )
+    assert len(told) == 5  # ours under one condition, the paper's under four
 
 
 def test_the_page_on_paper(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:

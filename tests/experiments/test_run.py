@@ -210,8 +210,7 @@ def test_a_grid_whose_cells_others_have_trained_has_a_page_too(open_text: Callab
     first = job.tracker.client.get_experiment_by_name("first")
     assert first is not None
     place = f"#/experiments/{first.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
-    there = "Cells that other grids trained first have their runs there:"
-    assert note.startswith(f"**These too** {there} 1 of 1 in [first]({place}). Ours: ")
+    assert note.startswith(f"Cells: 1 of 1 in [first]({place}). **These too** Ours: ")
     assert parent.info.status == "FINISHED"
     assert kept.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
 
@@ -222,7 +221,7 @@ def test_mlflows_page_tells_where_cells_are_that_others_have_trained(open_text: 
     second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
     assert run(first, None) and run(second, None)
     for job in (first, second):
-        assert "trained first" not in shown_by_mlflow(job)[0]
+        assert "Cells: " not in shown_by_mlflow(job)[0]
     more = "      - {id: mine, model: {name: resnet26}}\n      - {id: new, model: {name: resnet38}}\n"
     third = open_text(EQUAL_ROWS + more, "third")
     assert run(third, None)

@@ -12,6 +12,7 @@ from experiments.report.page.attention import attention
 from experiments.report.page.charts import cost, plot
 from experiments.report.page.content import Answer
 from experiments.report.page.curves import curves
+from experiments.report.page.remains import remains
 from experiments.report.page.reproduce import reproduce
 from experiments.report.page.results import results
 from experiments.report.page.robustness import disturbed, robustness
@@ -23,6 +24,7 @@ def page(answer: Answer) -> str:
     """The page. Every text that comes from a user is escaped."""
     sections = [
         disturbed(answer),
+        remains(answer),
         results(answer),
         plot(answer),
         cost(answer),
