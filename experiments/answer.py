@@ -170,9 +170,8 @@ def note(job: Job, results: Mapping[str, Result]) -> str:
         rows = table.as_markdown(table_of(job, results), table.SHORT)
     heading, rule, *others = rows.splitlines()
     spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
-    first = (
-        f"{_elsewhere(job, results)}**{job.grid.question}** {_setting(job)}"  # of this one line is seen before it is unfolded
-    )
+    # Of the first paragraph one line is seen before it is unfolded: the way to cells elsewhere must be in it.
+    first = f"{_elsewhere(job, results)}**{job.grid.question}** {_setting(job)}"
     text = "\n".join([first, "", spaced[0], rule, *spaced[1:]])
     if len(text) <= LONGEST_NOTE:
         return text

@@ -206,10 +206,10 @@ def report(
 )
 def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
     """Train the paper's ablation tables over several seeds, and tell which of its orderings show; continues like `run`."""
-    from experiments.config import home
+    from experiments.config import base_folder
     from experiments.run import study as run_study
 
-    sys.exit(0 if run_study(profile, seeds, runs, address, page or home() / "docs" / "digits-study.md") else 1)
+    sys.exit(0 if run_study(profile, seeds, runs, address, page or base_folder() / "docs" / "digits-study.md") else 1)
 
 
 @cli.command("runs")

@@ -22,7 +22,7 @@ PROJECT_DIR = Path(__file__).resolve().parent.parent
 """Where the packages lie."""
 
 
-def home() -> Path:
+def base_folder() -> Path:
     """Where data/ and runs/ lie: in the project; where that is installed among other packages, in the current folder."""
     is_ours = (PROJECT_DIR / "setup.py").exists() or is_job_copy()
     return PROJECT_DIR if is_ours else Path.cwd()
@@ -121,7 +121,7 @@ class DataConfig(Strict):
     """`folder`: ImageNet's layout at `root`. `shards`: what `san data pack` wrote there. `synthetic`: noise, to measure
     computing without a disk. Else an embedded data set of that name, written to `root` when it is missing."""
     root: str | None = None
-    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards; a relative path starts at `home()`. Synthetic
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards; a relative path starts at `base_folder()`. Synthetic
     images have none."""
     lists: str | None = None
     """Folder with the lists that `san data check` or `san data split` wrote, where they are not in `root`; as `root`."""
@@ -248,6 +248,15 @@ class TrialConfig(Strict):
     reliability: ReliabilityConfig = ReliabilityConfig()
 
 
+def too_many_parts(config: TrialConfig, images: int) -> str:
+    """What is wrong with `recipe.accumulate` where a worker has so few images in a step."""
+    recipe, workers = config.recipe, config.placement.workers
+    return (
+        f"{recipe.accumulate} parts cannot be made of the {images} images that each worker has in some steps "
+        f"(recipe.batch={recipe.batch}, placement.workers={workers}); make them fewer"
+    )
+
+
 def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Values that are right alone but not together, as (path of the key, what is wrong)."""
     recipe, engine, placement = config.recipe, config.engine, config.placement
@@ -255,11 +264,7 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
     each = recipe.batch // placement.workers
     if each and recipe.accumulate > each:  # that workers have no image at all, the loader tells
-        yield (
-            "recipe.accumulate",
-            f"{recipe.accumulate} parts cannot be made of the {each} images that each worker has in some steps "
-            f"(recipe.batch={recipe.batch}, placement.workers={placement.workers}); make them fewer",
-        )
+        yield "recipe.accumulate", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
         yield "recipe.sync_batchnorm", "torch has it for GPUs only, and placement.gpus is 0; leave it out"
     if engine.channels_last and engine.zero:

@@ -56,10 +56,10 @@ def data() -> None:
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 def prepare(name: str, folder: Path | None) -> None:
     """Write an embedded data set as JPEGs in ImageNet's folder layout, by default where the profile looks for it."""
-    from experiments.config import home
+    from experiments.config import base_folder
     from pipelines import prepare_digits
 
-    folder = folder or home() / "data" / name
+    folder = folder or base_folder() / "data" / name
     try:
         click.echo(prepare_digits(folder, name))
     except OSError as error:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.config import DataConfig, TrialConfig, home
+from experiments.config import DataConfig, TrialConfig, base_folder, too_many_parts
 from experiments.errors import UserError
 from experiments.training.engine import device
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, TransformError, prepare_digits
@@ -76,7 +76,7 @@ def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """Of the images, and of their lists where that is another."""
     if config.root is None:
         raise DataError(f"data.root: missing; give the folder with the images, which data.source={config.source} needs")
-    return home() / config.root, None if config.lists is None else home() / config.lists
+    return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 
 
 def open_split(config: DataConfig, name: str | None = None) -> Dataset:
@@ -119,7 +119,7 @@ def _require_digits(root: Path, name: str) -> None:
     Raises:
         DataError: there is none, so it was hardly meant; or the folder holds something else.
     """
-    is_ours = root.parent == home() / "data"
+    is_ours = root.parent == base_folder() / "data"
     is_missing = not (root.is_dir() and any(root.iterdir()))
     if is_missing and not is_ours and not root.parent.is_dir():
         raise DataError(
@@ -176,10 +176,7 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Load
     )
     smallest = len(train.dataset) // train.steps // world
     if smallest < config.recipe.accumulate:
-        raise UserError(
-            f"recipe.accumulate: {config.recipe.accumulate} parts cannot be made of the {smallest} images that each worker has "
-            f"in some steps (recipe.batch={config.recipe.batch}, placement.workers={world}); make them fewer"
-        )
+        raise UserError(f"recipe.accumulate: {too_many_parts(config, smallest)}")
     return train, val
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster import Placement
-from experiments.config import PROJECT_DIR, DataConfig, ModelConfig, home
+from experiments.config import PROJECT_DIR, DataConfig, ModelConfig, base_folder
 from experiments.errors import UserError
 from experiments.expand import expand
 from experiments.grid import Grid, Trial
@@ -106,16 +106,16 @@ def open_job(
 
 def _placed(data: DataConfig) -> DataConfig:
     """With folders that mean the same to workers, which have current folders of their own."""
-    if home() == PROJECT_DIR:
+    if base_folder() == PROJECT_DIR:
         return data
-    folders = {key: str(home() / value) for key in ("root", "lists") if (value := getattr(data, key)) is not None}
+    folders = {key: str(base_folder() / value) for key in ("root", "lists") if (value := getattr(data, key)) is not None}
     return data.model_copy(update=folders)
 
 
 def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
     """What to type in the project's folder, or in this one."""
     whole = path.resolve()
-    grid = whole.relative_to(home()) if whole.is_relative_to(home()) else path
+    grid = whole.relative_to(base_folder()) if whole.is_relative_to(base_folder()) else path
     chosen = [] if seeds is None else ["--seeds", str(seeds)]
     return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
 

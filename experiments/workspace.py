@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.config import home, is_job_copy
+from experiments.config import base_folder, is_job_copy
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.storage import Bucket, StorageError, is_uri
@@ -71,10 +71,10 @@ class Workspace:
 
 
 def default_runs() -> str:
-    """`SAN_RUNS`, else `runs/` of `home()`; a Ray job's copy of the project is thrown away, so there it is `~/.san/runs`."""
+    """`SAN_RUNS`, else `runs/` of `base_folder()`; a Ray job's copy of that is thrown away, so there it is `~/.san/runs`."""
     if runs := os.environ.get("SAN_RUNS"):
         return runs
-    return str(Path.home() / ".san" / "runs" if is_job_copy() else home() / "runs")
+    return str(Path.home() / ".san" / "runs" if is_job_copy() else base_folder() / "runs")
 
 
 def open_runs(runs: str | Path | None = None) -> Path | Bucket:

@@ -297,7 +297,8 @@ def test_embedded_sets_are_opened_as_ever(tmp_path: Path) -> None:
 def test_digits_are_written_where_the_profile_looks_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("experiments.images.home", lambda: tmp_path / "project")  # as after a fresh clone: it has no data/
+    # As after a fresh clone: it has no data/.
+    monkeypatch.setattr("experiments.images.base_folder", lambda: tmp_path / "project")
     assert len(open_data(config(Path("data/digits"), source="digits"))[1]) == 360
     assert (tmp_path / "project/data/digits/digits.json").exists()
     assert capsys.readouterr().err == ""
@@ -317,7 +318,7 @@ def test_digits_are_written_into_a_folder_that_is_named_and_that_is_said(
 def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("experiments.images.home", lambda: tmp_path)
+    monkeypatch.setattr("experiments.images.base_folder", lambda: tmp_path)
     meant = tmp_path / root.format(tmp=tmp_path)
     with pytest.raises(DataError) as wrong:
         open_data(config(Path(root.format(tmp=tmp_path)), source="digits"))

@@ -18,8 +18,10 @@ Top1 = Mapping[tuple[str, str], Cell]
 def remains(answer: Answer) -> str:
     """Top-1 under each condition over that under none, by family of models: of two networks that are as accurate without, the
     upper one stands the condition better."""
+    if not answer.cells:
+        return ""
     top1 = {(cell.condition, cell.row): cell for cell in answer.cells if cell.number == "top1"}
-    first, *others = dict.fromkeys(condition for condition, _ in top1) or ("",)
+    first, *others = dict.fromkeys(condition for condition, _ in top1)
     sides = {f"ours, {answer.profile}": "ours", "paper, ImageNet": "paper"}
     families, panels = answer.families(), []
     for condition in others:
