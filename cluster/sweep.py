@@ -28,7 +28,7 @@ import ray.tune.search
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.tune.progress_reporter import TrialProgressCallback
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, ClusterLostError
 from cluster.placement import Placement, Resources, concurrency
 from cluster.session import alive, resources, session
 
@@ -100,6 +100,10 @@ def sweep(
     of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises,
     ends the cells and the session, and is raised on.
 
+    Raises:
+        ClusterError: a cell does not fit into the cluster.
+        ClusterLostError: Ray on this machine has died, so no cell can start or end any more.
+
     Cells start in the order of `values`, as many at a time as the cluster holds just then. Where an autoscaler adds
     nodes, some more are handed to Ray and wait there: what waits is what it adds nodes for, and nothing of that
     outlives the sweep. (`ray.autoscaler.sdk.request_resources` would: it stays until somebody takes it back, there is
@@ -121,7 +125,7 @@ def sweep(
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
-            run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower, _Silent()]),
+            run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower, _NodeWatch(), _Silent()]),
         )
         try:
             tuner.fit()
@@ -295,6 +299,24 @@ class _Past:
     def may_go_on(self, retries: int) -> bool:
         # Who asks for more retries than the bound gets them.
         return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
+
+
+class _NodeWatch(ray.tune.Callback):
+    """Ends the sweep when the node of this process is dead: Tune would wait for it forever."""
+
+    def __init__(self) -> None:
+        self._node: str = ray.get_runtime_context().get_node_id()
+        self._looked_at = -math.inf
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_at = time.monotonic()
+        if self._node not in alive():
+            raise ClusterLostError(
+                "Ray on this machine has died (its raylet was killed, perhaps for lack of memory: see `dmesg`), so no cell can "
+                "run; finished epochs are kept, and the same command continues"
+            )
 
 
 class _Silent(TrialProgressCallback):
