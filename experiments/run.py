@@ -176,7 +176,6 @@ def _sweep(
                 observer=progress if claim is None else WhileClaimed(progress, claim),
                 progress="epoch",
                 final=(UserError, DataError, FloatingPointError),
-                patience=job.trials[0].config.reliability.patience,
             )
     except (KeyboardInterrupt, ClusterLostError):
         with suppress(TrackerError):
