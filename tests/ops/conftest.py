@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext import build
+from cuda_ext import build, schemas
 from san.ops import library
 
 
@@ -27,13 +27,14 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if not built.exists():
             compile_shim(built)
     assert library.load(), "the shim is compared with the CPU's kernels"
+    schemas.define("san_shim")
     torch.ops.load_library(built)
     return torch.ops.san_shim
 
 
 def compile_shim(output: Path) -> None:
-    toolchain = build.Toolchain.find("0")
-    sources = [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/*.cu"))]
+    toolchain = build.Toolchain.find()
+    sources = build.sources("cuda")
     objects = [output.parent / f"{source.name}.o" for source in sources]
     commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
     build.run_all([[*command, "-Werror", "-O1"] for command in commands])
