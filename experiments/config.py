@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from experiments.custom_code import custom_code
 from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
@@ -108,6 +109,7 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         model.spec().check_input(size)
         with torch.device("meta"):
             model.spec().build(num_classes=2)
+        custom_code(model.spec())
     except ChoiceError as error:
         yield f"model.{error.field}", str(error)
     except ValueError as error:
