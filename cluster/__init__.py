@@ -8,6 +8,6 @@ What is below imports no Ray. Whoever asks a cluster for something imports `clus
 """
 
 from cluster.errors import ClusterError, ClusterLostError
-from cluster.placement import Node, Placement, Resources, concurrency
+from cluster.placement import Node, Placement, Resources, concurrency, workers_that_fit
 
-__all__ = ["ClusterError", "ClusterLostError", "Node", "Placement", "Resources", "concurrency"]
+__all__ = ["ClusterError", "ClusterLostError", "Node", "Placement", "Resources", "concurrency", "workers_that_fit"]

@@ -57,18 +57,24 @@ def concurrency(placement: Placement, resources: Resources) -> int:
     Raises:
         ClusterError: none does, and the cluster does not grow.
     """
-    slots = [node.cpus // placement.cpus for node in resources.nodes]
-    if placement.gpus:
-        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
-    cells = sum(slots) // placement.workers
+    workers = workers_that_fit(placement, resources)
+    cells = workers // placement.workers
     if cells == 0 and not resources.grows:
         nodes = _count(len(resources.nodes), "node")
         has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
         raise ClusterError(
-            f"a cell needs {placement}, the cluster has {has}, room for {_count(sum(slots), 'such worker')}: "
-            "ask for less per cell or join a larger cluster"
+            f"a cell needs {placement}, the cluster has {has}, room for {_count(workers, 'such worker')}: "
+            "lower placement.workers, placement.cpus or placement.gpus, or join a larger cluster"
         )
     return cells
+
+
+def workers_that_fit(placement: Placement, resources: Resources) -> int:
+    """How many workers of a cell, or of several, the nodes have room for."""
+    slots = [node.cpus // placement.cpus for node in resources.nodes]
+    if placement.gpus:
+        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
+    return sum(slots)
 
 
 def _count(number: int, thing: str) -> str:

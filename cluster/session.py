@@ -65,6 +65,11 @@ def session(address: str | None = None) -> Iterator[Resources]:
         ray.shutdown()
 
 
+def is_local(address: str | None) -> bool:
+    """Whether a session with this address would start a cluster on this machine."""
+    return not (ray.is_initialized() or address or os.environ.get("RAY_ADDRESS"))
+
+
 def _quieten() -> None:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)

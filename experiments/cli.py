@@ -25,7 +25,7 @@ import click
 from experiments import checkpoints_cli, jobs_cli
 from experiments.data_cli import data
 from experiments.errors import UserError
-from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS, SEEDS, age, as_value
+from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS, SEEDS, age, as_value, duration
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
@@ -145,7 +145,7 @@ def _state(cell: Cell) -> str:
 
 
 def _hours(hours: Hours | None) -> str:
-    return "" if hours is None else f"  {hours.wall:.3g} h"
+    return "" if hours is None else f"  {'' if hours.basis == 'like' else 'about '}{duration(3600 * hours.wall)}"
 
 
 @cli.command()

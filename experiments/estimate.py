@@ -1,11 +1,12 @@
-"""How long cells will train: by the speed of finished ones that are like them, else by the FLOPs of their models."""
+"""How long cells will train: by the speed of finished runs like them, else by the FLOPs of their models."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
+from typing import Literal
 
 import torch
 
@@ -18,6 +19,14 @@ Setting = frozenset[tuple[str, str]]
 SECTIONS = ("model.", "engine.", "placement.")
 FIELDS = ("data.size", "recipe.batch", "recipe.accumulate", "recipe.precision")
 
+GUESSED_RATES = {"cpu": 5e8, "gpu": 1.5e12}
+"""Images per second times the paper's FLOPs of an image, of one CPU core or one GPU, before any run has finished. The CPU's is
+what the digits profile measured on a Xeon; the GPU's is a prediction for an A100, never measured."""
+
+Basis = Literal["like", "flops", "guess"]
+"""`like`: finished runs with the same model, size, batch and placement. `flops`: the FLOPs of the model, at the speed of other
+finished runs. `guess`: its FLOPs, at a guessed rate."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hours:
@@ -26,45 +35,42 @@ class Hours:
     wall: float
     cpu: float
     gpu: float
+    basis: Basis
 
 
-class Speeds:
-    """Images per second of finished runs, for each setting that speed depends on: the mean of those that are alike."""
+class Estimator:
+    """Hours of training by finished runs, as far as there are any."""
 
     def __init__(self, results: Iterable[Result]) -> None:
-        found: defaultdict[Setting, list[float]] = defaultdict(list)
+        speeds: defaultdict[Setting, list[float]] = defaultdict(list)
+        rates: defaultdict[str, list[float]] = defaultdict(list)
         for result in results:
             if result.finished and "summary/images_per_second" in result.metrics:
-                found[_setting(result.params)].append(result.metrics["summary/images_per_second"])
-        self._speeds = {setting: mean(speeds) for setting, speeds in found.items()}
-
-    def hours(self, trial: Trial, images: int) -> Hours | None:
-        """Of a trial whose epochs have so many images; None where no finished run is like it."""
-        if not self._speeds:
-            return None
-        speed = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
-        if speed is None:
-            return None
-        wall = trial.config.recipe.epochs * images / speed / 3600
-        placement = trial.config.placement
-        return Hours(wall, wall * placement.workers * placement.cpus, wall * placement.workers * placement.gpus)
-
-
-class Costs:
-    """What cells take, to compare them: hours by their `Speeds`, else FLOPs over the rate of finished cells of any kind."""
-
-    def __init__(self, results: Collection[Result]) -> None:
-        self.speeds = Speeds(results)
-        wanted = ("summary/images_per_second", "flops_paper")
-        measured = [[result.metrics[name] for name in wanted] for result in results if {*wanted} <= result.metrics.keys()]
-        self._rate = median(speed * flops for speed, flops in measured) if measured else 1.0
+                speed = result.metrics["summary/images_per_second"]
+                speeds[_setting(result.params)].append(speed)
+                if "flops_paper" in result.metrics:
+                    kind, devices = _devices(*(int(result.params.get(f"placement.{key}", least)) for key, least in LEAST))
+                    rates[kind].append(speed * result.metrics["flops_paper"] / devices)
+        self._speeds = {setting: mean(found) for setting, found in speeds.items()}
+        self._rates = {kind: median(found) for kind, found in rates.items()}
         self._flops: dict[tuple[str, str, int], int] = {}
 
-    def hours(self, trial: Trial, hours: Hours | None, images: int) -> float:
-        """Of a trial whose epochs have so many images; `hours` are those of its `Speeds`."""
-        if hours is not None:
-            return hours.wall
-        return trial.config.recipe.epochs * images * self._flops_of(trial) / self._rate / 3600
+    def hours(self, trial: Trial, images: int) -> Hours:
+        """Of a trial whose epochs have so many images."""
+        placement = trial.config.placement
+        basis, speed = self._speed(trial)
+        wall = trial.config.recipe.epochs * images / speed / 3600
+        return Hours(wall, wall * placement.workers * placement.cpus, wall * placement.workers * placement.gpus, basis)
+
+    def _speed(self, trial: Trial) -> tuple[Basis, float]:
+        """Images per second of all workers."""
+        placement = trial.config.placement
+        speed = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
+        if speed is not None:
+            return "like", speed
+        kind, devices = _devices(placement.workers, placement.cpus, placement.gpus)
+        rate = self._rates.get(kind)
+        return "guess" if rate is None else "flops", devices * (rate or GUESSED_RATES[kind]) / self._flops_of(trial)
 
     def _flops_of(self, trial: Trial) -> int:
         """By the paper's convention, for one image; large grids have few models."""
@@ -75,6 +81,15 @@ class Costs:
                 module = model.spec().build(num_classes=2)
             self._flops[key] = san.complexity(module, size).flops_paper  # outside: torch would bring its compiler
         return self._flops[key]
+
+
+LEAST = (("workers", 1), ("cpus", 1), ("gpus", 0))
+"""The parameters of a placement, and what they are where a run does not have them."""
+
+
+def _devices(workers: int, cpus: int, gpus: int) -> tuple[str, int]:
+    """On what a cell computes, and how many of it: a worker uses one GPU."""
+    return ("gpu", workers) if gpus else ("cpu", workers * cpus)
 
 
 def _setting(params: Mapping[str, str]) -> Setting:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from experiments.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.errors import UserError
-from experiments.expand import parse_override, profile_path, read_yaml
+from experiments.expand import parse_override, profile_path, read_profile
 from experiments.images import open_split
 from experiments.job import has_store
 from experiments.storage import Bucket, is_uri
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> Opened:
-    values = merged(read_yaml(profile_path(profile or "imagenet")), changes)
+    values = merged(read_profile(profile_path(profile or "imagenet")), changes)
     try:
         if checkpoint.is_checkpoint(_read(path)):
             _require_no_model(path, changes)

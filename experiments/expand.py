@@ -63,10 +63,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def profile_path(name: str) -> Path:
     """The file of a profile. Raises UserError for an unknown one."""
-    known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"))}
+    known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
     if name not in known:
         raise UserError(f"unknown profile {name!r}; known: {', '.join(known)}")
     return known[name]
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """A profile, laid over the one that it extends."""
+    content = read_yaml(path)
+    extended = content.pop("extends", None)
+    return content if extended is None else merged(read_profile(profile_path(extended)), content)
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -112,7 +119,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
             if isinstance(key, str) and _has(layer, key)
         ]
     profile_file = profile_path(profile)
-    configs = _configs(_Layers(path, grid, profile_file, read_yaml(profile_file), layers), wrong)
+    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers), wrong)
     if not wrong and grid.plot is not None:
         wrong += _unplottable(path, grid.plot, configs)
     if grid.early_stopping is not None:

@@ -58,6 +58,15 @@ def age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+def duration(seconds: float) -> str:
+    """Such as `3 h 20 min`, `2 min 40 s` or `50 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours / 24:.0f} days"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def as_value(value: object) -> str:
     """As it would be written in an override."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

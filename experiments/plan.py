@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from cluster import ClusterError, Resources, concurrency
-from experiments.estimate import Costs, Hours
+from cluster import ClusterError, Resources, concurrency, workers_that_fit
+from experiments.estimate import Basis, Estimator, Hours
 from experiments.grid import Trial
 from experiments.images import open_data
 from experiments.job import Job, is_done, known_results
+from experiments.options import duration
 from experiments.report.paper import unprinted
 from experiments.tracking import Result
 
@@ -28,7 +28,7 @@ class Cell:
     stopped_at: int | None
     """The epoch after which early stopping ended it."""
     hours: Hours | None
-    """None where nothing is to train, and where no finished run is like it."""
+    """None where nothing is to train."""
 
 
 def plan(job: Job) -> list[Cell]:
@@ -49,8 +49,8 @@ def plan(job: Job) -> list[Cell]:
     return cells
 
 
-def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours | None]]:
-    """The cells that are neither finished nor stopped, one for each key, with their hours where those are known.
+def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
+    """The cells that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
 
     In the order in which they start: what takes least comes first, for its answer comes soonest.
     """
@@ -58,18 +58,14 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
     for trial in job.trials:
         if not is_done(job, results, trial):
             missing.setdefault(trial.key, trial)
-    costs = Costs(results.values())
-    found = []
-    for trial in missing.values():
-        images = len(open_data(trial.config.data)[0])
-        hours = costs.speeds.hours(trial, images)
-        found.append((costs.hours(trial, hours, images), trial, hours))
-    return [(trial, hours) for _, trial, hours in sorted(found, key=lambda each: each[0])]
+    estimator = Estimator(results.values())
+    found = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
+    return sorted(found, key=lambda each: each[1].wall)
 
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
     """How many cells there are to train, how many at a time, what each takes, and for how long."""
-    from cluster.session import session, this_machine  # brings Ray
+    from cluster.session import is_local, session, this_machine  # brings Ray
 
     missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
@@ -78,15 +74,34 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
     if not missing:
         return [first, *beside]
     first += ", in this order"
-    here = this_machine if address is None and not os.environ.get("RAY_ADDRESS") else None
+    here = this_machine if is_local(address) else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
-            at_once = min(concurrency(job.placement, resources), len(missing))
+            at_once = min(cells_that_fit(job, resources), len(missing))
         except ClusterError as error:
             return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     nodes = len(resources.nodes)
     where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
     return [first, *beside, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+
+
+def cells_that_fit(job: Job, resources: Resources) -> int:
+    """How many cells run at once.
+
+    Raises:
+        ClusterError: none does; names the overrides with which one would.
+    """
+    try:
+        return concurrency(job.placement, resources)
+    except ClusterError as error:
+        workers, recipe = workers_that_fit(job.placement, resources), job.trials[0].config.recipe
+        if not 0 < workers < job.placement.workers:
+            raise
+        parts = -(-recipe.accumulate * job.placement.workers // workers)
+        raise ClusterError(
+            f"{error}. `placement.workers={workers} recipe.accumulate={parts}` fits here, with the same images per step, "
+            "the same memory per worker and the same number of images per BatchNorm"
+        ) from None
 
 
 def room(job: Job, resources: Resources, at_once: int) -> str:
@@ -101,13 +116,20 @@ def _is_settled(cell: Cell) -> bool:
     return cell.finished or cell.stopped_at is not None
 
 
+BASES: dict[Basis, str] = {
+    "like": "by the speed of finished runs like them",
+    "flops": "by the FLOPs of their models, at the speed of other finished runs",
+    "guess": "a rough guess by the FLOPs of their models, until a run has finished (expect a factor of 3 either way)",
+}
+
+
 def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
-    known = [cell.hours for cell in missing if cell.hours is not None]
-    if not known:
-        return ["time: not known, no finished run has the same model, size and placement"]
-    cpu, gpu, wall = (sum(getattr(hours, unit) for hours in known) for unit in ("cpu", "gpu", "wall"))
-    text = f"training, by the speed of finished runs like them: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
+    hours = [cell.hours for cell in missing if cell.hours is not None]
+    cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
+    text = f"training: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
     if at_once:
-        text += f", {max(wall / at_once, max(hours.wall for hours in known)):.3g} hours with {at_once} at a time"
-    unknown = len(missing) - len(known)
-    return [text + (f"; {unknown} cells of models, sizes or placements not met before are not counted" if unknown else "")]
+        text += f", {duration(3600 * max(wall / at_once, max(each.wall for each in hours)))} with {at_once} at a time"
+    counts = Counter(each.basis for each in hours)
+    if len(counts) == 1:
+        return [f"{text}; {BASES[hours[0].basis]}"]
+    return [text, *(f"  {counts[basis]} cells {words}" for basis, words in BASES.items() if counts[basis])]

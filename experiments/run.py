@@ -20,7 +20,7 @@ from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.images import open_data
 from experiments.job import GRIDS_DIR, Job, is_done, is_finished, known_results, open_job, patiently, say
-from experiments.plan import room, to_train
+from experiments.plan import cells_that_fit, room, to_train
 from experiments.progress import Progress
 from experiments.report.paper import paper_claims
 from experiments.report.study import section_of, write_study
@@ -28,6 +28,7 @@ from experiments.robustness.cells import Watch, Work, measure
 from experiments.storage import Lease, StorageError
 from experiments.summary import read_top1
 from experiments.tracking import Result, TrackerError
+from experiments.training.device import training_device
 from experiments.trial import run_trial
 from experiments.workspace import Workspace
 from pipelines import DataError
@@ -96,11 +97,13 @@ def study(profile: str, seeds: int, runs: str | Path | None, address: str | None
 
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains the cells that no other process is training; returns the keys of those that came to their end."""
-    from cluster.session import session  # brings Ray
+    from cluster.session import is_local, session  # brings Ray
 
     start = time.monotonic()
+    if is_local(address):
+        training_device(job.trials[0].config)  # before a dozen cells fail for the same reason
     with session(address) as resources:
-        at_once = min(concurrency(job.placement, resources), len(missing))
+        at_once = min(cells_that_fit(job, resources), len(missing))
         say(room(job, resources, at_once))
         with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]

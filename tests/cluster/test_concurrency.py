@@ -47,7 +47,7 @@ def test_rejects_a_cell_that_does_not_fit() -> None:
         concurrency(Placement(workers=4), Resources((Node(2, 0),)))
     assert str(caught.value) == (
         "a cell needs 4 workers with 1 CPU each, the cluster has 2 CPUs and 0 GPUs on 1 node, "
-        "room for 2 such workers: ask for less per cell or join a larger cluster"
+        "room for 2 such workers: lower placement.workers, placement.cpus or placement.gpus, or join a larger cluster"
     )
 
 

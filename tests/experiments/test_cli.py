@@ -285,7 +285,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot be read", "give the path of a grid"]),
     "unknown profile": (
         lambda tmp: ["run", str(SMALL_GRID), "--profile", "laptop"],
-        ["unknown profile 'laptop'; known: digits, imagenet, study"],
+        ["unknown profile 'laptop'; known: digits, imagenet, imagenet-1gpu, imagenet-fast, study"],
     ),
     "missing data folder": (
         lambda tmp: ["run", str(SMALL_GRID), "data.source=folder", f"data.root={tmp / 'nowhere'}"],
@@ -299,7 +299,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than CPUs": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=20"],
-        ["a cell needs 20 workers with 1 CPU each", "ask for less per cell or join a larger cluster"],
+        ["a cell needs 20 workers with 1 CPU each", "join a larger cluster. `placement.workers="],
     ),
     "more workers than images in a batch": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch=1"],

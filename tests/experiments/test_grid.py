@@ -31,7 +31,7 @@ def expanded(path: Path, *overrides: str, profile: str = "digits") -> Expanded:
     return expand_grid(path, profile, overrides, table_names())
 
 
-@pytest.mark.parametrize("profile", ["digits", "imagenet"])
+@pytest.mark.parametrize("profile", ["digits", "imagenet", "imagenet-1gpu", "imagenet-fast"])
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_every_grid_has_the_rows_of_its_table(path: Path, profile: str) -> None:
     assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
@@ -393,10 +393,19 @@ def test_rejects_a_missing_file(tmp_path: Path) -> None:
     assert "none.yaml: cannot be read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
 
 
+def test_a_profile_extends_another(small_grid: Path) -> None:
+    paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
+    assert one.data == paper.data
+    assert (one.placement.workers, one.recipe.accumulate) == (1, 8)
+    assert one.recipe.batch // one.recipe.accumulate == paper.recipe.batch // paper.placement.workers == 32
+    fast = expand(small_grid, profile="imagenet-fast")["pairwise_3"].config.recipe
+    assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
+
+
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
     text = told(lambda: expand(small_grid, profile=name))
-    assert text == f"unknown profile {name!r}; known: digits, imagenet, study"
+    assert text == f"unknown profile {name!r}; known: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
 
 
 @pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])

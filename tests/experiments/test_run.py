@@ -29,6 +29,7 @@ from experiments.config import ModelConfig, flat, model_mistakes
 from experiments.errors import UserError
 from experiments.grid import Trial
 from experiments.job import Job, known_results, open_job
+from experiments.options import duration
 from experiments.plan import plan, plan_in_words
 from experiments.run import run, study
 from experiments.tracking.tracker import Tracker
@@ -74,7 +75,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         observer: object,
         progress: object,
         final: object,
-        patience: object,
     ) -> dict[str, Outcome]:
         (workspace,) = train.args
         for trial in trials.values():
@@ -274,17 +274,23 @@ def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_te
     job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}", "second")
     cells = plan(job)
     assert [cell.finished for cell in cells] == [True, False, False, False]
-    done, longer, equal, other = (cell.hours for cell in cells)
+    hours = {cell.row: cell.hours for cell in cells}
+    done, longer, equal, other = (hours[row] for row in ("cell", "longer", "equal", "other"))
     assert longer is not None
     assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
-    assert (longer.cpu, longer.gpu) == (longer.wall, 0)
-    assert done is equal is other is None
+    assert (longer.cpu, longer.gpu, longer.basis) == (longer.wall, 0, "like")
+    assert other is not None and other.basis == "guess"
+    assert done is equal is None
 
     said = plan_in_words(job, cells, None)
     assert said[0] == "grid second, profile digits: 4 cells, 2 to train, in this order"
     assert said[1].endswith("cells at a time, 1 worker with 1 CPU per cell")
-    assert said[2].startswith("training, by the speed of finished runs like them: 0.144 CPU-hours and 0 GPU-hours, 0.144 hours")
-    assert said[2].endswith("; 1 cells of models, sizes or placements not met before are not counted")
+    cpu_hours, wall = longer.cpu + other.cpu, max((longer.wall + other.wall) / 2, longer.wall, other.wall)
+    assert said[2] == f"training: {cpu_hours:.3g} CPU-hours and 0 GPU-hours, {duration(3600 * wall)} with 2 at a time"
+    assert said[3:] == [
+        "  1 cells by the speed of finished runs like them",
+        "  1 cells a rough guess by the FLOPs of their models, until a run has finished (expect a factor of 3 either way)",
+    ]
 
 
 def finish(job: Job, trial: Trial, **metrics: float) -> None:
