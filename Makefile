@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study faults figures gallery test test-long lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
+.PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -36,6 +36,20 @@ test: setup lint
 # Some minutes of whole grids on clusters, in ways that the shorter tests nearly cover.
 test-long: setup
 	@$(STEP) "long tests" $(BIN)/python -m pytest -m long --durations=0
+
+# The library's tests with another release of torch, in an environment of its own: `make test-torch TORCH=2.11.0`, the oldest that
+# is supported, or 2.13.0. It takes some GB and minutes.
+TORCH ?= 2.11.0
+TORCH_VENV := .venv-torch-$(TORCH)
+test-torch: $(TORCH_VENV)/.installed
+	@$(STEP) "tests with torch $(TORCH)" $(TORCH_VENV)/bin/python -m pytest tests/ops tests/nn tests/models
+
+# numpy, setuptools and onnxscript as that torch wants them; the others as pinned.
+$(TORCH_VENV)/.installed: requirements.txt
+	@$(STEP) "environment $(TORCH_VENV)" $(PYTHON) -m venv $(TORCH_VENV)
+	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -q torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
+	  $$(grep -E '^(click|hypothesis|pydantic|pytest|PyYAML)==' requirements.txt)
+	@touch $@
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -85,4 +99,4 @@ $(VENV)/.installed: requirements.txt setup.py
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-torch-* build *.egg-info

@@ -46,23 +46,6 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   }
 }
 
-template <class scalar_t>
-struct HiddenShared : Common<scalar_t> {
-  using T = accumulate_t<scalar_t>;
-  T *hidden, *sums, *shift;
-  size_t bytes;
-
-  SAN_HOST_DEVICE HiddenShared(const WeightedPairwise<scalar_t>& p, char* base) : HiddenShared(p, Carver(base)) {}
-
- private:
-  SAN_HOST_DEVICE HiddenShared(const WeightedPairwise<scalar_t>& p, Carver carver) : Common<scalar_t>(p, carver) {
-    hidden = carver.take<T>(p.rows * pitch_of(p.E));
-    sums = carver.take<T>(parts_for(kPairThreads, p.E) * 2 * p.E);  // [parts, 2, E]
-    shift = carver.take<T>(p.E);
-    bytes = carver.used();
-  }
-};
-
 // Moments of relation weight1^T per channel, over the pairs of a block's tiles.
 template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
@@ -100,26 +83,6 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
     moments[int64_t(blockIdx.x) * p.E + e] = moments_of(shared.sums, parts, p.E, e, count, shared.shift[e]);
   }
 }
-
-template <class scalar_t>
-struct ForwardShared : Common<scalar_t> {
-  using T = accumulate_t<scalar_t>;
-  T* logits;                  // [rows, pitch_of(G)]; later exp(logits - largest)
-  T *largest, *sum, *factor;  // [pixels of the tile, G] of the softmax so far
-  T* y;                       // [pixels of the tile, M]
-  size_t bytes;
-
-  SAN_HOST_DEVICE ForwardShared(const WeightedPairwise<scalar_t>& p, char* base) : ForwardShared(p, Carver(base)) {}
-
- private:
-  SAN_HOST_DEVICE ForwardShared(const WeightedPairwise<scalar_t>& p, Carver carver) : Common<scalar_t>(p, carver) {
-    logits = carver.take<T>(p.rows * pitch_of(p.G));
-    largest = carver.take<T>(p.tile_pixels() * p.G), sum = carver.take<T>(p.tile_pixels() * p.G);
-    factor = carver.take<T>(p.tile_pixels() * p.G);
-    y = carver.take<T>(p.tile_pixels() * p.M);
-    bytes = carver.used();
-  }
-};
 
 // y_i = sum_j softmax_j(logits) beta_j. The softmax is on line: `factor` corrects what was summed with an earlier
 // maximum.

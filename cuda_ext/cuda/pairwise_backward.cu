@@ -39,28 +39,13 @@ __device__ __forceinline__ T softmax_weight(const Pairwise<T>& p, const Maps<sca
   return exponential(logit - maps.logsumexp[center * p.G + g]);
 }
 
-template <class scalar_t>
-struct ValuesShared : Common<scalar_t> {
-  using T = accumulate_t<scalar_t>;
-  T *logits, *weights, *projection;  // [rows, pitch_of(G)], [all pairs of the tile, G], [pixels of the tile, G]
-  size_t bytes;
-
-  SAN_HOST_DEVICE ValuesShared(const WeightedPairwise<scalar_t>& p, char* base) : ValuesShared(p, Carver(base)) {}
-
- private:
-  SAN_HOST_DEVICE ValuesShared(const WeightedPairwise<scalar_t>& p, Carver carver) : Common<scalar_t>(p, carver) {
-    logits = carver.take<T>(p.rows * pitch_of(p.G));
-    weights = carver.take<T>(p.tile_pixels() * p.positions() * p.G);
-    projection = carver.take<T>(p.tile_pixels() * p.G);
-    bytes = carver.used();
-  }
-};
-
-// projection, and each tile's part of the gradient of beta: to_beta [tiles, halo, M].
-template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
+// projection, and each tile's part of the gradient of beta: to_beta [tiles, halo, M]. With kSpills the softmax weights
+// of a block's tile lie in spilled [blocks, pairs of a tile, G].
+template <class scalar_t, bool kAccurate, bool kSpills, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
-    values_kernel(WeightedPairwise<scalar_t> p, Maps<scalar_t> maps, T* projection, T* to_beta) {
+    values_kernel(WeightedPairwise<scalar_t> p, Maps<scalar_t> maps, T* spilled, T* projection, T* to_beta) {
   const ValuesShared<scalar_t> shared(p, shared_memory_base());
+  T* weights = kSpills ? spilled + blockIdx.x * p.tile_weights() : shared.weights;
   const PairBlock<scalar_t, kAccurate> block{p, shared};
   block.load(true);
   for_each_tile(p, [&](const Tile& tile, int64_t index) {
@@ -71,7 +56,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
       block.weight_gradients(maps.grad_y, maps.beta, step.valid, [&](int row, int g, T gradient) {
         T& logit = shared.logits[row * pitch_of(p.G) + g];
         const T weight = softmax_weight(p, maps, shared.center[row], g, logit);
-        shared.weights[(first + row) * p.G + g] = weight;
+        weights[(first + row) * p.G + g] = weight;
         logit = weight * gradient;
       });
       __syncthreads();
@@ -88,7 +73,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
       // Over the sum of the weights, which is 1 but for what a large logsumexp lost to rounding: so gradients cancel
       // where a softmax is saturated.
       T sum = 0;
-      for (int pair = pixel; pair < pairs; pair += count) sum += shared.weights[pair * p.G + g];
+      for (int pair = pixel; pair < pairs; pair += count) sum += weights[pair * p.G + g];
       projection[tile.pixel(p.f, pixel) * p.G + g] = shared.projection[pixel * p.G + g] / sum;
     });
     const int kernel_size = static_cast<int>(p.f.kernel_size);
@@ -98,7 +83,7 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
       for (int h = std::max(0, down - kernel_size + 1); h < std::min(tile.height, down + 1); ++h) {
         for (int w = std::max(0, right - kernel_size + 1); w < std::min(tile.width, right + 1); ++w) {
           const int pair = ((down - h) * kernel_size + right - w) * count + h * tile.width + w;
-          shares.add(shared.weights + pair * p.G + shares.g, maps.grad_y + (tile.first + h * p.f.width + w) * p.M);
+          shares.add(weights + pair * p.G + shares.g, maps.grad_y + (tile.first + h * p.f.width + w) * p.M);
         }
       }
       T* out = to_beta + (index * p.halo_pixels() + down * p.halo_width() + right) * p.M;
@@ -136,19 +121,6 @@ __global__ void fold_kernel(const T* parts, Pairwise<T> p, int channels, int64_t
     out[index] = static_cast<out_t>(sum);
   }
 }
-
-// What the passes `mapping` and `relation` share: the gradients up to the second BatchNorm's output.
-template <class scalar_t>
-struct BackwardShared : Common<scalar_t> {
-  using T = accumulate_t<scalar_t>;
-  T* normalised;  // [rows, pitch_of(E)]
-  T* logits;      // [rows, pitch_of(G)]; later their gradients
-
-  SAN_HOST_DEVICE BackwardShared(const WeightedPairwise<scalar_t>& p, Carver& carver) : Common<scalar_t>(p, carver) {
-    normalised = carver.take<T>(p.rows * pitch_of(p.E));
-    logits = carver.take<T>(p.rows * pitch_of(p.G));
-  }
-};
 
 // Computes a step up to the gradients of its logits; all threads may read them when it returns.
 template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
@@ -207,26 +179,6 @@ __device__ __forceinline__ T sum_slices(const T* sums, int slices, int size, int
   return sum;
 }
 
-template <class scalar_t>
-struct MappingShared : BackwardShared<scalar_t> {
-  using T = accumulate_t<scalar_t>;
-  T* hidden_gradient;  // [rows, pitch_of(E)]
-  T* sums;             // [parts, 2, E]: of these gradients, and of them times `normalised`
-  T* to_weight2;       // [slices, G, E]; null if the sums stay in global memory
-  size_t bytes;
-
-  SAN_HOST_DEVICE MappingShared(const WeightedPairwise<scalar_t>& p, char* base) : MappingShared(p, Carver(base)) {}
-
- private:
-  SAN_HOST_DEVICE MappingShared(const WeightedPairwise<scalar_t>& p, Carver carver)
-      : BackwardShared<scalar_t>(p, carver) {
-    hidden_gradient = carver.take<T>(p.rows * pitch_of(p.E));
-    sums = carver.take<T>(parts_for(kPairThreads, p.E) * 2 * p.E);
-    to_weight2 = p.stages ? carver.take<T>(p.slices(p.G, p.E) * p.G * p.E) : nullptr;
-    bytes = carver.used();
-  }
-};
-
 // A block's sums over its pairs: the gradients of weight2 [G, E], bias2 [E] and gain2 [E], one behind the other.
 template <class scalar_t, bool kAccurate, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kPairThreads, kResident<T>)
@@ -258,29 +210,6 @@ __global__ void __launch_bounds__(kPairThreads, kResident<T>)
   for (int k = threadIdx.x; p.stages && k < size; k += kPairThreads) out[k] = sum_slices(to_weight2, slices, size, k);
   for (int k = threadIdx.x; k < 2 * p.E; k += kPairThreads) out[size + k] = sum_slices(shared.sums, parts, 2 * p.E, k);
 }
-
-template <class scalar_t>
-struct RelationShared : BackwardShared<scalar_t> {
-  using T = accumulate_t<scalar_t>;
-  T *slope, *offset, *tilt;  // [E] the second BatchNorm's backward: slope * (gradient - offset - tilt * normalised)
-  T* to_center;              // [pixels of the tile, d]
-  T* to_around;              // [halo, d]; null if it stays in global memory, as the next
-  T* to_weight1;             // [slices, E, d]
-  size_t bytes;
-
-  SAN_HOST_DEVICE RelationShared(const WeightedPairwise<scalar_t>& p, char* base) : RelationShared(p, Carver(base)) {}
-
- private:
-  SAN_HOST_DEVICE RelationShared(const WeightedPairwise<scalar_t>& p, Carver carver)
-      : BackwardShared<scalar_t>(p, carver) {
-    const int E = padded(p.E);
-    slope = carver.take<T>(E), offset = carver.take<T>(E), tilt = carver.take<T>(E);
-    to_center = carver.take<T>(p.tile_pixels() * p.d);
-    to_around = p.stages ? carver.take<T>(p.halo_pixels() * p.d) : nullptr;
-    to_weight1 = p.stages ? carver.take<T>(p.slices(p.E, p.d) * p.E * p.d) : nullptr;
-    bytes = carver.used();
-  }
-};
 
 // The gradients of relu's argument before weight1: their sums over j, to_center [pixels, d], each tile's part of their
 // sums over i, to_around [tiles, halo, d], and a block's part of the gradient of weight1 [E, d], which is added to
@@ -476,9 +405,13 @@ class Gradients {
     projection_ = problem_.new_sums({problem_.pixels(), all.G});
     T* projection = projection_.template mutable_data_ptr<T>();
     scalar_t* grad_beta = beta.template mutable_data_ptr<scalar_t>();
-    auto* kernel = &values_kernel<scalar_t, kAccurate>;
+    const int64_t size = all.spills ? all.tile_weights() : 0;
+    const int64_t most = size > 0 ? std::max<int64_t>(1, workspace_limit() / (size * int64_t(sizeof(T)))) : kMaxBlocks;
+    Tensor weights = problem_.new_sums({size > 0 ? blocks_of(all, most) : 0, size});
+    auto* kernel = all.spills ? &values_kernel<scalar_t, kAccurate, true> : &values_kernel<scalar_t, kAccurate, false>;
     in_parts(all, all.M, [&](const WeightedPairwise<scalar_t>& p, const Maps<scalar_t>& maps, int64_t pixel, T* halos) {
-      SAN_LAUNCH_SHARED(kernel, blocks_of(p), kPairThreads, bytes, stream_, p, maps, projection + pixel * p.G, halos);
+      SAN_LAUNCH_SHARED(kernel, blocks_of(p, most), kPairThreads, bytes, stream_, p, maps,
+                        weights.template mutable_data_ptr<T>(), projection + pixel * p.G, halos);
       fold(halos, p, p.M, grad_beta + pixel * p.M);
     });
     maps_.projection = projection;

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "maps.h"
-#include "pairwise_tile.cuh"
+#include "pairwise_shared.cuh"
 
 namespace san::cuda {
 namespace {
@@ -67,6 +67,58 @@ __global__ void scale_kernel(Pairwise<T> p, const T* map, bool is_center, int64_
   }
 }
 
+constexpr int kLeastRows = 8;  // of a step: half of what a warp multiplies at once
+
+// Cuts a pass into blocks: sets tile, rows, stages and spills, and returns the bytes of `Shared` so. Preferred is what
+// leaves room for two blocks on a multiprocessor, then large tiles, whose halos overlap less, then many rows.
+template <class Shared, class Sizes>
+size_t plan(Sizes& p, int most_pixels) {
+  constexpr int kSides[][2] = {{8, 8}, {4, 8}, {4, 4}, {2, 4}, {2, 2}, {1, 2}, {1, 1}};
+  const size_t limit = shared_memory_limit();
+  struct Wish {
+    bool stages, spills;
+    int least_rows, least_pixels;
+    size_t bytes;
+  };
+  const Wish wishes[] = {{true, false, 32, 8, limit / 2 - 1024},
+                         {true, false, 32, 8, limit},
+                         {false, false, 32, 8, limit},
+                         {false, false, 16, 1, limit},
+                         {false, true, kLeastRows, 1, limit}};
+  for (const Wish& wish : wishes) {
+    for (const auto& [height, width] : kSides) {
+      if (height * width > most_pixels || height * width < wish.least_pixels) continue;
+      p.tile_height = static_cast<int>(std::min<int64_t>(height, p.f.height));
+      p.tile_width = static_cast<int>(std::min<int64_t>(width, p.f.width));
+      p.stages = wish.stages, p.spills = wish.spills;
+      for (p.rows = 128; p.rows >= wish.least_rows; p.rows /= 2) {
+        const size_t bytes = Shared(p, nullptr).bytes;
+        if (bytes <= wish.bytes) return bytes;
+      }
+    }
+  }
+  STD_TORCH_CHECK(false, "a pass does not fit into shared memory, although check_fits has passed");
+}
+
+// Bytes of a pass in the last of the ways that `plan` tries.
+template <class Shared, class Sizes>
+size_t least_bytes(Sizes p) {
+  p.tile_height = p.tile_width = 1, p.rows = kLeastRows, p.stages = false, p.spills = true;
+  return Shared(p, nullptr).bytes;
+}
+
+// Forward and backward take the same sizes: those that all of their passes have room for.
+template <class scalar_t>
+void check_fits(const WeightedPairwise<scalar_t>& p) {
+  const size_t bytes = std::max({least_bytes<HiddenShared<scalar_t>>(p), least_bytes<ForwardShared<scalar_t>>(p),
+                                 least_bytes<ValuesShared<scalar_t>>(p), least_bytes<MappingShared<scalar_t>>(p),
+                                 least_bytes<RelationShared<scalar_t>>(p)});
+  STD_TORCH_CHECK(bytes <= shared_memory_limit(), "pairwise attention over ", p.d, " relation, ", p.E, " hidden, ", p.G,
+                  " weight and ", p.M, " value channels needs too much shared memory: ", bytes,
+                  " bytes; a block of this GPU has ", shared_memory_limit(),
+                  "; use fewer channels or san.ops.backend(\"unfused\")");
+}
+
 // Inputs as kernels take them, which must live as long as they run on. `scalar_t` is that of beta. The maps of the
 // relation are taken in the type of sums: they are small, position features make them float anyway, and half types
 // would lose what a difference leaves.
@@ -90,6 +142,7 @@ class Problem {
     sizes.gain1 = keep(in.gain1), sizes.bias1 = keep(in.bias1), sizes.gain2 = keep(in.gain2),
     sizes.bias2 = keep(in.bias2);
     sizes.mean1 = keep(in.mean1), sizes.var1 = keep(in.var1), sizes.mean2 = keep(in.mean2), sizes.var2 = keep(in.var2);
+    check_fits(sizes);
     sizes.weight1 = pad(keep(in.weight1), sizes.E, sizes.d), sizes.weight2 = pad(keep(in.weight2), sizes.G, sizes.E);
   }
 
@@ -157,35 +210,6 @@ class Problem {
   Tensor center_, around_, beta_;
   std::vector<Tensor> kept_;
 };
-
-// Cuts a pass into blocks: sets tile, rows and stages, and returns the bytes of `Shared` so. Preferred is what leaves
-// room for two blocks on a multiprocessor, then large tiles, whose halos overlap less, then many rows.
-template <class Shared, class Sizes>
-size_t plan(Sizes& p, int most_pixels) {
-  constexpr int kSides[][2] = {{8, 8}, {4, 8}, {4, 4}, {2, 4}, {2, 2}, {1, 2}, {1, 1}};
-  const size_t limit = shared_memory_limit();
-  struct Wish {
-    bool stages;
-    int least_rows, least_pixels;
-    size_t bytes;
-  };
-  const Wish wishes[] = {
-      {true, 32, 8, limit / 2 - 1024}, {true, 32, 8, limit}, {false, 32, 8, limit}, {false, 16, 1, limit}};
-  for (const Wish& wish : wishes) {
-    for (const auto& [height, width] : kSides) {
-      if (height * width > most_pixels || height * width < wish.least_pixels) continue;
-      p.tile_height = static_cast<int>(std::min<int64_t>(height, p.f.height));
-      p.tile_width = static_cast<int>(std::min<int64_t>(width, p.f.width));
-      p.stages = wish.stages;
-      for (p.rows = 128; p.rows >= wish.least_rows; p.rows /= 2) {
-        const size_t bytes = Shared(p, nullptr).bytes;
-        if (bytes <= wish.bytes) return bytes;
-      }
-    }
-  }
-  STD_TORCH_CHECK(false, "pairwise attention over ", p.d, " relation, ", p.E, " hidden, ", p.G, " weight and ", p.M,
-                  " value channels does not fit into the ", limit, " bytes of shared memory of a block");
-}
 
 // Pixels of a tile: a step of 128 rows should be filled at small footprints too.
 inline int pixels_of_tile(const Footprint& f) { return f.kernel_size <= 3 ? 64 : 16; }

@@ -42,12 +42,14 @@ struct Pairwise {
   // How a pass is cut into blocks and steps.
   int tile_height, tile_width, rows;
   bool stages;  // whether weights and sums over pairs fit into shared memory
+  bool spills;  // whether the softmax weights of a tile's pairs, which backward keeps, lie in global memory
 
   SAN_HOST_DEVICE int positions() const { return static_cast<int>(f.positions()); }
   SAN_HOST_DEVICE int tile_pixels() const { return tile_height * tile_width; }
   SAN_HOST_DEVICE int64_t tiles_high() const { return (f.height + tile_height - 1) / tile_height; }
   SAN_HOST_DEVICE int64_t tiles_wide() const { return (f.width + tile_width - 1) / tile_width; }
   SAN_HOST_DEVICE int64_t tiles() const { return images * tiles_high() * tiles_wide(); }
+  SAN_HOST_DEVICE int64_t tile_weights() const { return int64_t(tile_pixels()) * positions() * G; }
   // The pixels of the padded map that a tile's footprints cover.
   SAN_HOST_DEVICE int halo_width() const { return tile_width + static_cast<int>(f.kernel_size) - 1; }
   SAN_HOST_DEVICE int halo_pixels() const { return halo_width() * (tile_height + static_cast<int>(f.kernel_size) - 1); }

@@ -9,8 +9,6 @@ namespace san::cuda {
 namespace {
 
 constexpr int kMomentThreads = 256;
-constexpr int kMomentPieces = 64;
-
 // Moments of a patch's channels over the tiles split, split + splits, ..; a block takes kMomentPieces pieces.
 template <class scalar_t, class T = accumulate_t<scalar_t>>
 __global__ void __launch_bounds__(kMomentThreads)

@@ -183,6 +183,7 @@ class PatchProblem {
     sizes.C = static_cast<int>(in.center.size(3)), sizes.R = static_cast<int>(in.around.size(3));
     sizes.E = static_cast<int>(in.weight1.size(0)), sizes.M = static_cast<int>(in.beta.size(3));
     sizes.G = static_cast<int>(in.weight2.size(0) / sizes.positions());
+    check_fits();
     if (sizes.pixels() == 0) return;
     // In evaluation no statistics are taken, and an image must not depend on others.
     const T *around_sums = training ? channel_sums(around) : nullptr,
@@ -211,12 +212,7 @@ class PatchProblem {
   }
 
   // Bytes of shared memory for [cells, pitch] elements and others.
-  size_t shared_bytes(int64_t cells, int pitch, size_t others = 0) const {
-    const size_t bytes = cells * pitch * sizeof(T) + others, limit = shared_memory_limit();
-    STD_TORCH_CHECK(bytes <= limit, "patchwise attention over a ", sizes.f.kernel_size, "x", sizes.f.kernel_size,
-                    " footprint takes ", bytes, " bytes of shared memory, of which a block has ", limit);
-    return bytes;
-  }
+  size_t shared_bytes(int64_t cells, int pitch, size_t others = 0) const { return cells * pitch * sizeof(T) + others; }
   // How many hidden channels of so many cells are in shared memory at once: as many as fit, and no more than leave room
   // for several blocks at the footprints of SAN.
   int depth_for(int cells) const {
@@ -232,6 +228,17 @@ class PatchProblem {
   const T* normal1 = nullptr;  // [pieces, padded(R), 2], see norm1_kernel
 
  private:
+  // Forward and backward take the same sizes: those for which moments and the gradient of weight1 have room for a
+  // patch. Other passes need less.
+  void check_fits() const {
+    const size_t moments = kMomentPieces * kDepth * 2 * sizeof(double);
+    const size_t gradient = kTilePixels * pitch_of(std::min(padded(sizes.E), kColumns * 8)) * sizeof(T);
+    const size_t bytes = shared_bytes(sizes.patch_cells(), kPitch, std::max(moments, gradient));
+    STD_TORCH_CHECK(bytes <= shared_memory_limit(), "patchwise attention over a ", sizes.f.kernel_size, "x",
+                    sizes.f.kernel_size, " footprint needs too much shared memory: ", bytes,
+                    " bytes; a block of this GPU has ", shared_memory_limit(),
+                    "; use a smaller footprint or san.ops.backend(\"unfused\")");
+  }
   const T* channel_sums(const scalar_t* map) {
     const int64_t channels = sizes.R, parts = parts_for(kThreads, sizes.R);
     const int64_t blocks = std::min(wanted_blocks(), (sizes.pixels() + parts - 1) / parts);

@@ -23,6 +23,7 @@ constexpr int kDepth = 16;          // channels of a patch in shared memory at o
 constexpr int kPitch = kDepth + 8;  // between its cells: pitch_of(kDepth)
 constexpr int kColumns = 4;         // tiles of 8 columns that a warp computes at most
 constexpr int kHiddenPixels = 64;   // of a block that sums over a map [pixels, E]
+constexpr int kMomentPieces = 64;   // of a block that takes moments of a patch
 constexpr int kShares = 8;          // value channels of one weight that a lane works on at once
 
 // Blocks that registers must leave room for on a multiprocessor.

@@ -1,5 +1,6 @@
 // Runs __global__ code on the CPU, every block in turn. SAN_SHIM_REVERSE runs blocks and threads backwards, which shows
-// a kernel that depends on their order, as one that lacks a barrier does.
+// a kernel that depends on their order, as one that lacks a barrier does. SAN_SHIM_SHARED_MEMORY is the shared memory
+// of a block.
 //
 // SAN_LAUNCH runs one thread after the other; kernels with barriers, shuffles, shared memory or mma need
 // SAN_LAUNCH_SHARED, whose threads are fibers. What the shim cannot show: races inside a warp between two barriers,
@@ -36,8 +37,12 @@ struct DeviceGuard {
 };
 inline int current_stream(const Tensor&) { return 0; }
 inline void check_launch(const char*) {}
-inline size_t shared_memory_limit() { return size_t(227) << 10; }  // as a block has on an H100
-inline int64_t workspace_limit() { return int64_t(16) << 10; }     // so that small tests meet it
+// SAN_SHIM_SHARED_MEMORY in bytes, or what a block has on an H100.
+inline size_t shared_memory_limit() {
+  const char* bytes = std::getenv("SAN_SHIM_SHARED_MEMORY");
+  return bytes != nullptr ? std::strtoull(bytes, nullptr, 10) : size_t(227) << 10;
+}
+inline int64_t workspace_limit() { return int64_t(16) << 10; }  // so that small tests meet it
 
 inline bool runs_in_reverse() { return std::getenv("SAN_SHIM_REVERSE") != nullptr; }
 

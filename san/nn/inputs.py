@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from san.ops import library
+
 
 def check_map(x: Tensor, layer: nn.Conv2d, name: str) -> None:
     """Refuses what the first layer of a module cannot take.
@@ -37,7 +39,16 @@ def specialize(x_NCHW: Tensor) -> None:
             comptime.force_static(width)
 
 
+def is_autocast(device: str) -> bool:
+    """Whether autocast is on for a device type. Dynamo traces it, which it cannot do with all of it before torch 2.13."""
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
+
+
+@library.constant
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def _is_cast(x: Tensor) -> bool:
     """Whether autocast makes the dtypes of floating tensors agree."""
-    device = x.device.type
-    return x.is_floating_point() and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return x.is_floating_point() and is_autocast(x.device.type)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from san import ops
+from san.nn.inputs import is_autocast
 
 CHANNELS = 2
 """Channels of a position feature."""
@@ -65,7 +66,7 @@ class Position(nn.Module):
     def features(self, like_NRHW: Tensor) -> Tensor:
         """p of every pixel, [1, 2, H, W], in float32 at least."""
         device = like_NRHW.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if is_autocast(device):
             with torch.autocast(device, enabled=False):
                 return self._features(like_NRHW)
         return self._features(like_NRHW)

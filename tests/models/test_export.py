@@ -81,6 +81,7 @@ def results(model: nn.Module, images: Tensor) -> list[Tensor]:
 SIZES = [(2, 8, 10), (3, 8, 10), (2, 12, 14)]
 
 
+@pytest.mark.xfail(torch.__version__ < (2, 13), reason="inductor cannot compare symbolic strides on the CPU")
 @pytest.mark.parametrize(
     ("which", "backend", "training", "sizes"),
     [

@@ -56,6 +56,15 @@ def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) 
         assert error(ours, theirs) <= most, f"tensor {index}: {error(ours, theirs):.1e}"
 
 
+def outcome(operator: Callable[..., Any], *arguments: Any) -> str | None:
+    """How an operator refuses arguments; None if it takes them."""
+    try:
+        operator(*arguments)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
 def assert_same_bits(got: Results, want: Results) -> None:
     for one, other in zip(sum(got, ()), sum(want, ()), strict=True):
         assert torch.equal(one, other)

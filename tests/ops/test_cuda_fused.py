@@ -28,6 +28,7 @@ from tests.ops.cuda_cases import (
     error,
     every_mode,
     needs_cuda,
+    outcome,
 )
 
 
@@ -310,6 +311,74 @@ def test_refuses_what_does_not_fit(argument: int, value: Any, complaint: str, sh
     arguments[argument] = value
     with pytest.raises(RuntimeError, match=complaint):
         shim.pairwise(*arguments)
+
+
+# An eighth of what a block has on sm_86 and sm_89, A100 and H100, with an eighth of the channels of SAN's last stage.
+LIMITS = {"99 KB": (99 << 10) // 8, "163 KB": (163 << 10) // 8, "227 KB": (227 << 10) // 8}
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("share", [1, 2, 8])
+@pytest.mark.parametrize("footprint", [3, 5, 7, 9, 11, 13])
+def test_backward_takes_the_footprints_that_forward_takes(
+    footprint: int, share: int, limit: int, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The softmax weights of a single pixel's pairs overflow shared memory from share 1 and footprint 7 on."""
+    side = footprint // 2 + 1
+    problem = Problem.sample(Case(1, side, side, footprint, 8, 16, 64 // share, 64))
+    monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", str(limit))
+    outputs, gradients = run(shim, problem, True, torch.float32)
+    wanted_outputs, wanted_gradients = reference(problem, True)
+    assert_near(outputs, wanted_outputs, 1e-5)
+    assert_near(gradients, wanted_gradients, 1e-4)
+
+
+def test_spilled_weights_change_nothing(order: str, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several images, and several tiles for each block."""
+    problem = Problem.sample(Case(3, 6, 7, 7, 8, 16, 64, 64))
+    results = []
+    for limit in LIMITS.values():
+        monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", str(2 * limit))  # for numbers twice as wide
+        results.append(run(shim, problem, True, torch.float64))
+    for outputs, gradients in results[1:]:
+        assert_near(outputs, results[0][0], 1e-12)
+        assert_near(gradients, results[0][1], 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("share", [1, 2, 8])
+@pytest.mark.parametrize("values", [16, 64, 128, 256, 512])
+def test_sans_stages_fit_every_gpu(
+    values: int, share: int, limit: int, dtype: torch.dtype, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pixels, as sizes alone decide."""
+    weights = values // share
+    problem = Problem.sample(Case(0, 7, 7, 13, values // 4 + 2, weights, weights, values))
+    monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", str(8 * limit))
+    run(shim, problem, True, dtype)
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward_refuse_the_same_sizes(
+    case: Case, dtype: torch.dtype, training: bool, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.sample(replace(case, batch=1))
+    maps, grad = [x.to(dtype) for x in problem.maps], problem.grad.to(dtype)
+    sums = torch.promote_types(dtype, torch.float32)
+    parameters, statistics = ([x.to(sums) for x in some] for some in (problem.parameters, problem.statistics))
+    logsumexp = torch.zeros(*problem.grad.shape[:3], case.weights, dtype=sums)
+    refusals = []
+    for limit in (1 << 10, 3 << 10, 8 << 10, 40 << 10, 227 << 10):
+        monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", str(limit))
+        rest = problem.rest(training)
+        forward = outcome(shim.pairwise, *maps, *parameters, *statistics, *rest)
+        assert outcome(shim.pairwise_backward, grad, *maps, *parameters[:-1], *statistics, logsumexp, *rest) == forward
+        refusals.append(forward)
+    assert refusals[0] is not None and f"a block of this GPU has {1 << 10}; use fewer channels" in refusals[0]
+    assert refusals[-1] is None
 
 
 PROBE = """

@@ -21,6 +21,7 @@ from tests.ops.cuda_cases import (
     error,
     every_mode,
     needs_cuda,
+    outcome,
 )
 
 
@@ -295,8 +296,29 @@ def test_refuses_what_does_not_fit(argument: int, value: Any, complaint: str, sh
 
 def test_refuses_a_footprint_that_shared_memory_cannot_hold(shim: Any) -> None:
     problem = Problem.sample(Case(1, 25, 25, 45, 0, 1, 1, 1, 1))
-    with pytest.raises(RuntimeError, match=r"a 45x45 footprint takes .* bytes of shared memory"):
+    with pytest.raises(RuntimeError, match=r"a 45x45 footprint needs too much shared memory: \d+ bytes; a block of this GPU"):
         run(shim, problem, False, torch.float32)
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5], CASES[7]], ids=str)
+def test_forward_and_backward_refuse_the_same_sizes(
+    case: Case, dtype: torch.dtype, training: bool, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.sample(replace(case, batch=1))
+    maps, grad = [x.to(dtype) for x in problem.maps], problem.grad.to(dtype)
+    sums = torch.promote_types(dtype, torch.float32)
+    parameters, statistics = ([x.to(sums) for x in some] for some in (problem.parameters, problem.statistics))
+    hidden = torch.zeros(*problem.grad.shape[:3], case.hidden, dtype=sums)
+    refusals = []
+    for limit in (16 << 10, 32 << 10, 40 << 10, 60 << 10, 227 << 10):
+        monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", str(limit))
+        rest = problem.rest(training)
+        forward = outcome(shim.patchwise, *maps, *parameters, *statistics, *rest)
+        assert outcome(shim.patchwise_backward, grad, *maps, *parameters, *statistics, hidden, *rest) == forward
+        refusals.append(forward)
+    assert refusals[0] is not None and refusals[-1] is None
 
 
 @pytest.mark.parametrize(
