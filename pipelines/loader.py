@@ -63,6 +63,8 @@ class Loader:
     """Seconds that the consumer has waited for batches in the latest epoch."""
     _whole: set[int] = field(default_factory=set, init=False, repr=False)
     """JPEGs with something behind their end that were found to be whole."""
+    _stream: torch.cuda.Stream | None = field(default=None, init=False, repr=False, compare=False)
+    """Where batches are copied out of DALI's memory. One for all: torch keeps the freed memory of each stream apart."""
 
     def __post_init__(self) -> None:
         whole = all(map(_is_whole, (self.batch, self.threads, self.seed, self.rank, self.world)))
@@ -127,14 +129,22 @@ class Loader:
         manipulate = MANIPULATIONS[self.transform.manipulation]
         images = self._made_up(shares) if self.dataset.is_synthetic else self._decoded(number, shares)
         for share, images_NCHW in zip(shares, images, strict=True):
-            yield Batch(manipulate(images_NCHW).contiguous(), torch.from_numpy(labels[share]).to(self.device))
+            yield Batch(manipulate(images_NCHW).contiguous(), self._on_device(torch.from_numpy(labels[share])))
 
     def _made_up(self, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
         """Noise, always the same."""
         shape = (max(map(len, shares)), 3, self.transform.size, self.transform.size)
-        noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+        noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
+        noise_NCHW = self._on_device(noise_NCHW)
         for share in shares:
             yield noise_NCHW[: len(share)].clone()
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a tensor of the CPU without waiting for the GPU."""
+        if self.device.type != "cuda":
+            return tensor
+        # The copy is queued on the caller's stream, so that kernels see it done, and torch does not reuse pinned memory before.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _decoded(self, number: int, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
         # Pipelines are made for an epoch: that takes milliseconds, and nothing is left of the epochs before.
@@ -199,10 +209,10 @@ class Loader:
         """DALI's batch on the GPU as a tensor that nothing else uses."""
         # DALI may take it back while kernels still read it, so it is copied.
         # On a stream of its own the copy does not queue behind the training step, so we may wait for it.
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
-        with torch.cuda.stream(stream):
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
+        with torch.cuda.stream(self._stream):
             copy = from_dlpack(images.as_tensor()).clone()
-        stream.synchronize()
+        self._stream.synchronize()
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy
 

@@ -2,12 +2,15 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from subprocess import run
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 from sklearn.datasets import load_sample_images
 
-from pipelines import DataError, Dataset, Loader, Transform, order
+from pipelines import DataError, Dataset, Loader, Transform, graph, order
 from pipelines.augment import MANIPULATIONS, crop_windows, draws, mirrored
 from pipelines.check import Broken, broken_images
 from pipelines.loader import threads_of
@@ -439,6 +442,49 @@ def test_import_is_light() -> None:
     code = "import sys, pipelines; sys.exit(any(name.startswith('nvidia.dali') for name in sys.modules))"
     root = Path(__file__).resolve().parents[2]
     assert run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """A GPU for machines without one: its graph and torch compute on the CPU, and calls into CUDA are counted."""
+    calls: Counter[str] = Counter()
+
+    def count(name: str, result: Any = None) -> Any:
+        return lambda *arguments, **options: calls.update([name]) or result
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        calls[f"copied to {device}, {non_blocking=}"] += 1
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.update(["pinned"]) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "record_stream", count("recorded"))
+    monkeypatch.setattr(torch.cuda, "Stream", count("streams", SimpleNamespace(synchronize=count("synchronized"))))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    pipeline = graph.Pipeline
+    monkeypatch.setattr(graph, "Pipeline", lambda **settings: pipeline(**settings | {"device_id": None}))
+    monkeypatch.setattr(graph, "GPU_DECODER", {"device": "cpu", "output_type": graph.types.RGB})
+    return calls
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_gpu_batches_share_one_stream_and_labels_do_not_wait(shades: Path, split: str, simulated_gpu: Counter[str]) -> None:
+    on_cpu, on_gpu = loader(shades, split), loader(shades, split)
+    on_gpu.device = torch.device("cuda", 0)
+    for epoch in range(2):
+        for here, there in zip(on_cpu.epoch(epoch), on_gpu.epoch(epoch), strict=True):
+            assert torch.equal(here.labels_N, there.labels_N)
+            assert (here.images_NCHW - there.images_NCHW).abs().mean() < 2
+    batches = 2 * on_gpu.steps
+    copied = "copied to cuda:0, non_blocking=True"
+    assert simulated_gpu == {"streams": 1, "synchronized": batches, "recorded": batches, "pinned": batches, copied: batches}
+
+
+def test_synthetic_images_are_copied_to_a_gpu_once(simulated_gpu: Counter[str]) -> None:
+    one = Loader(Dataset.synthetic("train", 3, 4), PLAIN, train=True, batch=5, device=torch.device("cuda", 0))
+    assert len(list(one.epoch(0))) == 3
+    assert simulated_gpu == {"pinned": 4, "copied to cuda:0, non_blocking=True": 4}, "noise, and the labels of 3 batches"
 
 
 @needs_cuda
