@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -63,6 +64,8 @@ class Loader:
     """Seconds that the consumer has waited for batches in the latest epoch."""
     _whole: set[int] = field(default_factory=set, init=False, repr=False)
     """JPEGs with something behind their end that were found to be whole."""
+    _idle: "_Pipelines | None" = field(default=None, init=False, repr=False, compare=False)
+    """Those of the latest epoch that came to its end: on a GPU they take seconds to make."""
     _stream: torch.cuda.Stream | None = field(default=None, init=False, repr=False, compare=False)
     """Where batches are copied out of DALI's memory. One for all: torch keeps the freed memory of each stream apart."""
 
@@ -147,41 +150,41 @@ class Loader:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _decoded(self, number: int, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
-        # Pipelines are made for an epoch: that takes milliseconds, and nothing is left of the epochs before.
-        from pipelines import graph
-
-        largest = max(map(len, shares))
-        reading = graph.reading_pipeline(map(self._sources, shares), packed=self.dataset.packed, max_batch=largest)
         on_gpu = self.device.type == "cuda"
         in_flight: deque[tuple[Windows, tuple[Any, ...]]] = deque()
+        pipelines = self._pipelines()
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for share in shares:
-                encoded = graph.read(reading)
+                encoded = pipelines.read()
                 self.dataset.require_sizes(share.tolist(), encoded.bytes_N)
                 self._require_whole(share[encoded.endless_N])
                 windows = self._windows(number, share, encoded.sizes_N2)
                 in_flight.append((windows, (encoded.images, *(windows if on_gpu else parts(windows, self.transform.size)))))
                 yield in_flight[-1][1]
 
-        pipeline = graph.image_pipeline(
-            self.transform, batches(), max_batch=largest, threads=self.threads, device_id=_cuda_index(self.device)
-        )
-        ahead = graph.prefetch(self.transform, largest) + graph.READ_AHEAD + 1
-
         def decoded() -> Iterator[tuple[Any, Windows]]:
             for done in range(len(shares)):
                 try:
-                    (images,) = pipeline.run()
+                    images = pipelines.decode()
                 except RuntimeError as error:
-                    self._raise_named(shares[done : done + ahead], error)
+                    self._raise_named(shares[done : done + pipelines.ahead], error)
                 yield images, in_flight[0][0]
                 in_flight.popleft()
 
-        if on_gpu:
-            yield from (self._own(images) for images, _ in decoded())
-        else:
-            yield from self._resampled(decoded(), largest)
+        with pipelines.epoch(map(self._sources, shares), batches()):
+            if on_gpu:
+                yield from (self._own(images) for images, _ in decoded())
+            else:
+                yield from self._resampled(decoded(), pipelines.settings.max_batch)
+        self._idle = pipelines
+
+    def _pipelines(self) -> "_Pipelines":
+        """Idle ones or new ones. Only an epoch that comes to its end gives them back: else they are full of its images."""
+        largest = -(-min(self.batch, len(self.dataset)) // self.world)
+        settings = _Settings(self.transform, self.dataset.packed, largest, self.threads, _cuda_index(self.device))
+        idle, self._idle = self._idle, None
+        return idle if idle is not None and idle.settings == settings else _Pipelines(settings)
 
     def _resampled(self, decoded: Iterator[tuple[Any, Windows]], largest: int) -> Iterator[torch.Tensor]:
         with resampler(self.transform, self.threads, largest) as squares:
@@ -238,6 +241,58 @@ class Loader:
             f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace it with a JPEG or PNG "
             f"image or remove it, or run `san data check {self.dataset.root}` and {self.dataset.renewal}."
         )
+
+
+class _Settings(NamedTuple):
+    """What pipelines are made for."""
+
+    transform: Transform
+    packed: bool
+    max_batch: int
+    threads: int
+    device_id: int | None
+
+
+class _Pipelines:
+    """Reading and decoding, for one epoch after another."""
+
+    def __init__(self, settings: _Settings) -> None:
+        from pipelines import graph
+
+        self.settings = settings
+        # In a list of their own: pipelines that held themselves would keep their memory until Python looks for such circles.
+        self._feeds = feeds = [_NOTHING, _NOTHING]
+        transform, packed, largest, threads, device_id = settings
+        self._reading = graph.reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=largest)
+        self._decoding = graph.image_pipeline(
+            transform, lambda: next(feeds[1]), max_batch=largest, threads=threads, device_id=device_id
+        )
+        self._read = graph.read
+        self.ahead = graph.prefetch(transform, largest) + graph.READ_AHEAD + 1
+        """Batches in which the error of one can lie."""
+
+    @contextmanager
+    def epoch(self, sources: Iterator[Any], batches: Iterator[Any]) -> Iterator[None]:
+        """Feeds both pipelines, as many batches as are then decoded in the block."""
+        self._feeds[:] = sources, batches
+        try:
+            yield
+        finally:
+            self._feeds[:] = _NOTHING, _NOTHING
+        self._reading.reset()
+        self._decoding.reset()
+
+    def read(self) -> Any:
+        """The next `graph.Encoded`."""
+        return self._read(self._reading)
+
+    def decode(self) -> Any:
+        """The images of the next batch."""
+        (images,) = self._decoding.run()
+        return images
+
+
+_NOTHING: Iterator[Any] = iter(())
 
 
 def _is_whole(number: object) -> bool:

@@ -1,7 +1,9 @@
 """Batches: exactly the right images, exactly repeatable, with the right numbers in them."""
 
+import gc
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -25,7 +27,7 @@ from sklearn.datasets import load_sample_images
 from pipelines import DataError, Dataset, Loader, Transform, graph, order
 from pipelines.augment import MANIPULATIONS, crop_windows, draws, mirrored
 from pipelines.check import Broken, broken_images
-from pipelines.loader import threads_of
+from pipelines.loader import Batch, threads_of
 
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
@@ -383,6 +385,69 @@ def test_batches_are_the_callers_own(shades: Path) -> None:
     one = loader(shades, "train")
     kept = [(batch.images_NCHW, batch.images_NCHW.clone()) for batch in one.epoch(0)]
     assert all(torch.equal(held, copied) for held, copied in kept)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The decoding pipelines that were made."""
+    made: list[weakref.ref[Any]] = []
+    make = graph.image_pipeline
+
+    def noted(*arguments: Any, **settings: Any) -> Any:
+        pipeline = make(*arguments, **settings)
+        made.append(weakref.ref(pipeline))
+        return pipeline
+
+    monkeypatch.setattr(graph, "image_pipeline", noted)
+    return made
+
+
+@pytest.mark.parametrize("batch", [2, 5, 16])
+def test_epochs_share_their_pipelines_and_give_the_same_bits(shades: Path, batch: int, built: list[weakref.ref[Any]]) -> None:
+    one = loader(shades, "train", batch)
+    for number, steps in ((0, 0), (1, 1), (1, 0), (2, one.steps - 1), (3, 0)):
+        seen = one.seen_after(min(steps, one.steps))
+        assert_same(list(one.epoch(number, seen)), list(loader(shades, "train", batch).epoch(number, seen)))
+    assert sum(pipeline() is not None for pipeline in built) == 1
+
+
+def assert_same(some: list[Batch], others: list[Batch]) -> None:
+    assert len(some) == len(others)
+    assert all(map(torch.equal, *([batch.images_NCHW for batch in batches] for batches in (some, others))))
+    assert all(map(torch.equal, *([batch.labels_N for batch in batches] for batches in (some, others))))
+
+
+def test_epochs_at_the_same_time_have_their_own_pipelines(shades: Path, built: list[weakref.ref[Any]]) -> None:
+    one = loader(shades, "train")
+    pairs = list(zip(one.epoch(0), one.epoch(1), strict=True))
+    assert len(built) == 2
+    for number, batches in enumerate(zip(*pairs, strict=True)):
+        assert_same(list(batches), list(loader(shades, "train").epoch(number)))
+
+
+def test_pipelines_are_not_used_again_after_leaving_early_or_an_error(shades: Path, built: list[weakref.ref[Any]]) -> None:
+    one, expected = loader(shades, "train", batch=2), list(loader(shades, "train", batch=2).epoch(1))
+    built.clear()
+    gc.disable()  # pipelines that are dropped do not wait for it
+    try:
+        left = one.epoch(0)
+        next(left)
+        assert_same(list(one.epoch(1)), expected)
+        del left
+        assert [pipeline() is None for pipeline in built] == [True, False]
+        path = one.dataset.root / one.dataset.paths[7]
+        whole = path.read_bytes()
+        path.write_bytes(bytes(len(whole)))
+        for _ in range(2):
+            with pytest.raises(DataError, match=one.dataset.paths[7]):
+                list(one.epoch(1))
+        path.write_bytes(whole)
+        assert_same(list(one.epoch(1)), expected)
+    finally:
+        gc.enable()
+    one.threads = 2
+    assert_same(list(one.epoch(1)), expected)
+    assert len(built) == 5, "the first, one beside it, one after each error, one with more threads"
 
 
 def test_waited_counts_waiting_only(colours: Path) -> None:
