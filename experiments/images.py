@@ -110,11 +110,16 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
     try:
         if source in DIGITS:
             _require_digits(root, source)
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return Dataset.open(root, name, lists, cache / "san" / "listings")
+        return Dataset.open(root, name, lists, _listings())
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{root}: no images can be read or written there ({where}); give another data.root") from None
+
+
+def _listings() -> Path | None:
+    """The folder that keeps scans of large image folders; None for a user without a home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "san", "listings") if os.path.isabs(cache) else None
 
 
 def _require_digits(root: Path, name: str) -> None:
