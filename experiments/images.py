@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from experiments.config import DataConfig, TrialConfig, base_folder, too_many_parts
 from experiments.errors import UserError
@@ -110,10 +112,16 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
     try:
         if source in DIGITS:
             _require_digits(root, source)
-        return Dataset.open(root, name, lists)
+        return Dataset.open(root, name, lists, _listings())
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{root}: no images can be read or written there ({where}); give another data.root") from None
+
+
+def _listings() -> Path | None:
+    """The folder that keeps scans of large image folders; None for a user without a home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "san", "listings") if os.path.isabs(cache) else None
 
 
 def _require_digits(root: Path, name: str) -> None:
@@ -134,14 +142,10 @@ def _require_digits(root: Path, name: str) -> None:
         print(f"{name}: written to {root}, where none were", file=sys.stderr, flush=True)
 
 
+@functools.cache
 def data_digest(config: DataConfig) -> str:
     """Names the images that are trained on and those that are not: other files or sizes give another digest."""
-    return "-".join(map(_digest, open_data(config)))
-
-
-@functools.cache
-def _digest(dataset: Dataset) -> str:
-    return dataset.digest()
+    return "-".join(dataset.digest() for dataset in open_data(config))
 
 
 def transform(config: DataConfig) -> Transform:
@@ -175,12 +179,35 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
     """
     train, val = (
         _loader(config, dataset, is_train, seed, rank, world, device)
-        for dataset, is_train in zip(open_data(config.data), (True, False), strict=True)
+        for dataset, is_train in zip(_broadcast_data(config.data, rank, world), (True, False), strict=True)
     )
     smallest = len(train.dataset) // train.steps // world
     if smallest < config.recipe.accumulate:
         raise UserError(f"recipe.accumulate: {too_many_parts(config, smallest)}")
     return train, val
+
+
+def _broadcast_data(config: DataConfig, rank: int, world: int) -> tuple[Dataset, Dataset]:
+    """`open_data`, by the first worker for all: a million files are not asked for by each."""
+    # Digits are written where they are missing, on every node.
+    if world == 1 or config.source not in ("folder", "shards") or not dist.is_initialized():
+        return open_data(config)
+    found: list[tuple[Dataset, Dataset] | DataError | None] = [None]
+    if rank == 0:
+        try:
+            found = [open_data(config)]
+        except DataError as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], DataError):
+        raise found[0]
+    assert found[0] is not None
+    root = found[0][0].root
+    if not root.is_dir():
+        raise DataError(
+            f"There is no data folder {root} on the node {platform.node()}: images need the same path on every node."
+        )
+    return found[0]
 
 
 def _loader(

@@ -3,11 +3,14 @@
 import hashlib
 import os
 import stat
+import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import DataError, spelled
-from pipelines.lists import digest, encode, list_path, read_list
+from pipelines.lists import Indices, Paths, digest, encode, list_path, read_list, write_list
 from pipelines.shards import Shards, index_path, read_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -25,6 +28,10 @@ PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images lie in the folder of another."""
 LISTING_THREADS = 16
 """Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
+KEPT_FROM = 10_000
+"""Images of a split whose scan is kept; fewer are scanned within seconds on any file system."""
+SETTLED_NS = 60 * 10**9
+"""Age of a folder's latest change from which another change surely has another time; some file systems cache it so long."""
 
 
 class Source(NamedTuple):
@@ -51,21 +58,24 @@ class Dataset:
     split: str
     classes: tuple[str, ...]
     """Folder names, sorted; a label is an index into this tuple."""
-    paths: tuple[str, ...] = field(repr=False)
+    paths: Paths = field(repr=False)
     """Files relative to `root`, in class order, then by name. Packed images keep the names that they had."""
-    labels: tuple[int, ...] = field(repr=False)
+    labels: Sequence[int] = field(repr=False)
     """The class of each path."""
-    sizes: tuple[int, ...] = field(repr=False)
+    sizes: Sequence[int] = field(repr=False)
     """Bytes of each file as it was listed; 0 where it cannot be reached."""
-    offsets: tuple[int, ...] = field(default=(), repr=False)
+    offsets: Sequence[int] = field(default=(), repr=False)
     """Packed images: where each begins in `shards`."""
     shards: Shards | None = field(default=None, repr=False, compare=False)
     is_synthetic: bool = False
     """There are no images; the loader makes some up."""
 
     @classmethod
-    def open(cls, root: Path | str, split: str, lists: Path | str | None = None) -> "Dataset":
+    def open(cls, root: Path | str, split: str, lists: Path | str | None = None, listings: Path | None = None) -> "Dataset":
         """The images that the list `<split>.txt` in the folder `lists`, or else in `root`, names; else what `scan` finds.
+
+        The folder `listings` keeps scans of many images; a scan is used again as long as no class folder was added, removed or
+        changed.
 
         Raises:
             DataError: as `scan`; or there is no folder `lists`, or the list is damaged or does not fit the class folders.
@@ -77,7 +87,7 @@ class Dataset:
             path = list_path(Path(folder), split)
             if os.path.lexists(path):  # A link to nothing is a list that cannot be read.
                 return cls._listed(Path(root), split, path)
-        return cls.scan(root, split)
+        return cls.scan(root, split) if listings is None else cls._kept(Path(root), split, listings)
 
     @classmethod
     def scan(cls, root: Path | str, split: str) -> "Dataset":
@@ -96,10 +106,31 @@ class Dataset:
             with ThreadPoolExecutor(LISTING_THREADS) as pool:
                 files = dict(zip(names, pool.map(_images, [folder / name for name in names]), strict=True))
         _require_images(folder, files)
-        paths = [f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed]
-        labels = [label for label, listed in enumerate(files.values()) for _ in listed]
-        sizes = [size for listed in files.values() for _, size in listed]
-        return cls(root, split, tuple(files), tuple(paths), tuple(labels), tuple(sizes))
+        paths = Paths.of(f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed)
+        labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(files.values())))
+        sizes = array("q", (size for listed in files.values() for _, size in listed))
+        return cls(root, split, tuple(files), paths, labels, sizes)
+
+    @classmethod
+    def _kept(cls, root: Path, split: str, listings: Path) -> "Dataset":
+        with _readable(root):
+            folder = _split_folder(root, split)
+            names = _class_names(folder)
+            with ThreadPoolExecutor(LISTING_THREADS) as pool:
+                changed = list(pool.map(lambda name: (folder / name).stat().st_mtime_ns, names))
+        place = _short_hash([os.path.abspath(folder)])
+        path = list_path(listings, f"{place}-{_short_hash([*names, *map(str, changed)])}")
+        with suppress(DataError):  # It is not there, or damaged.
+            return cls._listed(root, split, path)
+        data = cls.scan(root, split)
+        # A folder that changed just now may change again, and have the same time.
+        if len(data) >= KEPT_FROM and max(changed) < time.time_ns() - SETTLED_NS:
+            with suppress(DataError, OSError):
+                write_list(path, data.paths, data.sizes)
+                for old in listings.glob(f"{place}-*.txt"):
+                    if old != path:
+                        old.unlink()
+        return data
 
     @classmethod
     def open_shards(cls, root: Path | str, split: str) -> "Dataset":
@@ -131,7 +162,7 @@ class Dataset:
         if not os.path.isfile(path):
             what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "there is no such file"
             raise DataError(f"{path}: {what}; give the file of one picture, JPEG or PNG")
-        return cls(path.parent, "", ("",), (path.name,), (0,), (path.stat().st_size,))
+        return cls(path.parent, "", ("",), Paths.of([path.name]), (0,), (path.stat().st_size,))
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
@@ -146,9 +177,9 @@ class Dataset:
                 f"ask for {SYNTHETIC_AT_MOST} at most."
             )
         names = tuple(f"{label:04d}" for label in range(classes))
-        paths = tuple(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
-        labels = tuple(label for label in range(classes) for _ in range(per_class))
-        return cls(Path("synthetic"), split, names, paths, labels, (0,) * len(paths), is_synthetic=True)
+        paths = Paths.of(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
+        labels = array("q", chain.from_iterable(repeat(label, per_class) for label in range(classes)))
+        return cls(Path("synthetic"), split, names, paths, labels, array("q", bytes(8 * len(paths))), is_synthetic=True)
 
     @classmethod
     def _listed(cls, root: Path, split: str, path: Path) -> "Dataset":
@@ -231,10 +262,13 @@ class Dataset:
             DataError: a class has fewer images; the sentence names it.
         """
         self._require_per_class(per_class, kept=0)
+        return self.only(self._first(per_class, seed))
+
+    def _first(self, per_class: int, seed: int) -> Indices:
         labels = np.asarray(self.labels)
         order = np.lexsort((_hashes(self.paths, seed), labels))
         place_in_class = np.arange(len(self)) - np.searchsorted(labels[order], labels[order])
-        return self.only(order[place_in_class < per_class].tolist())
+        return order[place_in_class < per_class]
 
     def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
@@ -243,9 +277,8 @@ class Dataset:
             DataError: a class has no more images than that; the sentence names it.
         """
         self._require_per_class(per_class, kept=1)
-        held = self.first(per_class, seed)
-        taken = set(held.paths)
-        return self.only([index for index, path in enumerate(self.paths) if path not in taken]), held
+        held = self._first(per_class, seed)
+        return self.only(np.delete(np.arange(len(self)), held)), self.only(held)
 
     def without(self, indices: Iterable[int]) -> "Dataset":
         """All images but these.
@@ -253,8 +286,7 @@ class Dataset:
         Raises:
             DataError: of a class nothing is left; the sentence names it.
         """
-        out = set(indices)
-        left = self.only([index for index in range(len(self)) if index not in out])
+        left = self.only(np.delete(np.arange(len(self)), np.array(list(indices), np.int64)))
         kept = set(left.labels)
         empty = {name for label, name in enumerate(self.classes) if label not in kept}
         if empty:
@@ -279,14 +311,13 @@ class Dataset:
 
     def only(self, indices: Iterable[int]) -> "Dataset":
         """The same data with these images alone, in their order here."""
-        chosen = sorted(indices)
-        return replace(
-            self,
-            paths=tuple(self.paths[index] for index in chosen),
-            labels=tuple(self.labels[index] for index in chosen),
-            sizes=tuple(self.sizes[index] for index in chosen),
-            offsets=tuple(self.offsets[index] for index in chosen) if self.packed else (),
-        )
+        chosen = np.sort(np.array(indices if isinstance(indices, np.ndarray) else list(indices), np.int64))
+
+        def of(column: Sequence[int]) -> "array[int]":
+            return array("q", np.asarray(column, np.int64)[chosen].tobytes())
+
+        offsets = of(self.offsets) if self.packed else ()
+        return replace(self, paths=self.paths.take(chosen), labels=of(self.labels), sizes=of(self.sizes), offsets=offsets)
 
     def digest(self) -> str:
         """16 hexadecimal digits over all relative names and file sizes (bytes) as they were listed; asks no disk.
@@ -332,15 +363,18 @@ def passed_over(root: Path, split: str) -> list[str]:
     return [path for paths in found for path in paths]
 
 
-def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:
+def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:
     """A number for each path `split/class/image`, which depends on the seed, the class and the image's name alone."""
-    names = (encode(f"{seed}/{path.partition('/')[2]}") for path in paths)
-    return np.frombuffer(b"".join(hashlib.sha256(name).digest()[:8] for name in names), "<u8")
+    prefix = encode(f"{seed}/")
+    names = (prefix + path.partition(b"/")[2] for path in paths.encoded())
+    return np.frombuffer(b"".join([hashlib.sha256(name).digest()[:8] for name in names]), "<u8")
 
 
-def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], "array[int]"]:
     """The sorted classes of paths `split/class/image`, and the label of each path."""
-    folders = sorted({path.rpartition("/")[0] for path in paths})
+    numbers: dict[str, int] = {}
+    first_seen = np.array([numbers.setdefault(path.rpartition("/")[0], len(numbers)) for path in paths])
+    folders = sorted(numbers)
     if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
         raise DataError(f"{listing} names no images of one folder: expected rows <folder>/<class>/<image>; write it again.")
     of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
@@ -349,8 +383,13 @@ def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[
             f"{listing} names images of {of}/, but for {split} those of {expected}/ were expected: "
             "it is of another split, so write it again."
         )
-    labels = {folder: label for label, folder in enumerate(folders)}
-    return tuple(folder.split("/")[1] for folder in folders), tuple(labels[path.rpartition("/")[0]] for path in paths)
+    labels = np.argsort([numbers[folder] for folder in folders])[first_seen]
+    return tuple(folder.split("/")[1] for folder in folders), array("q", labels.tobytes())
+
+
+def _short_hash(names: Iterable[str]) -> str:
+    """16 hexadecimal digits over names without a zero byte."""
+    return hashlib.sha256(encode("\0".join(names))).hexdigest()[:16]
 
 
 def _require_name(split: str) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -63,6 +64,10 @@ class Loader:
     """Seconds that the consumer has waited for batches in the latest epoch."""
     _whole: set[int] = field(default_factory=set, init=False, repr=False)
     """JPEGs with something behind their end that were found to be whole."""
+    _idle: "_Pipelines | None" = field(default=None, init=False, repr=False, compare=False)
+    """Those of the latest epoch that came to its end: on a GPU they take seconds to make."""
+    _stream: torch.cuda.Stream | None = field(default=None, init=False, repr=False, compare=False)
+    """Where batches are copied out of DALI's memory. One for all: torch keeps the freed memory of each stream apart."""
 
     def __post_init__(self) -> None:
         whole = all(map(_is_whole, (self.batch, self.threads, self.seed, self.rank, self.world)))
@@ -127,51 +132,59 @@ class Loader:
         manipulate = MANIPULATIONS[self.transform.manipulation]
         images = self._made_up(shares) if self.dataset.is_synthetic else self._decoded(number, shares)
         for share, images_NCHW in zip(shares, images, strict=True):
-            yield Batch(manipulate(images_NCHW).contiguous(), torch.from_numpy(labels[share]).to(self.device))
+            yield Batch(manipulate(images_NCHW).contiguous(), self._on_device(torch.from_numpy(labels[share])))
 
     def _made_up(self, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
         """Noise, always the same."""
         shape = (max(map(len, shares)), 3, self.transform.size, self.transform.size)
-        noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+        noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
+        noise_NCHW = self._on_device(noise_NCHW)
         for share in shares:
             yield noise_NCHW[: len(share)].clone()
 
-    def _decoded(self, number: int, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
-        # Pipelines are made for an epoch: that takes milliseconds, and nothing is left of the epochs before.
-        from pipelines import graph
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a tensor of the CPU without waiting for the GPU."""
+        if self.device.type != "cuda":
+            return tensor
+        # The copy is queued on the caller's stream, so that kernels see it done, and torch does not reuse pinned memory before.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
-        largest = max(map(len, shares))
-        reading = graph.reading_pipeline(map(self._sources, shares), packed=self.dataset.packed, max_batch=largest)
+    def _decoded(self, number: int, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
         on_gpu = self.device.type == "cuda"
         in_flight: deque[tuple[Windows, tuple[Any, ...]]] = deque()
+        pipelines = self._pipelines()
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for share in shares:
-                encoded = graph.read(reading)
+                encoded = pipelines.read()
                 self.dataset.require_sizes(share.tolist(), encoded.bytes_N)
                 self._require_whole(share[encoded.endless_N])
                 windows = self._windows(number, share, encoded.sizes_N2)
                 in_flight.append((windows, (encoded.images, *(windows if on_gpu else parts(windows, self.transform.size)))))
                 yield in_flight[-1][1]
 
-        pipeline = graph.image_pipeline(
-            self.transform, batches(), max_batch=largest, threads=self.threads, device_id=_cuda_index(self.device)
-        )
-        ahead = graph.prefetch(self.transform, largest) + graph.READ_AHEAD + 1
-
         def decoded() -> Iterator[tuple[Any, Windows]]:
             for done in range(len(shares)):
                 try:
-                    (images,) = pipeline.run()
+                    images = pipelines.decode()
                 except RuntimeError as error:
-                    self._raise_named(shares[done : done + ahead], error)
+                    self._raise_named(shares[done : done + pipelines.ahead], error)
                 yield images, in_flight[0][0]
                 in_flight.popleft()
 
-        if on_gpu:
-            yield from (self._own(images) for images, _ in decoded())
-        else:
-            yield from self._resampled(decoded(), largest)
+        with pipelines.epoch(map(self._sources, shares), batches()):
+            if on_gpu:
+                yield from (self._own(images) for images, _ in decoded())
+            else:
+                yield from self._resampled(decoded(), pipelines.settings.max_batch)
+        self._idle = pipelines
+
+    def _pipelines(self) -> "_Pipelines":
+        """Idle ones or new ones. Only an epoch that comes to its end gives them back: else they are full of its images."""
+        largest = -(-min(self.batch, len(self.dataset)) // self.world)
+        settings = _Settings(self.transform, self.dataset.packed, largest, self.threads, _cuda_index(self.device))
+        idle, self._idle = self._idle, None
+        return idle if idle is not None and idle.settings == settings else _Pipelines(settings)
 
     def _resampled(self, decoded: Iterator[tuple[Any, Windows]], largest: int) -> Iterator[torch.Tensor]:
         with resampler(self.transform, self.threads, largest) as squares:
@@ -187,7 +200,8 @@ class Loader:
             # All images of a batch are under way from the disk before the first is waited for.
             self.dataset.announce(share.tolist())
             return [self.dataset.encoded(index) for index in share.tolist()]
-        files = [os.fsencode(self.dataset.root / self.dataset.paths[index]) for index in share.tolist()]
+        # Text, because a `Path` for each image takes a millisecond a batch.
+        files = [os.fsencode(f"{self.dataset.root}/{self.dataset.paths[index]}") for index in share.tolist()]
         return [np.frombuffer(file, dtype=np.uint8) for file in files]
 
     def _windows(self, number: int, share: order.Indices, sizes_N2: NDArray[np.int64]) -> Windows:
@@ -199,10 +213,10 @@ class Loader:
         """DALI's batch on the GPU as a tensor that nothing else uses."""
         # DALI may take it back while kernels still read it, so it is copied.
         # On a stream of its own the copy does not queue behind the training step, so we may wait for it.
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
-        with torch.cuda.stream(stream):
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
+        with torch.cuda.stream(self._stream):
             copy = from_dlpack(images.as_tensor()).clone()
-        stream.synchronize()
+        self._stream.synchronize()
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy
 
@@ -228,6 +242,58 @@ class Loader:
             f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace it with a JPEG or PNG "
             f"image or remove it, or run `san data check {self.dataset.root}` and {self.dataset.renewal}."
         )
+
+
+class _Settings(NamedTuple):
+    """What pipelines are made for."""
+
+    transform: Transform
+    packed: bool
+    max_batch: int
+    threads: int
+    device_id: int | None
+
+
+class _Pipelines:
+    """Reading and decoding, for one epoch after another."""
+
+    def __init__(self, settings: _Settings) -> None:
+        from pipelines import graph
+
+        self.settings = settings
+        # In a list of their own: pipelines that held themselves would keep their memory until Python looks for such circles.
+        self._feeds = feeds = [_NOTHING, _NOTHING]
+        transform, packed, largest, threads, device_id = settings
+        self._reading = graph.reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=largest)
+        self._decoding = graph.image_pipeline(
+            transform, lambda: next(feeds[1]), max_batch=largest, threads=threads, device_id=device_id
+        )
+        self._read = graph.read
+        self.ahead = graph.prefetch(transform, largest) + graph.READ_AHEAD + 1
+        """Batches in which the error of one can lie."""
+
+    @contextmanager
+    def epoch(self, sources: Iterator[Any], batches: Iterator[Any]) -> Iterator[None]:
+        """Feeds both pipelines, as many batches as are then decoded in the block."""
+        self._feeds[:] = sources, batches
+        try:
+            yield
+        finally:
+            self._feeds[:] = _NOTHING, _NOTHING
+        self._reading.reset()
+        self._decoding.reset()
+
+    def read(self) -> Any:
+        """The next `graph.Encoded`."""
+        return self._read(self._reading)
+
+    def decode(self) -> Any:
+        """The images of the next batch."""
+        (images,) = self._decoding.run()
+        return images
+
+
+_NOTHING: Iterator[Any] = iter(())
 
 
 def _is_whole(number: object) -> bool:

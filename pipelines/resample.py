@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
@@ -119,6 +120,7 @@ def _rows(windows: Windows, size: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(columns, axis=1, dtype=np.int64))
 
 
+@cache
 def _affine(transform: Transform) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift of each channel, for pixels of 0 to 255."""
     mean, std = torch.tensor(transform.mean), torch.tensor(transform.std)

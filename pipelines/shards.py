@@ -11,6 +11,7 @@ index `<split>.index` lies beside the shards; images are read where it says, so 
 import errno
 import hashlib
 import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import DataError, spelled
-from pipelines.lists import encode, is_number, read_lines, write_whole
+from pipelines.lists import Paths, encode, is_number, read_lines, write_whole
 
 HEADER = "# shards "
 SHARD = "# shard "
@@ -47,10 +48,10 @@ class Index(NamedTuple):
     """What an index tells; all but `shards` has an entry per image."""
 
     shards: tuple[Shard, ...]
-    paths: tuple[str, ...]
-    sizes: tuple[int, ...]
+    paths: Paths
+    sizes: "array[int]"
     """Bytes."""
-    offsets: tuple[int, ...]
+    offsets: "array[int]"
     """Where the images begin, bytes, as if all shards were one file."""
 
 
@@ -190,7 +191,7 @@ def read_index(path: Path) -> Index:
         raise DataError(f"The index {path} is damaged, or was changed by hand: copy it again, or pack again.")
     shards = tuple(shards_in(lines))
     starts = [0, *accumulate(shard.bytes for shard in shards)]
-    paths, sizes, offsets = [], [], []
+    paths, sizes, offsets = [], array("q"), array("q")
     for line in lines[len(shards) :]:
         image, *place = line.rsplit("\t", 3)
         if len(place) < 3 or not all(map(is_number, place)) or not _is_in(shards, *map(int, place)):
@@ -201,7 +202,7 @@ def read_index(path: Path) -> Index:
         paths.append(image)
         sizes.append(size)
         offsets.append(starts[number] + offset)
-    return Index(shards, tuple(paths), tuple(sizes), tuple(offsets))
+    return Index(shards, Paths.of(paths), sizes, offsets)
 
 
 def shard_line(shard: Shard) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import pty
 import signal
 import subprocess
@@ -18,11 +19,13 @@ import pytest
 from PIL import Image
 
 from experiments.cli import main
-from experiments.config import DataConfig
+from experiments.config import DataConfig, TrialConfig
 from experiments.data_cli import Size
-from experiments.images import data_digest, open_data
+from experiments.images import data_digest, loaders, open_data
+from experiments.job import GRIDS_DIR
 from pipelines import DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.lists import list_path, read_list, write_list
+from tests.experiments.test_grid import expand
 
 SanData = Callable[..., tuple[int, str, str]]
 
@@ -226,7 +229,7 @@ def test_split_holds_out_of_what_is_sound(images: Path, san_data: SanData) -> No
     san_data("check", images)
     assert san_data("split", images, "--per-class", "4")[0] == 0
     both = [read_list(list_path(images, name)).paths for name in ("train-split", "val-split")]
-    assert sorted(both[0] + both[1]) == list(Dataset.scan(images, "train").paths[1:])
+    assert sorted([*both[0], *both[1]]) == list(Dataset.scan(images, "train").paths[1:])
 
 
 def test_shards_are_trained_on_as_the_folder_was(images: Path, san_data: SanData, tmp_path: Path) -> None:
@@ -421,3 +424,51 @@ def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     assert b"interrupted: a split that was not finished has no new list" in shown and b"Traceback" not in shown
     assert not psutil.wait_procs(workers, timeout=5)[1]
     assert not list(images.glob("*.txt")) and not list(images.glob(".*"))
+
+
+def cell(data: DataConfig) -> TrialConfig:
+    trials = expand(GRIDS_DIR / "footprint.yaml", "recipe.batch=4")
+    return next(iter(trials.values())).config.model_copy(update={"data": data})
+
+
+@pytest.fixture
+def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first worker broadcasts reaches the second."""
+    sent: list[bytes] = []
+
+    def broadcast(objects: list[Any]) -> None:
+        if objects[0] is None:
+            objects[:] = pickle.loads(sent.pop())
+        else:
+            sent.append(pickle.dumps(objects))
+
+    monkeypatch.setattr("experiments.images.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("experiments.images.dist.broadcast_object_list", broadcast)
+
+
+def test_first_worker_lists_the_images_for_all(images: Path, two_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = cell(config(images))
+    first = loaders(trial, 0, 0, 2)
+    monkeypatch.setattr("experiments.images.open_data", None)
+    second = loaders(trial, 0, 1, 2)
+    assert [one.dataset for one in second] == [one.dataset for one in first]
+    assert [one.rank for one in second] == [1, 1]
+
+
+def test_every_worker_says_what_is_wrong_with_the_images(images: Path, two_workers: None) -> None:
+    for rank in range(2):
+        with pytest.raises(DataError, match=r"no data folder .*/absent"):
+            loaders(cell(config(images / "absent")), 0, rank, 2)
+    loaders(cell(config(images)), 0, 0, 2)
+    images.rename(images.with_name("moved"))
+    with pytest.raises(DataError, match=r"no data folder .* on the node .*: images need the same path on every node"):
+        loaders(cell(config(images)), 0, 1, 2)
+
+
+def test_large_folders_are_listed_once(images: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pipelines.dataset.KEPT_FROM", 1)
+    monkeypatch.setattr("pipelines.dataset.SETTLED_NS", 0)
+    train, val = open_data(config(images))
+    assert len(list((tmp_path / "san/listings").iterdir())) == 2
+    assert (train, val) == (Dataset.scan(images, "train"), Dataset.scan(images, "val"))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import re
 import shutil
 from itertools import pairwise
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
-from pipelines.dataset import passed_over
+from pipelines.dataset import _images, passed_over
 
 
 def put(root: Path, *names: str) -> None:
@@ -36,7 +37,7 @@ def test_scan_sorts_classes_and_files(tmp_path: Path) -> None:
     data = Dataset.scan(tmp_path, "val")
     assert data.classes == ("a", "a-x", "b")
     assert data.paths == ("val/a/4.jpeg", "val/a-x/3.png", "val/b/1.JPEG", "val/b/2.jpg")
-    assert data.labels == (0, 1, 2, 2)
+    assert list(data.labels) == [0, 1, 2, 2]
     assert len(data) == 4
 
 
@@ -109,6 +110,51 @@ def test_rejects_what_may_not_be_read(tmp_path: Path, folder: str) -> None:
         (tmp_path / folder).chmod(0o700)
 
 
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The class folders that are scanned; scans of any size are kept."""
+    scanned: list[Path] = []
+    monkeypatch.setattr("pipelines.dataset.KEPT_FROM", 1)
+    monkeypatch.setattr("pipelines.dataset._images", lambda folder: scanned.append(folder) or _images(folder))
+    return scanned
+
+
+def settled(*folders: Path) -> None:
+    """As if nothing had changed in these folders for some minutes."""
+    for folder in folders:
+        os.utime(folder, (0, folder.stat().st_mtime - 200))
+
+
+def test_scan_is_kept_until_a_folder_changes(tmp_path: Path, scans: list[Path]) -> None:
+    root, listings = tmp_path / "images", tmp_path / "listings"
+    put(root, "train/a/1.jpg", "train/a/2.jpg", "train/b/1.jpg", "val/a/1.jpg")
+    expected = Dataset.scan(root, "train")
+    assert Dataset.open(root, "train", None, listings) == expected and not listings.exists(), "it may change again unseen"
+    settled(root / "train/a", root / "train/b")
+    assert Dataset.open(root, "train", None, listings) == expected
+    scans.clear()
+    assert Dataset.open(root, "train", None, listings) == expected and not scans
+    assert Dataset.open(root, "val", None, listings) == Dataset.scan(root, "val") and scans, "another split is another scan"
+    (listed,) = listings.iterdir()
+    listed.write_bytes(b"damaged")
+    assert Dataset.open(root, "train", None, listings) == expected
+
+    put(root, "train/b/2.jpg")
+    settled(root / "train/b")
+    more = Dataset.open(root, "train", None, listings)
+    assert more.paths[-1] == "train/b/2.jpg"
+    assert [file.exists() for file in (listed, *listings.iterdir())] == [False, True], "the outdated one is removed"
+    shutil.move(root / "train/b", root / "train/c")
+    assert Dataset.open(root, "train", None, listings).classes == ("a", "c")
+
+
+def test_small_sets_are_scanned_each_time(tmp_path: Path) -> None:
+    put(tmp_path, "images/train/a/1.jpg")
+    settled(tmp_path / "images/train/a")
+    Dataset.open(tmp_path / "images", "train", None, tmp_path / "listings")
+    assert not (tmp_path / "listings").exists()
+
+
 def test_rejects_missing_root(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data folder .*absent: expected .*absent/train/<class>"):
         Dataset.scan(tmp_path / "absent", "train")
@@ -164,7 +210,7 @@ def many(tmp_path: Path) -> Dataset:
 
 def test_first_takes_as_many_of_each_class(many: Dataset) -> None:
     few = many.first(4)
-    assert few.labels == (0,) * 4 + (1,) * 4 + (2,) * 4
+    assert list(few.labels) == [0] * 4 + [1] * 4 + [2] * 4
     assert few.classes == many.classes
     assert list(few.paths) == sorted(few.paths)  # the order of the whole
     assert all(path.split("/")[1] == few.classes[label] for path, label in zip(few.paths, few.labels, strict=True))
@@ -209,7 +255,7 @@ def test_requires_the_sizes_that_were_listed(many: Dataset) -> None:
 def test_hold_out_parts_the_images(many: Dataset) -> None:
     train, val = many.hold_out(2)
     assert val == many.first(2)
-    assert sorted(train.paths + val.paths) == list(many.paths)
+    assert sorted([*train.paths, *val.paths]) == list(many.paths)
     assert train.classes == val.classes == many.classes
     with pytest.raises(DataError, match="too few images for 5 of each class and 1 to be left: c has 5; ask for at most 4"):
         many.hold_out(5)  # nothing would be left to train on
@@ -223,11 +269,11 @@ def test_hold_out_parts_the_images(many: Dataset) -> None:
 def test_seeds_hold_out_other_images(many: Dataset) -> None:
     parts = [many.hold_out(2, seed) for seed in range(4)]
     assert parts[0] == many.hold_out(2)
-    assert len({val.paths for _, val in parts}) == 4
+    assert len({tuple(val.paths) for _, val in parts}) == 4
     for train, val in parts:
         assert not set(train.paths) & set(val.paths)
-        assert sorted(train.paths + val.paths) == list(many.paths)
-        assert val.labels == (0, 0, 1, 1, 2, 2)
+        assert sorted([*train.paths, *val.paths]) == list(many.paths)
+        assert list(val.labels) == [0, 0, 1, 1, 2, 2]
 
 
 def test_without_keeps_the_rest_in_order(many: Dataset) -> None:
@@ -237,6 +283,12 @@ def test_without_keeps_the_rest_in_order(many: Dataset) -> None:
     assert many.without([]) == many
     with pytest.raises(DataError, match=r"train would have no image left of c: "):
         many.without(range(32, 37))
+
+
+def test_images_reach_another_process_whole(many: Dataset) -> None:
+    train, val = pickle.loads(pickle.dumps(many.hold_out(2)))
+    assert (train, val) == many.hold_out(2)
+    assert train != val and many.paths[2:] == tuple(many.paths)[2:] and many.paths[-1] == "train/c/04.jpg"
 
 
 def test_images_tell_where_they_are(many: Dataset) -> None:
@@ -249,7 +301,7 @@ def test_synthetic_images_have_names_alone() -> None:
     data = Dataset.synthetic("train", classes=3, per_class=4)
     assert data.is_synthetic and not data.packed
     assert len(data) == len(set(data.paths)) == 12
-    assert data.labels == (0,) * 4 + (1,) * 4 + (2,) * 4
+    assert list(data.labels) == [0] * 4 + [1] * 4 + [2] * 4
     assert len(data.classes) == 3 and list(data.classes) == sorted(data.classes)
     data.require_same_classes(Dataset.synthetic("val", classes=3, per_class=2))
     assert data.digest() != Dataset.synthetic("train", classes=4, per_class=3).digest()

@@ -27,6 +27,12 @@ def test_gpu_graph_can_be_written_down_without_a_driver() -> None:
     assert b"ImageSlice" not in written
 
 
+def test_hardware_decoder_preallocates_little() -> None:
+    decoder = graph.GPU_DECODER
+    pixels = decoder["preallocate_width_hint"] * decoder["preallocate_height_hint"]
+    assert 32 * decoder["hw_decoder_load"] * 3 * pixels < 100 * 2**20
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_graph_is_built_no_further_without_a_driver() -> None:
     with pytest.raises(RuntimeError, match="requires a CUDA-capable GPU"):

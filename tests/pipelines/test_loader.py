@@ -1,13 +1,18 @@
 """Batches: exactly the right images, exactly repeatable, with the right numbers in them."""
 
+import gc
 import sys
 import time
+import weakref
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from subprocess import run
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +24,10 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 from sklearn.datasets import load_sample_images
 
-from pipelines import DataError, Dataset, Loader, Transform, order
+from pipelines import DataError, Dataset, Loader, Transform, graph, order
 from pipelines.augment import MANIPULATIONS, crop_windows, draws, mirrored
 from pipelines.check import Broken, broken_images
-from pipelines.loader import threads_of
+from pipelines.loader import Batch, threads_of
 
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
@@ -382,6 +387,69 @@ def test_batches_are_the_callers_own(shades: Path) -> None:
     assert all(torch.equal(held, copied) for held, copied in kept)
 
 
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The decoding pipelines that were made."""
+    made: list[weakref.ref[Any]] = []
+    make = graph.image_pipeline
+
+    def noted(*arguments: Any, **settings: Any) -> Any:
+        pipeline = make(*arguments, **settings)
+        made.append(weakref.ref(pipeline))
+        return pipeline
+
+    monkeypatch.setattr(graph, "image_pipeline", noted)
+    return made
+
+
+@pytest.mark.parametrize("batch", [2, 5, 16])
+def test_epochs_share_their_pipelines_and_give_the_same_bits(shades: Path, batch: int, built: list[weakref.ref[Any]]) -> None:
+    one = loader(shades, "train", batch)
+    for number, steps in ((0, 0), (1, 1), (1, 0), (2, one.steps - 1), (3, 0)):
+        seen = one.seen_after(min(steps, one.steps))
+        assert_same(list(one.epoch(number, seen)), list(loader(shades, "train", batch).epoch(number, seen)))
+    assert sum(pipeline() is not None for pipeline in built) == 1
+
+
+def assert_same(some: list[Batch], others: list[Batch]) -> None:
+    assert len(some) == len(others)
+    assert all(map(torch.equal, *([batch.images_NCHW for batch in batches] for batches in (some, others))))
+    assert all(map(torch.equal, *([batch.labels_N for batch in batches] for batches in (some, others))))
+
+
+def test_epochs_at_the_same_time_have_their_own_pipelines(shades: Path, built: list[weakref.ref[Any]]) -> None:
+    one = loader(shades, "train")
+    pairs = list(zip(one.epoch(0), one.epoch(1), strict=True))
+    assert len(built) == 2
+    for number, batches in enumerate(zip(*pairs, strict=True)):
+        assert_same(list(batches), list(loader(shades, "train").epoch(number)))
+
+
+def test_pipelines_are_not_used_again_after_leaving_early_or_an_error(shades: Path, built: list[weakref.ref[Any]]) -> None:
+    one, expected = loader(shades, "train", batch=2), list(loader(shades, "train", batch=2).epoch(1))
+    built.clear()
+    gc.disable()  # pipelines that are dropped do not wait for it
+    try:
+        left = one.epoch(0)
+        next(left)
+        assert_same(list(one.epoch(1)), expected)
+        del left
+        assert [pipeline() is None for pipeline in built] == [True, False]
+        path = one.dataset.root / one.dataset.paths[7]
+        whole = path.read_bytes()
+        path.write_bytes(bytes(len(whole)))
+        for _ in range(2):
+            with pytest.raises(DataError, match=one.dataset.paths[7]):
+                list(one.epoch(1))
+        path.write_bytes(whole)
+        assert_same(list(one.epoch(1)), expected)
+    finally:
+        gc.enable()
+    one.threads = 2
+    assert_same(list(one.epoch(1)), expected)
+    assert len(built) == 5, "the first, one beside it, one after each error, one with more threads"
+
+
 def test_waited_counts_waiting_only(colours: Path) -> None:
     one = loader(colours, "val")
     began = time.perf_counter()
@@ -439,6 +507,49 @@ def test_import_is_light() -> None:
     code = "import sys, pipelines; sys.exit(any(name.startswith('nvidia.dali') for name in sys.modules))"
     root = Path(__file__).resolve().parents[2]
     assert run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """A GPU for machines without one: its graph and torch compute on the CPU, and calls into CUDA are counted."""
+    calls: Counter[str] = Counter()
+
+    def count(name: str, result: Any = None) -> Any:
+        return lambda *arguments, **options: calls.update([name]) or result
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        calls[f"copied to {device}, {non_blocking=}"] += 1
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.update(["pinned"]) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "record_stream", count("recorded"))
+    monkeypatch.setattr(torch.cuda, "Stream", count("streams", SimpleNamespace(synchronize=count("synchronized"))))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    pipeline = graph.Pipeline
+    monkeypatch.setattr(graph, "Pipeline", lambda **settings: pipeline(**settings | {"device_id": None}))
+    monkeypatch.setattr(graph, "GPU_DECODER", {"device": "cpu", "output_type": graph.types.RGB})
+    return calls
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_gpu_batches_share_one_stream_and_labels_do_not_wait(shades: Path, split: str, simulated_gpu: Counter[str]) -> None:
+    on_cpu, on_gpu = loader(shades, split), loader(shades, split)
+    on_gpu.device = torch.device("cuda", 0)
+    for epoch in range(2):
+        for here, there in zip(on_cpu.epoch(epoch), on_gpu.epoch(epoch), strict=True):
+            assert torch.equal(here.labels_N, there.labels_N)
+            assert (here.images_NCHW - there.images_NCHW).abs().mean() < 2
+    batches = 2 * on_gpu.steps
+    copied = "copied to cuda:0, non_blocking=True"
+    assert simulated_gpu == {"streams": 1, "synchronized": batches, "recorded": batches, "pinned": batches, copied: batches}
+
+
+def test_synthetic_images_are_copied_to_a_gpu_once(simulated_gpu: Counter[str]) -> None:
+    one = Loader(Dataset.synthetic("train", 3, 4), PLAIN, train=True, batch=5, device=torch.device("cuda", 0))
+    assert len(list(one.epoch(0))) == 3
+    assert simulated_gpu == {"pinned": 4, "copied to cuda:0, non_blocking=True": 4}, "noise, and the labels of 3 batches"
 
 
 @needs_cuda
