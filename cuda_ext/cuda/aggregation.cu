@@ -76,7 +76,7 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
   check_map(beta, "beta");
   const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
   check_aggregation(beta, weight, f);
-  const DeviceGuard guard(beta.get_device());
+  const OperatorGuard guard("aggregation", beta);
   const Tensor values = torch::stable::contiguous(beta), weights = torch::stable::contiguous(weight);
   Tensor out = torch::stable::empty_like(values);
   if (out.numel() == 0) return out;
@@ -85,7 +85,6 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
                values.const_data_ptr<scalar_t>(), weights.const_data_ptr<scalar_t>(), f, beta.size(1), weight.size(1),
                out.numel(), out.mutable_data_ptr<scalar_t>());
   });
-  check_launch("aggregation");
   return out;
 }
 
@@ -96,7 +95,7 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
   check_aggregation(beta, weight, f);
   check_same(grad, beta, "grad and beta");
   STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have one shape");
-  const DeviceGuard guard(beta.get_device());
+  const OperatorGuard guard("aggregation_backward", beta);
   const Tensor grads = torch::stable::contiguous(grad), values = torch::stable::contiguous(beta);
   const Tensor weights = torch::stable::contiguous(weight);
   Tensor grad_beta = torch::stable::empty_like(values), grad_weight = torch::stable::empty_like(weights);
@@ -109,14 +108,13 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
     SAN_LAUNCH(gather_kernel<scalar_t>, blocks_for(grad_beta.numel()), kThreads, current_stream(beta), gy, w, f,
                beta.size(1), weight.size(1), grad_beta.numel(), grad_beta.mutable_data_ptr<scalar_t>());
   });
-  check_launch("aggregation_backward");
   return {grad_beta, grad_weight};
 }
 
 Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
   check_dot(phi, psi, groups);
   const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
-  const DeviceGuard guard(phi.get_device());
+  const OperatorGuard guard("dot", phi);
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor out = torch::stable::new_empty(phi, {phi.size(0), groups, f.positions(), f.pixels()});
   if (out.numel() == 0) return out;
@@ -125,7 +123,6 @@ Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t gr
                left.const_data_ptr<scalar_t>(), right.const_data_ptr<scalar_t>(), f, phi.size(1), groups, out.numel(),
                out.mutable_data_ptr<scalar_t>());
   });
-  check_launch("dot");
   return out;
 }
 
@@ -136,7 +133,7 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
   check_same(grad, phi, "grad and phi");
   check_dot(phi, psi, grad.size(1));
   STD_TORCH_CHECK(grad.size(0) == phi.size(0), "grad and phi must have one batch size");
-  const DeviceGuard guard(phi.get_device());
+  const OperatorGuard guard("dot_backward", phi);
   const Tensor grads = torch::stable::contiguous(grad);
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor grad_phi = torch::stable::empty_like(left), grad_psi = torch::stable::empty_like(right);
@@ -150,7 +147,6 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
                left.const_data_ptr<scalar_t>(), g, f, phi.size(1), grad.size(1), grad_psi.numel(),
                grad_psi.mutable_data_ptr<scalar_t>());
   });
-  check_launch("dot_backward");
   return {grad_phi, grad_psi};
 }
 

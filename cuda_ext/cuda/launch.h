@@ -9,6 +9,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>
 
+#include <cstdlib>
+#include <cstring>
+
 #include "../check.h"
 
 #ifdef SAN_SHIM
@@ -20,12 +23,11 @@
 #define SAN_LIBRARY san
 #define SAN_DEVICE CUDA
 #define SAN_UNROLL _Pragma("unroll")
-#define SAN_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
-// For kernels whose threads wait for each other, with `bytes` of dynamic shared memory.
-#define SAN_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
-  do {                                                                 \
-    san::cuda::allow_shared_memory(kernel, bytes);                     \
-    kernel<<<blocks, threads, bytes, stream>>>(__VA_ARGS__);           \
+#define SAN_START(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+#define SAN_START_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+  do {                                                                \
+    san::cuda::allow_shared_memory(kernel, bytes);                    \
+    kernel<<<blocks, threads, bytes, stream>>>(__VA_ARGS__);          \
   } while (false)
 
 namespace san::cuda {
@@ -38,9 +40,14 @@ inline cudaStream_t current_stream(const Tensor& x) {
   return static_cast<cudaStream_t>(stream);
 }
 
-inline void check_launch(const char* name) {
-  const cudaError_t status = cudaGetLastError();
-  STD_TORCH_CHECK(status == cudaSuccess, name, ": ", cudaGetErrorString(status));
+// What went wrong with a launch so far or, if `waits`, until the kernel ended; null if nothing did. Nothing can wait
+// for a stream that a CUDA graph captures.
+inline const char* launch_error(const char* kernel, cudaStream_t stream, bool waits) {
+  cudaError_t status = cudaGetLastError();
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (status == cudaSuccess && waits) status = cudaStreamIsCapturing(stream, &capture);
+  if (status == cudaSuccess && waits && capture == cudaStreamCaptureStatusNone) status = cudaStreamSynchronize(stream);
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
 // The dynamic shared memory that a block of the current device can have.
@@ -78,12 +85,45 @@ namespace san::cuda {
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = int64_t(1) << 20;  // larger outputs loop; all indices are int64
 
+// The operator that runs in this thread, which errors name, on the device of its maps.
+inline thread_local const char* running_operator = "";
+struct OperatorGuard {
+  OperatorGuard(const char* name, const Tensor& map) : device(map.get_device()) { running_operator = name; }
+
+  DeviceGuard device;
+};
+
+// Names the kernel that failed. A fault while a kernel runs shows at a later call, unless SAN_CUDA_SYNC=1 makes every
+// launch wait.
+template <class Stream>
+void check_launch(const char* kernel, Stream stream) {
+  static const char* asked = std::getenv("SAN_CUDA_SYNC");
+  const bool waits = asked != nullptr && std::strcmp(asked, "1") == 0;
+  const char* error = launch_error(kernel, stream, waits);
+  STD_TORCH_CHECK(error == nullptr, "san::", running_operator, ": kernel ", kernel, " failed: ", error,
+                  waits ? "" : "; an earlier kernel may be the cause, set SAN_CUDA_SYNC=1 to find it");
+}
+
 inline int blocks_for(int64_t elements) {
   const int64_t blocks = (elements + kThreads - 1) / kThreads;
   return static_cast<int>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
 }
 
 }  // namespace san::cuda
+
+#define SAN_LAUNCH(kernel, blocks, threads, stream, ...)        \
+  do {                                                          \
+    const auto on_stream = stream;                              \
+    SAN_START(kernel, blocks, threads, on_stream, __VA_ARGS__); \
+    san::cuda::check_launch(#kernel, on_stream);                \
+  } while (false)
+// For kernels whose threads wait for each other, with `bytes` of dynamic shared memory.
+#define SAN_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...)        \
+  do {                                                                        \
+    const auto on_stream = stream;                                            \
+    SAN_START_SHARED(kernel, blocks, threads, bytes, on_stream, __VA_ARGS__); \
+    san::cuda::check_launch(#kernel, on_stream);                              \
+  } while (false)
 
 // A grid-stride loop over `elements`.
 #define SAN_FOR_EACH(index, elements)                                                      \

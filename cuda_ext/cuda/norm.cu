@@ -285,9 +285,8 @@ void rectify(const Tensor& x, const Parameters<accumulate_t<scalar_t>>& paramete
   if (x.numel() == 0) return;
   with_vectors<scalar_t>(x.size(3), {&x, &y}, [&](auto lanes) {
     const Layout layout(x.numel() / x.size(3), static_cast<int>(x.size(3)), lanes);
-    auto* kernel = &rectify_kernel<lanes, scalar_t, accumulate_t<scalar_t>>;
-    SAN_LAUNCH(kernel, layout.blocks(), kThreads, current_stream(x), layout, x.const_data_ptr<scalar_t>(), parameters,
-               y.mutable_data_ptr<scalar_t>());
+    SAN_LAUNCH((rectify_kernel<lanes, scalar_t, accumulate_t<scalar_t>>), layout.blocks(), kThreads, current_stream(x),
+               layout, x.const_data_ptr<scalar_t>(), parameters, y.mutable_data_ptr<scalar_t>());
   });
 }
 
@@ -299,10 +298,9 @@ void batch_statistics(const Tensor& x, Tensor& mean, Tensor& var) {
     const std::vector<int64_t> shape{layout.row_blocks(), layout.channels, int64_t(sizeof(Moments) / sizeof(double))};
     Tensor moments = torch::stable::new_empty(x, shape, ScalarType::Double);
     Moments* data = reinterpret_cast<Moments*>(moments.mutable_data_ptr<double>());
-    auto* kernel = &moments_kernel<lanes, scalar_t, T>;
     const size_t bytes = bytes_of_sums<lanes, T>(layout);
-    SAN_LAUNCH_SHARED(kernel, layout.blocks(), kThreads, bytes, current_stream(x), layout, x.const_data_ptr<scalar_t>(),
-                      data);
+    SAN_LAUNCH_SHARED((moments_kernel<lanes, scalar_t, T>), layout.blocks(), kThreads, bytes, current_stream(x), layout,
+                      x.const_data_ptr<scalar_t>(), data);
     merge_moments(data, layout.row_blocks(), layout.channels, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>(),
                   current_stream(x));
   });
@@ -313,7 +311,7 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 Three norm_relu(const Tensor& x, const Tensor& gain, const Tensor& bias, const Tensor& mean, const Tensor& var,
                 bool training, double eps) {
   const Norm norm(x, gain, bias, mean, var, eps);
-  const DeviceGuard guard(x.get_device());
+  const OperatorGuard guard("norm_relu", x);
   const Tensor map = torch::stable::contiguous(x);
   Tensor y = torch::stable::empty_like(map);
   Tensor new_mean = torch::stable::clone(norm.mean()), new_var = torch::stable::clone(norm.var());
@@ -321,17 +319,15 @@ Three norm_relu(const Tensor& x, const Tensor& gain, const Tensor& bias, const T
     if (training && x.numel() > 0) batch_statistics<scalar_t>(map, new_mean, new_var);
     rectify<scalar_t>(map, norm.parameters<accumulate_t<scalar_t>>(new_mean, new_var), y);
   });
-  check_launch("norm_relu");
   return {y, new_mean, new_var};
 }
 
 void norm_relu_(Tensor x, const Tensor& gain, const Tensor& bias, const Tensor& mean, const Tensor& var, double eps) {
   const Norm norm(x, gain, bias, mean, var, eps);
   STD_TORCH_CHECK(x.is_contiguous(), "x must be contiguous [N, H, W, C]");
-  const DeviceGuard guard(x.get_device());
+  const OperatorGuard guard("norm_relu_", x);
   SAN_DISPATCH(x.scalar_type(), "norm_relu_",
                [&] { rectify<scalar_t>(x, norm.parameters<accumulate_t<scalar_t>>(norm.mean(), norm.var()), x); });
-  check_launch("norm_relu_");
 }
 
 template <class scalar_t>
@@ -344,15 +340,14 @@ void gradients(const Tensor& grad, const Tensor& x, const Parameters<accumulate_
     const LoadBoth<lanes, scalar_t> load{x.const_data_ptr<scalar_t>(), grad.const_data_ptr<scalar_t>()};
     Tensor partial = torch::stable::new_empty(grad_gain, {summed.row_blocks(), 2, channels});
     T *to_bias = grad_bias.mutable_data_ptr<T>(), *to_gain = grad_gain.mutable_data_ptr<T>();
-    auto* sums_kernel = &gradient_sums_kernel<lanes, scalar_t, T>;
     const size_t bytes = bytes_of_sums<lanes, T>(summed);
-    SAN_LAUNCH_SHARED(sums_kernel, summed.blocks(), kThreads, bytes, current_stream(x), summed, load, parameters,
-                      partial.mutable_data_ptr<T>());
+    SAN_LAUNCH_SHARED((gradient_sums_kernel<lanes, scalar_t, T>), summed.blocks(), kThreads, bytes, current_stream(x),
+                      summed, load, parameters, partial.mutable_data_ptr<T>());
     sum_blocks(partial.const_data_ptr<T>(), summed.row_blocks(), 2 * channels,
                Totals<T>{{to_bias, to_gain}, {channels, channels}}, current_stream(x));
-    auto* kernel = &gradient_kernel<lanes, scalar_t, T>;
-    SAN_LAUNCH(kernel, layout.blocks(), kThreads, current_stream(x), layout, load, parameters,
-               training ? to_bias : nullptr, training ? to_gain : nullptr, grad_x.mutable_data_ptr<scalar_t>());
+    SAN_LAUNCH((gradient_kernel<lanes, scalar_t, T>), layout.blocks(), kThreads, current_stream(x), layout, load,
+               parameters, training ? to_bias : nullptr, training ? to_gain : nullptr,
+               grad_x.mutable_data_ptr<scalar_t>());
   });
 }
 
@@ -361,7 +356,7 @@ Three norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& gain
   const Norm norm(x, gain, bias, mean, var, eps);
   check_same(grad, x, "grad and x");
   STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have one shape");
-  const DeviceGuard guard(x.get_device());
+  const OperatorGuard guard("norm_relu_backward", x);
   const Tensor map = torch::stable::contiguous(x), grads = torch::stable::contiguous(grad);
   Tensor grad_x = torch::stable::empty_like(map);
   Tensor grad_gain = torch::stable::empty_like(norm.gain()), grad_bias = torch::stable::empty_like(norm.bias());
@@ -373,7 +368,6 @@ Three norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& gain
                           grad_x, grad_gain, grad_bias);
     });
   }
-  check_launch("norm_relu_backward");
   return {grad_x, grad_gain, grad_bias};
 }
 

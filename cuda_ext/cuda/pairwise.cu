@@ -157,8 +157,8 @@ void hidden_moments(const Problem<scalar_t>& problem, Tensor& mean, Tensor& var)
   const int blocks = blocks_of(p, kSumBlocks);
   Tensor moments = problem.new_moments(blocks, p.E);
   Moments* data = reinterpret_cast<Moments*>(moments.mutable_data_ptr<double>());
-  auto* kernel = &hidden_moments_kernel<scalar_t, kAccurate>;
-  SAN_LAUNCH_SHARED(kernel, blocks, kPairThreads, bytes, problem.stream(), p, data);
+  SAN_LAUNCH_SHARED((hidden_moments_kernel<scalar_t, kAccurate>), blocks, kPairThreads, bytes, problem.stream(), p,
+                    data);
   merge_moments(data, blocks, p.E, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>(), problem.stream());
 }
 
@@ -187,11 +187,9 @@ Forward forward(const PairwiseInputs& in, int64_t kernel_size, bool training, do
   if (problem.pixels() > 0) {
     WeightedPairwise<scalar_t> pass = p;
     const size_t bytes = plan<ForwardShared<scalar_t>>(pass, pixels_of_tile(p.f));
-    auto* kernel = &forward_kernel<scalar_t, kAccurate>;
-    SAN_LAUNCH_SHARED(kernel, blocks_of(pass), kPairThreads, bytes, problem.stream(), pass, problem.beta(),
-                      y.mutable_data_ptr<scalar_t>(), logsumexp.mutable_data_ptr<T>());
+    SAN_LAUNCH_SHARED((forward_kernel<scalar_t, kAccurate>), blocks_of(pass), kPairThreads, bytes, problem.stream(),
+                      pass, problem.beta(), y.mutable_data_ptr<scalar_t>(), logsumexp.mutable_data_ptr<T>());
   }
-  check_launch("pairwise");
   return {y, logsumexp, mean1, var1, mean2, var2};
 }
 
@@ -201,7 +199,7 @@ Forward pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
                  const Tensor& mean2, const Tensor& var2, int64_t kernel_size, bool training, double eps, bool tf32) {
   const PairwiseInputs in{center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, mean1, var1, mean2, var2};
   check_inputs(in);
-  const DeviceGuard guard(center.get_device());
+  const OperatorGuard guard("pairwise", center);
   std::optional<Forward> result;
   SAN_DISPATCH(beta.scalar_type(), "pairwise", [&] {
     result = with_precision<scalar_t>(

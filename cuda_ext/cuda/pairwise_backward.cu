@@ -408,9 +408,10 @@ class Gradients {
     const int64_t size = all.spills ? all.tile_weights() : 0;
     const int64_t most = size > 0 ? std::max<int64_t>(1, workspace_limit() / (size * int64_t(sizeof(T)))) : kMaxBlocks;
     Tensor weights = problem_.new_sums({size > 0 ? blocks_of(all, most) : 0, size});
-    auto* kernel = all.spills ? &values_kernel<scalar_t, kAccurate, true> : &values_kernel<scalar_t, kAccurate, false>;
+    auto* chosen_values_kernel =
+        all.spills ? &values_kernel<scalar_t, kAccurate, true> : &values_kernel<scalar_t, kAccurate, false>;
     in_parts(all, all.M, [&](const WeightedPairwise<scalar_t>& p, const Maps<scalar_t>& maps, int64_t pixel, T* halos) {
-      SAN_LAUNCH_SHARED(kernel, blocks_of(p, most), kPairThreads, bytes, stream_, p, maps,
+      SAN_LAUNCH_SHARED(chosen_values_kernel, blocks_of(p, most), kPairThreads, bytes, stream_, p, maps,
                         weights.template mutable_data_ptr<T>(), projection + pixel * p.G, halos);
       fold(halos, p, p.M, grad_beta + pixel * p.M);
     });
@@ -422,9 +423,8 @@ class Gradients {
     const size_t bytes = plan<MappingShared<scalar_t>>(p, pixels_of_tile(p.f));
     const int64_t columns = int64_t(p.G) * p.E + 2 * p.E, blocks = blocks_of(p, kSumBlocks);
     Tensor partial = problem_.new_sums({blocks, columns});
-    auto* kernel = &mapping_kernel<scalar_t, kAccurate>;
-    SAN_LAUNCH_SHARED(kernel, static_cast<int>(blocks), kPairThreads, bytes, stream_, p, maps_,
-                      partial.template mutable_data_ptr<T>());
+    SAN_LAUNCH_SHARED((mapping_kernel<scalar_t, kAccurate>), static_cast<int>(blocks), kPairThreads, bytes, stream_, p,
+                      maps_, partial.template mutable_data_ptr<T>());
     sum(partial, {&weight2, &bias2, &gain2});
   }
 
@@ -437,11 +437,10 @@ class Gradients {
     Tensor around_sums = torch::stable::empty_like(center_sums);
     T* to_center = center_sums.template mutable_data_ptr<T>();
     T* to_around = around_sums.template mutable_data_ptr<T>();
-    auto* kernel = &relation_kernel<scalar_t, kAccurate>;
     in_parts(all, all.d, [&](const WeightedPairwise<scalar_t>& p, const Maps<scalar_t>& maps, int64_t pixel, T* halos) {
-      SAN_LAUNCH_SHARED(kernel, blocks_of(p, kSumBlocks), kPairThreads, bytes, stream_, p, maps, if_training(bias2),
-                        if_training(gain2), static_cast<T>(problem_.pairs()), to_center + pixel * p.d, halos,
-                        partial.template mutable_data_ptr<T>());
+      SAN_LAUNCH_SHARED((relation_kernel<scalar_t, kAccurate>), blocks_of(p, kSumBlocks), kPairThreads, bytes, stream_,
+                        p, maps, if_training(bias2), if_training(gain2), static_cast<T>(problem_.pairs()),
+                        to_center + pixel * p.d, halos, partial.template mutable_data_ptr<T>());
       fold(halos, p, p.d, to_around + pixel * p.d);
     });
     sum(partial, {&weight1});
@@ -483,8 +482,7 @@ class Gradients {
   template <class out_t>
   void fold(const T* halos, const Pairwise<T>& p, int channels, out_t* out) {
     const int64_t elements = p.images * p.f.pixels() * channels;
-    auto* kernel = &fold_kernel<T, out_t>;
-    SAN_LAUNCH(kernel, blocks_for(elements), kThreads, stream_, halos, p, channels, elements, out);
+    SAN_LAUNCH((fold_kernel<T, out_t>), blocks_for(elements), kThreads, stream_, halos, p, channels, elements, out);
   }
 
   void finish(const T* to_center, const T* to_around) {
@@ -524,7 +522,6 @@ Backward backward(const Tensor& grad_y, const PairwiseInputs& in, const Tensor& 
   } else {
     grads.zero();
   }
-  check_launch("pairwise_backward");
   const auto as = [](const Tensor& x, const Tensor& like) { return contiguous_of(x, like.scalar_type()); };
   return {as(grads.center, in.center),
           as(grads.around, in.around),
@@ -546,7 +543,7 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
   check_inputs(in);
   STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
   STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
-  const DeviceGuard guard(center.get_device());
+  const OperatorGuard guard("pairwise_backward", center);
   std::optional<Backward> result;
   SAN_DISPATCH(in.beta.scalar_type(), "pairwise_backward", [&] {
     result = with_precision<scalar_t>(tf32, [&](auto accurate) {

@@ -186,8 +186,7 @@ class Problem {
     kept_.push_back(new_sums({pixels(), padded(sizes.d)}));
     Tensor& out = kept_.back();
     if (pixels() > 0) {
-      auto* kernel = &scale_kernel<T>;
-      SAN_LAUNCH(kernel, blocks_for(out.numel()), kThreads, stream(), sizes, map, is_center, out.numel(),
+      SAN_LAUNCH((scale_kernel<T>), blocks_for(out.numel()), kThreads, stream(), sizes, map, is_center, out.numel(),
                  out.template mutable_data_ptr<T>());
     }
     return out.template const_data_ptr<T>();
@@ -200,9 +199,8 @@ class Problem {
     const std::vector<int64_t> shape{padded(rows), pitch_of<F>(columns)};
     kept_.push_back(torch::stable::new_empty(center_, shape, std::is_same_v<F, T> ? sum_type(maps_) : maps_));
     Tensor& out = kept_.back();
-    auto* kernel = &pad_kernel<T, F>;
-    SAN_LAUNCH(kernel, blocks_for(out.numel()), kThreads, stream(), weight, rows, columns, pitch_of<F>(columns),
-               out.numel(), out.template mutable_data_ptr<F>());
+    SAN_LAUNCH((pad_kernel<T, F>), blocks_for(out.numel()), kThreads, stream(), weight, rows, columns,
+               pitch_of<F>(columns), out.numel(), out.template mutable_data_ptr<F>());
     return out.template const_data_ptr<F>();
   }
 

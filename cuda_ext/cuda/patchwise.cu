@@ -152,8 +152,7 @@ void map(PatchProblem<scalar_t>& problem, T* hidden, Tensor* mean, Tensor* var) 
   const Patchwise<T>& p = problem.sizes;
   const Cut cut(p.tiles(), padded(p.E) / 8, p.chunks());
   T* partial = cut.splits > 1 ? problem.space.take(cut.splits * p.pixels() * p.E) : hidden;
-  auto* kernel = &map_kernel<scalar_t, kAccurate>;
-  SAN_LAUNCH_SHARED(kernel, grid_of(p.tiles() * cut.strips * cut.splits), kTileThreads,
+  SAN_LAUNCH_SHARED((map_kernel<scalar_t, kAccurate>), grid_of(p.tiles() * cut.strips * cut.splits), kTileThreads,
                     problem.shared_bytes(p.patch_cells(), kPitch), problem.stream(), p, cut, problem.center,
                     problem.around, partial);
   if (cut.splits == 1 && mean == nullptr) return;
@@ -189,7 +188,6 @@ Forward forward(const PatchwiseInputs& in, int64_t kernel_size, bool training, d
     problem.set_norm2(mean2, var2);
     aggregate<true, kAccurate>(problem, u, problem.beta, y.mutable_data_ptr<scalar_t>());
   }
-  check_launch("patchwise");
   return {contiguous_of(y, in.beta.scalar_type()), hidden, mean1, var1, mean2, var2};
 }
 
@@ -200,7 +198,7 @@ Forward patchwise(const Tensor& center, const Tensor& around, const Tensor& beta
   const PatchwiseInputs in{center, around,  beta,  gain1, bias1, weight1, gain2,
                            bias2,  weight2, bias3, mean1, var1,  mean2,   var2};
   check_patchwise(in, kernel_size);
-  const DeviceGuard guard(beta.get_device());
+  const OperatorGuard guard("patchwise", beta);
   std::optional<Forward> result;
   SAN_DISPATCH(map_type(center, around, beta), "patchwise", [&] {
     result = with_precision<scalar_t>(

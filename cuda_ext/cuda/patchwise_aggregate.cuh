@@ -101,9 +101,8 @@ void aggregate(const PatchProblem<scalar_t>& problem, const T* hidden, const sca
   const Patchwise<T>& p = problem.sizes;
   const int cells = kForward ? kTilePixels : p.halo_cells(), depth = problem.depth_for(cells);
   const int64_t tasks = p.tiles() * (padded(p.G) / 8) * ((p.share() + kShares - 1) / kShares);
-  auto* kernel = &aggregate_kernel<kForward, kAccurate, scalar_t>;
-  SAN_LAUNCH_SHARED(kernel, grid_of(tasks), kTileThreads, problem.shared_bytes(cells, pitch_of(depth)),
-                    problem.stream(), p, depth, hidden, values, out);
+  SAN_LAUNCH_SHARED((aggregate_kernel<kForward, kAccurate, scalar_t>), grid_of(tasks), kTileThreads,
+                    problem.shared_bytes(cells, pitch_of(depth)), problem.stream(), p, depth, hidden, values, out);
 }
 
 }  // namespace

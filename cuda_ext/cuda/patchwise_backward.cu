@@ -385,9 +385,8 @@ class Gradients {
     const int64_t tasks = p_.tiles() * ((padded(p_.E) / 8 + kHiddenColumns - 1) / kHiddenColumns);
     const int splits = splits_for(tasks, padded(p_.G) / 8);
     T* partial = problem_.space.take(splits * p_.pixels() * p_.E);
-    auto* kernel = &mapping_kernel<scalar_t, kAccurate>;
-    SAN_LAUNCH_SHARED(kernel, grid_of(tasks * splits), kTileThreads, 0, problem_.stream(), p_, splits, grad_y_,
-                      problem_.beta, partial);
+    SAN_LAUNCH_SHARED((mapping_kernel<scalar_t, kAccurate>), grid_of(tasks * splits), kTileThreads, 0,
+                      problem_.stream(), p_, splits, grad_y_, problem_.beta, partial);
 
     grad_hidden_ = problem_.space.take(p_.pixels() * p_.E);
     const int blocks = static_cast<int>((p_.pixels() + kHiddenPixels - 1) / kHiddenPixels);
@@ -405,9 +404,9 @@ class Gradients {
     const int splits = splits_for(tasks, p_.tiles());
     const int64_t size = weight2.numel() + bias3.numel();
     T* partial = problem_.space.take(splits * size);
-    auto* kernel = &weight2_kernel<scalar_t, kAccurate>;
-    SAN_LAUNCH_SHARED(kernel, tasks * splits, kGroup * kWarp, problem_.shared_bytes(kTilePixels, pitch_of(depth)),
-                      problem_.stream(), p_, splits, hidden_, grad_y_, problem_.beta, partial);
+    SAN_LAUNCH_SHARED((weight2_kernel<scalar_t, kAccurate>), tasks * splits, kGroup * kWarp,
+                      problem_.shared_bytes(kTilePixels, pitch_of(depth)), problem_.stream(), p_, splits, hidden_,
+                      grad_y_, problem_.beta, partial);
     sum_blocks<T>(partial, splits, size, {{data<T>(weight2), data<T>(bias3)}, {weight2.numel(), bias3.numel()}},
                   problem_.stream());
   }
@@ -418,8 +417,7 @@ class Gradients {
     const int splits = splits_for(tasks, p_.tiles());
     const int64_t channels = int64_t(p_.pieces()) * padded(p_.R), size = 2 * channels * padded(p_.E);
     T *partial = problem_.space.take(splits * size), *sums = problem_.space.take(size);
-    auto* kernel = &weight1_kernel<scalar_t, kAccurate>;
-    SAN_LAUNCH_SHARED(kernel, tasks * splits, kGroup * kWarp,
+    SAN_LAUNCH_SHARED((weight1_kernel<scalar_t, kAccurate>), tasks * splits, kGroup * kWarp,
                       problem_.shared_bytes(p_.patch_cells(), kPitch, kTilePixels * pitch_of(depth) * sizeof(T)),
                       problem_.stream(), p_, splits, problem_.normal1, problem_.center, problem_.around, grad_hidden_,
                       partial);
@@ -447,8 +445,7 @@ class Gradients {
   void gather(const scalar_t* map, Tensor& gradient) {
     const Cut cut(p_.tiles(), padded(p_.R) / 8, 1);
     const int cells = kCenter ? kTilePixels : p_.halo_cells(), depth = problem_.depth_for(cells);
-    auto* kernel = &relation_kernel<kCenter, kAccurate, scalar_t>;
-    SAN_LAUNCH_SHARED(kernel, grid_of(p_.tiles() * cut.strips), kTileThreads,
+    SAN_LAUNCH_SHARED((relation_kernel<kCenter, kAccurate, scalar_t>), grid_of(p_.tiles() * cut.strips), kTileThreads,
                       problem_.shared_bytes(cells, pitch_of(depth)), problem_.stream(), p_, cut, depth, map,
                       grad_hidden_, correction_, data<scalar_t>(gradient));
   }
@@ -476,7 +473,6 @@ Backward backward(const Tensor& grad_y, const PatchwiseInputs& in, const Tensor&
   } else {
     grads.zero();
   }
-  check_launch("patchwise_backward");
   const auto as = [](const Tensor& x, const Tensor& like) { return contiguous_of(x, like.scalar_type()); };
   return {as(grads.center, in.center),
           as(grads.around, in.around),
@@ -501,7 +497,7 @@ Backward patchwise_backward(const Tensor& grad_y, const Tensor& center, const Te
   check_devices(beta, {&grad_y, &hidden});
   STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
   STD_TORCH_CHECK(hidden.numel() == beta.numel() / beta.size(3) * weight1.size(0), "hidden must be [N, H, W, E]");
-  const DeviceGuard guard(beta.get_device());
+  const OperatorGuard guard("patchwise_backward", beta);
   std::optional<Backward> result;
   SAN_DISPATCH(map_type(center, around, beta), "patchwise_backward", [&] {
     result = with_precision<scalar_t>(tf32, [&](auto accurate) {

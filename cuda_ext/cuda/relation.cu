@@ -77,7 +77,7 @@ __global__ void subtraction_backward_kernel(const scalar_t* grad, Footprint f, i
 Tensor unfold(const Tensor& x, int64_t kernel_size) {
   check_map(x, "x");
   const Footprint f = footprint_of(x.size(2), x.size(3), kernel_size);
-  const DeviceGuard guard(x.get_device());
+  const OperatorGuard guard("unfold", x);
   Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1), f.positions(), f.pixels()});
   if (out.numel() == 0) return out;
   const Tensor source = torch::stable::contiguous(x);
@@ -85,14 +85,13 @@ Tensor unfold(const Tensor& x, int64_t kernel_size) {
     SAN_LAUNCH(unfold_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(x),
                source.const_data_ptr<scalar_t>(), f, out.numel(), out.mutable_data_ptr<scalar_t>());
   });
-  check_launch("unfold");
   return out;
 }
 
 Tensor unfold_backward(const Tensor& grad, int64_t height, int64_t width, int64_t kernel_size) {
   const Footprint f = footprint_of(height, width, kernel_size);
   check_unfolded(grad, f, "grad");
-  const DeviceGuard guard(grad.get_device());
+  const OperatorGuard guard("unfold_backward", grad);
   Tensor out = torch::stable::new_empty(grad, {grad.size(0), grad.size(1), height, width});
   if (out.numel() == 0) return out;
   const Tensor source = torch::stable::contiguous(grad);
@@ -100,7 +99,6 @@ Tensor unfold_backward(const Tensor& grad, int64_t height, int64_t width, int64_
     SAN_LAUNCH(unfold_backward_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(grad),
                source.const_data_ptr<scalar_t>(), f, out.numel(), out.mutable_data_ptr<scalar_t>());
   });
-  check_launch("unfold_backward");
   return out;
 }
 
@@ -109,7 +107,7 @@ Tensor subtraction(const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
   check_same(phi, psi, "phi and psi");
   STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have one shape");
   const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
-  const DeviceGuard guard(phi.get_device());
+  const OperatorGuard guard("subtraction", phi);
   Tensor out = torch::stable::new_empty(phi, {phi.size(0), phi.size(1), f.positions(), f.pixels()});
   if (out.numel() == 0) return out;
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
@@ -118,7 +116,6 @@ Tensor subtraction(const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
                left.const_data_ptr<scalar_t>(), right.const_data_ptr<scalar_t>(), f, out.numel(),
                out.mutable_data_ptr<scalar_t>());
   });
-  check_launch("subtraction");
   return out;
 }
 
@@ -126,7 +123,7 @@ std::tuple<Tensor, Tensor> subtraction_backward(const Tensor& grad, int64_t heig
                                                 int64_t kernel_size) {
   const Footprint f = footprint_of(height, width, kernel_size);
   check_unfolded(grad, f, "grad");
-  const DeviceGuard guard(grad.get_device());
+  const OperatorGuard guard("subtraction_backward", grad);
   Tensor grad_phi = torch::stable::new_empty(grad, {grad.size(0), grad.size(1), height, width});
   Tensor grad_psi = torch::stable::empty_like(grad_phi);
   if (grad_phi.numel() == 0) return {grad_phi, grad_psi};
@@ -136,7 +133,6 @@ std::tuple<Tensor, Tensor> subtraction_backward(const Tensor& grad, int64_t heig
                source.const_data_ptr<scalar_t>(), f, grad_phi.numel(), grad_phi.mutable_data_ptr<scalar_t>(),
                grad_psi.mutable_data_ptr<scalar_t>());
   });
-  check_launch("subtraction_backward");
   return {grad_phi, grad_psi};
 }
 

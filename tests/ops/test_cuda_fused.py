@@ -381,6 +381,14 @@ def test_forward_and_backward_refuse_the_same_sizes(
     assert refusals[-1] is None
 
 
+def test_a_failed_launch_names_kernel_and_operator(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.sample(CASES[1])
+    monkeypatch.setenv("SAN_SHIM_FAIL", "fold_kernel")
+    wanted = r"san::pairwise_backward: kernel \(fold_kernel<T, out_t>\) failed: as the test asked; an earlier kernel may be"
+    with pytest.raises(RuntimeError, match=wanted):
+        run(shim, problem, True, torch.float32)
+
+
 PROBE = """
 #include <cstdio>
 #include "cuda/launch.h"
