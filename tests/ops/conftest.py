@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cuda_ext import build
 from san.ops import library
+from tests.ops.shim import compile_shim
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +28,6 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert library.load(), "the shim is compared with the CPU's kernels"
     torch.ops.load_library(built)
     return torch.ops.san_shim
-
-
-def compile_shim(output: Path) -> None:
-    toolchain = build.Toolchain.find("0")
-    sources = [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/*.cu"))]
-    objects = [output.parent / f"{source.name}.o" for source in sources]
-    commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
-    build.run_all([[*command, "-Werror", "-O1"] for command in commands])
-    build.run(build.link_command(objects, output, toolchain))
 
 
 @pytest.fixture(params=["forwards", "backwards"])
