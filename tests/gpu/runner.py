@@ -34,6 +34,7 @@ class Runner:
         self, settings: Settings, out: Path, budget: float, child: Sequence[str] = (sys.executable, "-m", "tests.gpu.child")
     ) -> None:
         self.settings, self.out, self.child = settings, out, child
+        self.environment = {} if settings.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         self.ends = time.monotonic() + budget
         self.records: list[Row] = []
         (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ class Runner:
             process = subprocess.Popen(
                 [*self.child, self.settings.to_json(), case.id, str(rows_file)],
                 cwd=ROOT,
-                env={**os.environ, **environment},
+                env={**os.environ, **self.environment, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
