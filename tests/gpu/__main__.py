@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all cases together (default 3600)")
     parser.add_argument("--part", action="append", choices=PARTS, help="run only this part; may be repeated")
-    parser.add_argument("--case", default="", help="run only cases whose name contains this")
+    parser.add_argument("--case", action="append", help="run only cases whose name contains this; may be repeated")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--small", action="store_true", help="small sizes and few repeats; always so on the CPU")
     parser.add_argument("--authors", type=Path, help="checkout of github.com/hszhao/SAN, to time its kernels too (needs CuPy)")
@@ -42,7 +42,7 @@ def main() -> None:
         settings = Settings(device, options.small or device == "cpu", work, authors)
         wanted = ("build", *(options.part or PARTS))
         cases = [case for case in all_cases(settings) if case.part in wanted]
-        cases = [case for case in cases if case.part == "build" or options.case in case.id]
+        cases = [c for c in cases if c.part == "build" or any(part in c.id for part in options.case or [""])]
         records = Runner(settings, options.out, options.budget).run(cases)
     counts = Counter(record["status"] for record in records)
     print(", ".join(f"{count} {status}" for status, count in counts.items()), file=sys.stderr)

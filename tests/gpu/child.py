@@ -21,6 +21,10 @@ CUDA_ERROR = re.compile(r"CUDA error|illegal memory|misaligned address|launch fa
 def main(cases: Callable[[Settings], list[Case]]) -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     case = next(case for case in cases(settings) if case.id == sys.argv[2])
+    if not settings.on_gpu:
+        import torch
+
+        torch.set_num_threads(1)  # two threads wait for each other where other work takes a core
     with open(sys.argv[3], "w", encoding="utf-8") as file:
 
         def write(row: Row) -> None:
