@@ -60,11 +60,12 @@ gpu-check: $(GPU_SETUP)
 setup: $(VENV)/.installed
 	@$(STEP) "kernels" $(BIN)/python -m cuda_ext.build
 
-# torch comes first: deepspeed's build looks for it.
+# torch comes first: deepspeed's build looks for it. That build also probes its CUDA operators, of which we use none, and would
+# fail on a machine with a GPU but no CUDA toolkit: DS_IGNORE_CUDA_DETECTION.
 $(VENV)/.installed: requirements.txt setup.py
 	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
 	@$(STEP) "torch" $(BIN)/pip install -q $$(grep -E '^(torch|setuptools|wheel)==' requirements.txt)
-	@$(STEP) "pinned dependencies" $(BIN)/pip install -q --no-build-isolation -r requirements.txt
+	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 $(BIN)/pip install -q --no-build-isolation -r requirements.txt
 	@$(STEP) "the project itself" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 

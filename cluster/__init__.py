@@ -7,7 +7,7 @@ What is below imports no Ray. Whoever asks a cluster for something imports `clus
 (Ray Tune and Train, a second) or `cluster.submit` (Ray's jobs) when it does.
 """
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, ClusterLostError
 from cluster.placement import Node, Placement, Resources, concurrency
 
-__all__ = ["ClusterError", "Node", "Placement", "Resources", "concurrency"]
+__all__ = ["ClusterError", "ClusterLostError", "Node", "Placement", "Resources", "concurrency"]

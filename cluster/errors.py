@@ -1,5 +1,9 @@
-"""The one exception that users of this package are meant to read."""
+"""The exceptions that users of this package are meant to read."""
 
 
 class ClusterError(ValueError):
     """A request that the cluster cannot serve, said in one sentence."""
+
+
+class ClusterLostError(ClusterError):
+    """The cluster went away while it was used."""

@@ -7,6 +7,7 @@ again, is decided here.
 
 import functools
 import math
+import os
 import pickle
 import tempfile
 import textwrap
@@ -17,7 +18,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +28,7 @@ import ray.tune.search
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.tune.progress_reporter import TrialProgressCallback
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, ClusterLostError
 from cluster.placement import Placement, Resources, concurrency
 from cluster.session import alive, resources, session
 
@@ -83,7 +83,6 @@ def sweep(
     retries: int = 1,
     progress: str | None = None,
     final: tuple[type[Exception], ...] = (),
-    patience: timedelta = timedelta(minutes=30),
 ) -> dict[str, Outcome]:
     """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
 
@@ -100,6 +99,10 @@ def sweep(
     of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises,
     ends the cells and the session, and is raised on.
 
+    Raises:
+        ClusterError: a cell does not fit into the cluster.
+        ClusterLostError: Ray on this machine has died, so no cell can start or end any more.
+
     Cells start in the order of `values`, as many at a time as the cluster holds just then. Where an autoscaler adds
     nodes, some more are handed to Ray and wait there: what waits is what it adds nodes for, and nothing of that
     outlives the sweep. (`ray.autoscaler.sdk.request_resources` would: it stays until somebody takes it back, there is
@@ -108,8 +111,8 @@ def sweep(
     `storage` is a directory that all nodes can reach, or a URI that Ray knows. The sweep's own files in a directory are gone
     when it returns; below a URI they are the caller's to remove. A later sweep with the same keys starts afresh.
 
-    Several workers find torch.distributed initialised by Ray (gloo, or nccl with GPUs), in which they wait
-    `patience` for each other, and the rank variables set. A lone worker finds neither: see `_train`.
+    Several workers find the rank variables and the first one's address set, for `torch.distributed.init_process_group`; a lone
+    worker does not. Where `placement` has no GPUs, cells see none, whatever the node has.
     """
     if not values:
         return {}
@@ -117,11 +120,13 @@ def sweep(
         concurrency(placement, found)
         queue = _Queue(values, placement)
         follower = _Follower(observer, queue, retries, progress)
-        trainable = _trainable(function, dict(values), placement, folder, final, patience)
+        trainable = _trainable(function, dict(values), placement, folder, final)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
-            run_config=ray.tune.RunConfig(name="tune", storage_path=folder, verbose=0, callbacks=[follower, _Silent()]),
+            run_config=ray.tune.RunConfig(
+                name="tune", storage_path=folder, verbose=0, callbacks=[follower, _NodeWatch(), _Silent()]
+            ),
         )
         try:
             tuner.fit()
@@ -156,7 +161,6 @@ def _trainable(
     placement: Placement,
     folder: str,
     final: tuple[type[Exception], ...],
-    patience: timedelta,
 ) -> Callable[[dict[str, str]], None]:
     """The function that Tune runs once per cell. Values stay out of Tune's grid, which looks into them."""
 
@@ -166,7 +170,7 @@ def _trainable(
         name = f"{key}-{uuid.uuid4().hex[:8]}"
         nodes = alive() if placement.workers > 1 else frozenset()
         try:
-            _train(functools.partial(function, values[key]), placement, name, folder, patience)
+            _train(functools.partial(function, values[key]), placement, name, folder)
         except Exception as error:
             if isinstance(_cause(error), final):
                 raise _FinalError(_sentence(error), traceback.format_exc()) from None
@@ -178,25 +182,28 @@ def _trainable(
     return cell
 
 
-def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str, patience: timedelta) -> None:
+def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
     """Runs one cell inside its Tune trial; the only place where one worker and several differ.
 
     A lone worker *is* the trial's process. A worker group for it would add actors that only wait, and some 15 s of CPU
-    time per cell to start them. The price: Ray neither sets RANK, WORLD_SIZE and so on nor initialises
-    torch.distributed there; a function that needs them sets them itself. Nor does it go through Ray Train's local mode,
-    which ends the process group of torch.distributed with each cell: the next one in the process would need a second,
-    with which DeepSpeed cannot do.
+    time per cell to start them. The price: Ray does not set RANK, WORLD_SIZE and so on there; a function that needs them
+    sets them itself. Nor does it go through Ray Train's local mode, which ends the process group of torch.distributed with
+    each cell: the next one in the process would need a second, with which DeepSpeed cannot do.
     """
 
     def worker(send: Callable[[dict[str, Any]], None]) -> None:
+        if not placement.gpus:  # Ray hides a node's GPUs only where the cluster was started with a setting for that
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # One level down, so that Tune's own entries in a result cannot be taken for metrics.
         call(lambda metrics: send({"metrics": dict(metrics)}))
 
     if placement.workers == 1:
         return worker(ray.tune.report)
 
-    from ray.train.torch import TorchConfig, TorchTrainer  # brings torch, which the driver of a sweep can do without
+    from ray.train.torch import TorchTrainer  # brings torch, which the driver of a sweep can do without
     from ray.tune.integration.ray_train import TuneReportCallback
+
+    from cluster.ranks import Ranks
 
     scaling = ray.train.ScalingConfig(
         num_workers=placement.workers,
@@ -205,8 +212,7 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     )
     callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
-    backend = TorchConfig(timeout_s=math.ceil(patience.total_seconds()))
-    TorchTrainer(lambda: worker(ray.train.report), torch_config=backend, scaling_config=scaling, run_config=run).fit()
+    TorchTrainer(lambda: worker(ray.train.report), torch_config=Ranks(), scaling_config=scaling, run_config=run).fit()
 
 
 class _FinalError(Exception):
@@ -295,6 +301,24 @@ class _Past:
     def may_go_on(self, retries: int) -> bool:
         # Who asks for more retries than the bound gets them.
         return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
+
+
+class _NodeWatch(ray.tune.Callback):
+    """Ends the sweep when the node of this process is dead: Tune would wait for it forever."""
+
+    def __init__(self) -> None:
+        self._node: str = ray.get_runtime_context().get_node_id()
+        self._looked_at = -math.inf
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_at = time.monotonic()
+        if self._node not in alive():
+            raise ClusterLostError(
+                "Ray on this machine has died (its raylet was killed, perhaps for lack of memory: see `dmesg`), so no cell can "
+                "run; finished epochs are kept, and the same command continues"
+            )
 
 
 class _Silent(TrialProgressCallback):

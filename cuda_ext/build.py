@@ -1,29 +1,37 @@
-"""Builds the kernels into one shared library of the torch stable ABI, which knows no Python version.
+"""Builds the kernels as shared libraries of the torch stable ABI, which knows no Python version.
 
-The library lies in a cache folder named after a digest of the sources, the compiler flags and torch's version, so a changed
-source can never meet an old binary, and several processes or nodes that need it at once build it once, under a lock.
+There are three, `PARTS`, so that a part that cannot be built disables only itself. They lie in a cache folder named after a
+digest of the sources, the compiler flags and torch's version: a changed source can never meet an old binary. Several processes
+or nodes that need a part at once build it once, under a lock. A library's own name holds a digest of its compilers' versions:
+another compiler builds anew, and a machine without a compiler uses the newest library there is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
 import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
-import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from cuda_ext import schemas
+
 SOURCE_DIR = Path(__file__).resolve().parent
+# By part, the sources to compile once.
+PARTS = {"cpu": "cpu/*.cpp", "resample": "resample.cpp", "cuda": "cuda/*.cu"}
 CUDA_ARCHITECTURES = ("80", "90")
 # Symbols of torch 2.11, the oldest supported; a library built so loads in later releases too.
 TORCH_TARGET = "0x020b000000000000"
@@ -33,54 +41,101 @@ INSTRUCTION_SETS = (
     {"baseline": "x86-64", "v3": "x86-64-v3", "v4": "x86-64-v4"} if platform.machine() == "x86_64" else {"baseline": ""}
 )
 NVCC_FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "--expt-extended-lambda")
+# The oldest that compile C++20.
+OLDEST_GCC, OLDEST_NVCC = 11, 12
 
 
 class BuildError(RuntimeError):
-    """The extension cannot be built here; the text says what is missing or what the compiler said."""
+    """A part of the extension cannot be built here; the text says why, as a clause without a final period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """The compilers of a build. `nvcc` is None for a build without CUDA."""
+    """The compilers of a part. `nvcc` is None for one without CUDA."""
 
     cxx: str
-    nvcc: str | None
+    nvcc: str | None = None
 
     @staticmethod
-    def find(cuda: str | None = None) -> Toolchain:
-        """Looks the compilers up. `cuda` (default: the environment's SAN_CUDA) is `auto`, `0` or `1`.
+    def find(*, cuda: bool = False) -> Toolchain:
+        """Finds g++ or what CXX names and, with `cuda`, nvcc.
 
-        `auto` builds CUDA kernels when torch was built with CUDA and nvcc is present; a GPU need not be. `1` insists.
+        Raises:
+            BuildError: a compiler is missing or too old.
         """
-        choice = cuda if cuda is not None else os.environ.get("SAN_CUDA", "auto")
-        if choice not in ("auto", "0", "1"):
-            raise BuildError(f"SAN_CUDA must be auto, 0 or 1, not {choice!r}")
-        cxx = shutil.which(os.environ.get("CXX", "g++"))
-        if cxx is None:
-            raise BuildError("no C++ compiler found: install g++ 11 or newer, or name one in CXX")
-        nvcc = find_nvcc()
-        if choice == "1" and (nvcc is None or torch.version.cuda is None):
-            missing = "nvcc was not found (set CUDA_HOME)" if nvcc is None else "this torch was built without CUDA"
-            raise BuildError(f"SAN_CUDA=1 asks for CUDA kernels, but {missing}")
-        wanted = choice == "1" or (choice == "auto" and torch.version.cuda is not None)
-        return Toolchain(cxx, nvcc if wanted else None)
+        return Toolchain(find_cxx(), find_nvcc() if cuda else None)
 
-    def versions(self) -> list[str]:
-        """What the compilers say of themselves: after an update a path is the same, and the compiler is not."""
-        compilers = [self.cxx] if self.nvcc is None else [self.cxx, self.nvcc]
-        return [subprocess.run([path, "--version"], capture_output=True, text=True).stdout for path in compilers]
+    def name(self) -> str:
+        """A digest of the compilers' versions: after an update a path is the same, and the compiler is not."""
+        versions = [version_text(path) for path in (self.cxx, self.nvcc) if path is not None]
+        return hashlib.sha256(repr(versions).encode()).hexdigest()[:8]
 
 
-def find_nvcc() -> str | None:
-    """Path of nvcc in CUDA_HOME, else on PATH, else in the usual folder; None where there is none."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc", path=str(Path(home, "bin"))) or shutil.which("nvcc")
+@functools.cache
+def version_text(compiler: str) -> str:
+    """What a compiler prints as its version."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
 
 
-def sources(cuda: bool) -> list[Path]:
-    """The files to compile once: the schemas and the CPU kernels, and the CUDA kernels if asked for."""
-    found = [SOURCE_DIR / "library.cpp", *sorted(SOURCE_DIR.glob("cpu/*.cpp"))]
-    return found + sorted(SOURCE_DIR.glob("cuda/*.cu")) if cuda else found
+def find_cxx() -> str:
+    """Path of the C++ compiler.
+
+    Raises:
+        BuildError: it is missing, or a GCC that is too old.
+    """
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        raise BuildError(f"{name} was not found; install g++ {OLDEST_GCC} or newer or set CXX")
+    first_line, _, others = version_text(path).partition("\n")
+    version = re.search(r"\d+\.\d+", re.sub(r"\(.*?\)", "", first_line))
+    if "Free Software Foundation" in others and version and int(version[0].split(".")[0]) < OLDEST_GCC:
+        raise BuildError(f"g++ {version[0]} at {path} is too old; {OLDEST_GCC} or newer is needed")
+    return path
+
+
+def find_nvcc() -> str:
+    """Path of the first nvcc that is new enough: CUDA_HOME's, on PATH, of a conda or pip package, in the usual folder.
+
+    Raises:
+        BuildError: there is none.
+    """
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CONDA_PREFIX"), sys.prefix]
+    first, *others = [f"{home}/bin" if home else "" for home in homes]
+    pip = sorted(map(str, Path(torch.__file__).parents[1].glob("nvidia/*/bin")))
+    folders = [first, *os.environ.get("PATH", "").split(os.pathsep), *others, *pip, "/usr/local/cuda/bin"]
+    too_old = None
+    for path in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
+        version = re.search(r"release (\d+)\.\d+", version_text(path))
+        if version is None or int(version[1]) >= OLDEST_NVCC:
+            return path
+        too_old = too_old or f"nvcc {version[0].split()[1]} at {path} is too old; {OLDEST_NVCC} or newer is needed"
+    raise BuildError(too_old or f"nvcc was not found; install the CUDA toolkit {OLDEST_NVCC} or newer or set CUDA_HOME")
+
+
+def cuda_refusal() -> str | None:
+    """Why the CUDA kernels are not wanted, whatever compilers there are: SAN_CUDA (`auto`, `0` or `1`) and torch decide."""
+    choice = os.environ.get("SAN_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        return f"SAN_CUDA is {choice!r}; expected auto, 0 or 1"
+    if choice == "0":
+        return "SAN_CUDA=0 turns them off; unset it"
+    return "this torch was built without CUDA; install one with CUDA" if torch.version.cuda is None else None
+
+
+def cuda_folders(nvcc: str, kind: str, file: str) -> list[Path]:
+    """Folders of nvcc's toolkit that hold a file: `kind` is `lib` or `include`.
+
+    NVIDIA's installer keeps libraries in lib64, conda in lib or targets, Debian in a folder of lib, pip in lib.
+    """
+    root = Path(nvcc).resolve().parent.parent
+    patterns = (f"{kind}64", kind, f"targets/*/{kind}", f"{kind}/*-linux-gnu")
+    return [folder for pattern in patterns for folder in sorted(root.glob(pattern)) if (folder / file).exists()]
+
+
+def sources(part: str) -> list[Path]:
+    """The files of a part that are compiled once."""
+    return sorted(SOURCE_DIR.glob(PARTS[part]))
 
 
 def simd_command(source: Path, output: Path, toolchain: Toolchain, instruction_set: str) -> list[str]:
@@ -99,16 +154,20 @@ def include_flags() -> list[str]:
 def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool = False) -> list[str]:
     """The command that compiles one source. With `shim`, a CUDA source is compiled by g++ to run on the CPU, for tests."""
     if source.suffix == ".cu" and not shim:
-        assert toolchain.nvcc is not None, "CUDA sources are listed only when nvcc was found"
+        assert toolchain.nvcc is not None, "CUDA sources belong to a part that has nvcc"
         codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
         newest = CUDA_ARCHITECTURES[-1]
         codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # later GPUs compile this at load time
+        headers = cuda_folders(toolchain.nvcc, "include", "cuda_runtime.h")[:1]
+        # nvcc looks into its own include folder itself; naming /usr/include would break the C++ library's headers.
+        named = [f"-I{folder}" for folder in headers if folder.parents[1].name == "targets"]
         return [
             toolchain.nvcc,
             *NVCC_FLAGS,
             "-DUSE_CUDA",
             *codes,
             *include_flags(),
+            *named,
             "-c",
             str(source),
             "-o",
@@ -123,17 +182,16 @@ def link_command(objects: list[Path], output: Path, toolchain: Toolchain) -> lis
     lib = Path(torch.__file__).parent / "lib"
     command = [toolchain.cxx, "-shared", "-o", str(output), *map(str, objects), f"-L{lib}", "-ltorch_cpu"]
     if toolchain.nvcc is not None:
-        cuda_home = Path(toolchain.nvcc).resolve().parent.parent
-        command += ["-ltorch_cuda", f"-L{cuda_home / 'lib64'}", "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+        folders = cuda_folders(toolchain.nvcc, "lib", "libcudart_static.a")
+        command += ["-ltorch_cuda", *(f"-L{folder}" for folder in folders), "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
     return command
 
 
 def run(command: list[str]) -> None:
-    """Runs a compiler; its last lines become the error."""
+    """Runs a compiler; what it printed becomes the error."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        said = "\n".join(done.stderr.splitlines()[-30:])
-        raise BuildError(f"building the extension failed: {' '.join(command)}\n{said}")
+        raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
 def run_all(commands: list[list[str]]) -> None:
@@ -143,74 +201,147 @@ def run_all(commands: list[list[str]]) -> None:
         list(pool.map(run, commands))
 
 
-def build(output: Path, toolchain: Toolchain) -> None:
-    """Compiles all sources side by side and links them into `output`."""
-    objects_dir = output.parent / "objects"
+def build(part: str, output: Path, toolchain: Toolchain) -> None:
+    """Compiles the sources of a part side by side and links them into `output`.
+
+    Raises:
+        BuildError: a compiler failed; all that it printed is beside `output`, in a file that ends with .log.
+    """
+    objects_dir = output.with_suffix(".objects")
     objects_dir.mkdir(parents=True, exist_ok=True)
-    inputs = sources(cuda=toolchain.nvcc is not None)
-    objects = [objects_dir / f"{s.parent.name}_{s.name}.o" for s in inputs]
-    commands = [compile_command(s, o, toolchain) for s, o in zip(inputs, objects, strict=True)]
-    for source, instruction_set in itertools.product(sorted(SOURCE_DIR.glob("cpu/simd/*.cpp")), INSTRUCTION_SETS):
-        objects.append(objects_dir / f"simd_{source.name}_{instruction_set}.o")
-        commands.append(simd_command(source, objects[-1], toolchain, instruction_set))
-    run_all(commands)
-    partial = output.with_suffix(".partial")
-    run(link_command(objects, partial, toolchain))
+    objects = [objects_dir / f"{source.name}.o" for source in sources(part)]
+    commands = [compile_command(s, o, toolchain) for s, o in zip(sources(part), objects, strict=True)]
+    if part == "cpu":
+        for source, instruction_set in itertools.product(sorted(SOURCE_DIR.glob("cpu/simd/*.cpp")), INSTRUCTION_SETS):
+            objects.append(objects_dir / f"simd_{source.name}_{instruction_set}.o")
+            commands.append(simd_command(source, objects[-1], toolchain, instruction_set))
+    partial, log = output.with_suffix(".partial"), output.with_suffix(".log")
+    try:
+        run_all(commands)
+        run(link_command(objects, partial, toolchain))
+    except BuildError as error:
+        log.write_text(str(error))
+        raise failure(log) from None
+    finally:
+        shutil.rmtree(objects_dir)
     partial.rename(output)
-    shutil.rmtree(objects_dir)
+    log.unlink(missing_ok=True)
 
 
-def digest(toolchain: Toolchain) -> str:
-    """Names a build: any change of sources, flags, compiler or torch gives another name."""
+def failure(log: Path) -> BuildError:
+    """The error of a build that left this log: the first line that is one."""
+    lines = log.read_text().splitlines()[1:]  # behind the command
+    first = next((line for line in lines if re.search(r"\b(error|fatal|cannot|undefined)\b", line)), "no error was printed")
+    return BuildError(f"compiling failed: {first.strip()}; see {log}")
+
+
+def digest() -> str:
+    """Names the builds of these sources: any change of sources, flags, torch or the kind of machine gives another name."""
     state = hashlib.sha256()
     for path in sorted(p for p in SOURCE_DIR.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
         state.update(path.relative_to(SOURCE_DIR).as_posix().encode() + path.read_bytes())
-    flags = CXX_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES
-    state.update(repr((flags, toolchain, toolchain.versions(), torch.__version__)).encode())
+    flags = CXX_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES, TORCH_TARGET
+    state.update(repr((flags, platform.machine(), torch.__version__, torch.version.cuda)).encode())
     return state.hexdigest()[:16]
 
 
-def library() -> Path:
-    """Path of the library in the cache, built now if it is not there yet.
+def libraries() -> dict[str, Path | BuildError]:
+    """By part, its library in the cache, built now if it is not there yet, or why there is none."""
+    folder = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san")) / f"ext-{digest()}"
+    found: dict[str, Path | BuildError] = {}
+    wanted: dict[str, tuple[Path, Toolchain]] = {}
+    refusal = cuda_refusal()
+    for part in PARTS:
+        if part == "cuda" and refusal is not None:
+            continue
+        try:
+            toolchain = Toolchain.find(cuda=part == "cuda")
+            library = folder / f"{part}-{toolchain.name()}.so"
+            if library.exists():
+                found[part] = library
+            else:
+                wanted[part] = library, toolchain
+        except BuildError as error:
+            found[part] = error
+    if wanted:
+        found |= _build_once(folder, wanted)
+    for part in found:
+        others = sorted(folder.glob(f"{part}-*.so"), key=lambda path: path.stat().st_mtime)
+        if isinstance(found[part], BuildError) and others:
+            found[part] = others[-1]
+    return found if refusal is None else found | {"cuda": BuildError(refusal)}
 
-    Raises:
-        BuildError: no compiler, or it failed.
-    """
-    toolchain = Toolchain.find()
-    cache = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san"))
-    folder = cache / f"ext-{digest(toolchain)}"
-    built = folder / "libsan.so"
-    if built.exists():
-        return built
+
+def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]]) -> dict[str, Path | BuildError]:
+    """Builds parts that no other process has built, or failed to build, while this one waited for it."""
+    found: dict[str, Path | BuildError] = {}
+    start = time.time()
+    try:
+        with _locked(folder):
+            for part, (library, toolchain) in wanted.items():
+                log = library.with_suffix(".log")
+                if library.exists():
+                    found[part] = library
+                elif log.exists() and log.stat().st_mtime > start:
+                    found[part] = failure(log)
+                else:
+                    found[part] = _build_aloud(part, library, toolchain)
+    except OSError as error:
+        reason = f"{folder} cannot be written ({error}); set SAN_CACHE to another folder"
+        found |= {part: BuildError(reason) for part in wanted.keys() - found.keys()}
+    return found
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            _build_aloud(built, toolchain)
-    return built
+        yield
+
+
+def _build_aloud(part: str, library: Path, toolchain: Toolchain) -> Path | BuildError:
+    kind = {"cpu": "CPU", "resample": "image", "cuda": "CUDA"}[part]
+    print(f"san: building the {kind} kernels, once, into {library.parent} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    try:
+        build(part, library, toolchain)
+    except BuildError as error:
+        return error
+    print(f"san: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return library
 
 
 @functools.cache
-def load() -> bool:
-    """Loads the kernels, once per process; False, after one warning, where they cannot be built."""
-    try:
-        torch.ops.load_library(library())
-    except (BuildError, OSError) as error:
-        warnings.warn(f"san runs on its slower reference operators: {error}", stacklevel=2)
-        return False
-    return True
+def load() -> dict[str, str]:
+    """Defines the operators and loads their kernels, once per process.
+
+    Returns, for each part that is missing, why, as a clause without a final period.
+    """
+    schemas.define("san")
+    missing = {}
+    for part, library in libraries().items():
+        if isinstance(library, BuildError):
+            missing[part] = str(library)
+            continue
+        try:
+            torch.ops.load_library(library)
+        except OSError as error:
+            missing[part] = f"loading failed: {error}; delete {library}"
+    return missing
 
 
-def _build_aloud(built: Path, toolchain: Toolchain) -> None:
-    kinds = "CPU and CUDA" if toolchain.nvcc else "CPU"
-    print(f"san: building the {kinds} kernels, once, into {built.parent} ...", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    build(built, toolchain)
-    print(f"san: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+def main() -> None:
+    """Builds what is missing. Fails where a part cannot be built; CUDA may be missing unless SAN_CUDA is 1."""
+    failed = False
+    for part, library in libraries().items():
+        if isinstance(library, Path):
+            print(library)
+        else:
+            print(f"san: no {part} kernels: {library}", file=sys.stderr)
+            failed = failed or part != "cuda" or os.environ.get("SAN_CUDA", "auto") not in ("auto", "0")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
-    try:
-        print(library())
-    except BuildError as error:
-        sys.exit(f"san: {error}")
+    main()

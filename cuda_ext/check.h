@@ -53,7 +53,7 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
-// Inputs of pairwise attention (library.cpp); norm1 and norm2 are gain, bias, mean and var.
+// Inputs of pairwise attention (schemas.py); norm1 and norm2 are gain, bias, mean and var.
 inline void check_pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
                            std::initializer_list<const Tensor*> norm1, const Tensor& weight1,
                            std::initializer_list<const Tensor*> norm2, const Tensor& weight2) {

@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from experiments.custom_code import custom_code
 from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
@@ -108,6 +109,7 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         model.spec().check_input(size)
         with torch.device("meta"):
             model.spec().build(num_classes=2)
+        custom_code(model.spec())
     except ChoiceError as error:
         yield f"model.{error.field}", str(error)
     except ValueError as error:
@@ -206,10 +208,22 @@ class EngineConfig(Strict):
     """Stage of DeepSpeed's ZeRO: from 1 on each worker keeps a share of the momentum, from 2 on of the gradients too."""
     compile: bool = False
     """The model runs through `torch.compile`; an averaged model, which is validated only, does not."""
-    channels_last: bool = False
-    """Maps and weights lie in memory with channels last."""
+    channels_last: bool | None = None
+    """Feature maps and weights use the channels-last memory format. Null: on GPUs only, and not with `zero`."""
+    tf32: bool | None = None
+    """Tensor cores compute float32 products with 10-bit mantissas, several times faster. Null: on GPUs only."""
+    cuda_graphs: bool = False
+    """Forward and backward are captured once for each batch size and replayed, which saves some 1 500 launches a step."""
+    reference_operators: bool = False
+    """Lets a cell train on a GPU without the CUDA kernels, on slower operators that need about four times the memory."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time, where torch knows of any; on a CPU that is so anyway."""
+
+    def on(self, device: str) -> EngineConfig:
+        """These settings with every null resolved for a device type, `cpu` or `cuda`."""
+        on_gpu = device == "cuda"
+        channels_last = (on_gpu and not self.zero) if self.channels_last is None else self.channels_last
+        return self.model_copy(update={"channels_last": channels_last, "tf32": on_gpu and self.tf32 is not False})
 
 
 class PlacementConfig(Strict):
@@ -267,6 +281,15 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
         yield "recipe.accumulate", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
         yield "recipe.sync_batchnorm", "torch has it for GPUs only, and placement.gpus is 0; leave it out"
+    if engine.cuda_graphs and not placement.gpus:
+        yield "engine.cuda_graphs", "CUDA graphs need a GPU, and placement.gpus is 0; leave it out"
+    elif engine.cuda_graphs and engine.zero:
+        yield (
+            "engine.cuda_graphs",
+            f"a graph cannot capture how engine.zero={engine.zero} moves gradients; leave out one",
+        )
+    elif engine.cuda_graphs and recipe.sync_batchnorm:
+        yield "engine.cuda_graphs", "a graph cannot capture recipe.sync_batchnorm's communication; leave out one of the two"
     if engine.channels_last and engine.zero:
         yield "engine.channels_last", f"engine.zero={engine.zero} keeps all weights in one flat piece; leave out one of the two"
 

@@ -24,7 +24,7 @@ from experiments.images import open_split
 from experiments.job import has_store
 from experiments.storage import Bucket, is_uri
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
-from experiments.training.engine import device
+from experiments.training.device import available_device
 from experiments.training.loop import evaluate
 from experiments.workspace import open_runs, open_workspace
 from pipelines import Dataset, Loader, Transform
@@ -241,7 +241,7 @@ def evaluation_loader(opened: Opened, images: Dataset, transform: Transform, bat
     """Batches in the order of the images, where the network is to run, with the threads that the config gives."""
     cpus = opened.config.placement.cpus
     torch.set_num_threads(cpus)
-    threads, where = threads_of(cpus), device()
+    threads, where = threads_of(cpus), available_device()
     return Loader(images, transform, train=False, batch=batch, seed=opened.seed, threads=threads, device=where)
 
 

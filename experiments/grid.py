@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from experiments.config import Count, Strict, TrialConfig, Whole
+from experiments.custom_code import custom_code
 from san.models import ModelSpec
 
 
@@ -99,11 +100,14 @@ class Trial:
     def key(self) -> str:
         """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs, number of
         workers) do not count, nor how images were chosen: the digest names them. Options at their defaults do not count either,
-        so that a new one leaves finished runs as they are."""
+        so that a new one leaves finished runs as they are. The source of rows that users add to a registry counts."""
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
         how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch"}) | {"lr": recipe.lr_used}
-        content = [_record(config.model.spec()), data, how, self.seed, self.data_digest]
+        spec = config.model.spec()
+        content: list[object] = [_record(spec), data, how, self.seed, self.data_digest]
+        if code := custom_code(spec):
+            content.append(code)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 

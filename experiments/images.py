@@ -8,13 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from experiments.config import DataConfig, TrialConfig, base_folder, too_many_parts
 from experiments.errors import UserError
-from experiments.training.engine import device
 from pipelines import DIGITS, DataError, Dataset, Loader, Transform, TransformError, prepare_digits
 from pipelines.lists import list_path
 from pipelines.loader import threads_of
 from pipelines.shards import index_path
+
+CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -163,15 +166,15 @@ def transform_mistakes(config: DataConfig) -> Iterator[tuple[str, str]]:
             yield f"data.{field}", what
 
 
-def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Loader, Loader]:
-    """The training and validation loaders of one worker.
+def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch.device = CPU) -> tuple[Loader, Loader]:
+    """The training and validation loaders of one worker, whose batches go to `device`.
 
     Raises:
         DataError: images, transform or batch cannot be used.
         UserError: a step has fewer images than the recipe wants to make parts of them.
     """
     train, val = (
-        _loader(config, dataset, is_train, seed, rank, world)
+        _loader(config, dataset, is_train, seed, rank, world, device)
         for dataset, is_train in zip(open_data(config.data), (True, False), strict=True)
     )
     smallest = len(train.dataset) // train.steps // world
@@ -180,7 +183,9 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int) -> tuple[Load
     return train, val
 
 
-def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int) -> Loader:
+def _loader(
+    config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int, device: torch.device
+) -> Loader:
     return Loader(
         dataset,
         transform(config.data),
@@ -190,5 +195,5 @@ def _loader(config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank:
         world=world,
         seed=seed,
         threads=threads_of(config.placement.cpus),
-        device=device(),
+        device=device,
     )

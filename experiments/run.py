@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster import concurrency
+from cluster import ClusterLostError, concurrency
 from experiments.answer import measured, note, show, to_measure
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
 from experiments.errors import UserError
@@ -42,7 +42,7 @@ def run(job: Job, address: str | None) -> bool:
 
     Raises:
         UserError, ClusterError: what is asked for cannot be had here; nothing has been written then.
-        KeyboardInterrupt: stopped by the user; the next call continues.
+        KeyboardInterrupt, ClusterLostError: stopped by the user, or Ray has died; the next call continues.
     """
     results = known_results(job)
     missing = {trial.key: trial for trial, _ in to_train(job, results)}
@@ -176,9 +176,8 @@ def _sweep(
                 observer=progress if claim is None else WhileClaimed(progress, claim),
                 progress="epoch",
                 final=(UserError, DataError, FloatingPointError),
-                patience=job.trials[0].config.reliability.patience,
             )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ClusterLostError):
         with suppress(TrackerError):
             job.tracker.interrupted((trial, job.workspace.run_id(trial)) for trial in missing.values())
         raise

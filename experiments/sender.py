@@ -7,7 +7,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from experiments.grid import Trial
@@ -36,15 +36,22 @@ class Sender:
 
     Args:
         tracker: opens the tracker; called in the thread.
-        trial, complexity: what the run tells of itself.
+        trial, complexity, how: what the run tells of itself; `how` are its tags besides, of device and kernels.
         images: how many an epoch trains on.
         summary: the trial's `summary.csv`, written before anything is sent; `run_id` beside it names the run.
     """
 
     def __init__(
-        self, tracker: Callable[[], Tracker], trial: Trial, complexity: Complexity, images: int, summary: Path
+        self,
+        tracker: Callable[[], Tracker],
+        trial: Trial,
+        complexity: Complexity,
+        how: Mapping[str, str],
+        images: int,
+        summary: Path,
     ) -> None:
-        self.tracker, self.trial, self.complexity, self.images, self.summary = tracker, trial, complexity, images, summary
+        self.tracker, self.trial, self.complexity, self.how = tracker, trial, complexity, how
+        self.images, self.summary = images, summary
         self._run: TrialRun | None = None
         self._logged: Set[int] | None = None  # epochs that the run has; None where that has to be asked
         self._monitor: NodeMonitor | None = None
@@ -106,6 +113,7 @@ class Sender:
                 run = self.tracker().open(self.trial, read_run_id(self.summary.parent))
                 write_run_id(self.summary.parent, run.run_id)
                 run.describe(self.trial, self.complexity)
+                run.tag(self.how)
                 self._run = run
             logged, self._logged = None if complete else self._logged, None  # the last time it is asked anyway
             self._logged = self._run.log(self._history, self._ended, logged)

@@ -23,7 +23,8 @@ from experiments.images import loaders
 from experiments.storage import Lease, Mirror, StorageError, writer_in
 from experiments.tracking import PATIENCE
 from experiments.training.checkpoint import OTHER_ENDS, Checkpoint, Checkpoints, Origin, best_in, only_writer
-from experiments.training.engine import Engine, determinism, join_process_group
+from experiments.training.device import computing, enough_memory, training_device
+from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.loop import BetweenSteps, run_epoch
 from experiments.training.metrics import Epoch, RunningEpoch
 from experiments.training.teller import Teller
@@ -49,21 +50,24 @@ def run_trial(
     that was validated, which is the same on every worker.
 
     Raises:
-        UserError: a checkpoint cannot be kept, or is another trial's, or another process trains the same.
+        UserError: a checkpoint cannot be kept, or is another trial's, or another process trains the same; or the trial's GPU
+            cannot be used or has too little memory.
         DataError: an image cannot be used.
         FloatingPointError: a loss is not finite.
     """
     workspace = workspace.on_this_node()
-    patience = trial.config.reliability.patience
-    rank, _ = join_process_group(patience)
+    config, patience = trial.config, trial.config.reliability.patience
+    device = training_device(config)
+    rank, _ = join_process_group(device, patience)
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
         _only_writer(workspace, trial) if rank == 0 else nullcontext() as mirror,
         Watchdog(patience.total_seconds(), log) as watchdog,
-        determinism(trial.config.engine.deterministic),
+        arithmetic(config.engine, device),
+        enough_memory(config, device),
     ):
-        return _train(workspace, trial, report, goes_on, watchdog, mirror)
+        return _train(workspace, trial, device, report, goes_on, watchdog, mirror)
 
 
 @contextmanager
@@ -104,6 +108,7 @@ def _seconds_away(trial: Trial) -> float:
 def _train(
     workspace: Workspace,
     trial: Trial,
+    device: torch.device,
     report: Callable[[Mapping[str, float]], None],
     goes_on: GoesOn | None,
     watchdog: Watchdog,
@@ -112,13 +117,15 @@ def _train(
     config, care = trial.config, trial.config.reliability
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(config.placement.cpus)
-    train, val = loaders(config, trial.seed, rank, world)
+    train, val = loaders(config, trial.seed, rank, world, device)
 
     gc.collect()  # a model that this process trained before may lie in a circle of references, and in the memory of a GPU
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
     complexity = san.complexity(model, config.data.size)
-    engine = _engine(config, model.to(train.device), train.steps)
+    engine = _engine(config, model.to(device), train.steps)
+    how = computing(config.engine, device)
+    _log.info(", ".join(f"{name}: {value}" for name, value in how.items()))
 
     checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
     classes = train.dataset.classes
@@ -129,7 +136,7 @@ def _train(
     if saved is not None:
         engine.load_state_dict(saved.engine)
         history, running = saved.history, saved.running
-    run = _sender(workspace, trial, complexity, len(train.dataset), history) if rank == 0 else None
+    run = _sender(workspace, trial, complexity, how, len(train.dataset), history) if rank == 0 else None
     send = functools.partial(_send, workspace, trial, mirror)
 
     def save(running: RunningEpoch) -> None:
@@ -202,13 +209,20 @@ def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
     return Engine(model, recipe, steps, micro_batch, config.engine)
 
 
-def _sender(workspace: Workspace, trial: Trial, complexity: san.Complexity, images: int, history: tuple[Epoch, ...]) -> Sender:
+def _sender(
+    workspace: Workspace,
+    trial: Trial,
+    complexity: san.Complexity,
+    how: Mapping[str, str],
+    images: int,
+    history: tuple[Epoch, ...],
+) -> Sender:
     """The trial's records on their way to the tracker, begun with what a checkpoint held."""
     from experiments.sender import Sender  # brings MLflow, which those who only ask for a trial's images can do without
     from experiments.tracking.tracker import Tracker
 
     tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
-    sender = Sender(tracker, trial, complexity, images, workspace.checkpoints(trial) / "summary.csv")
+    sender = Sender(tracker, trial, complexity, how, images, workspace.checkpoints(trial) / "summary.csv")
     sender.log(history)
     return sender
 

@@ -4,6 +4,8 @@ DALI's resize takes as long as its decoder on a CPU, so this is an operator of `
 does the same, slower.
 """
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import interpolate
 from torch.utils.dlpack import from_dlpack
 
-from cuda_ext.build import load
+from cuda_ext.build import load as load_kernels
 from pipelines.augment import Transform, Windows
 
 KEPT = 4
@@ -31,9 +33,18 @@ def parts(windows: Windows, size: int) -> tuple[NDArray[np.int32], NDArray[np.in
     return windows.start_N2 + origin_N2, extent_N2
 
 
+@functools.cache
+def _has_operator() -> bool:
+    """Whether the operator runs; warns once if it does not."""
+    reason = load_kernels().get("resample")
+    if reason is not None:
+        warnings.warn(f"images are resized by slower torch operators: {reason}", stacklevel=2)
+    return reason is None
+
+
 def _shown(windows: Windows, size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """What the squares show of the crops: (top, left) in the crop and (height, width), with a pixel to spare."""
-    if not load():
+    if not _has_operator():
         return np.zeros_like(windows.extent_N2), windows.extent_N2  # torch resizes nothing but whole crops
     step_N2 = windows.extent_N2 / windows.length_N2
     reach_N2 = np.maximum(step_N2, 1) + 1
@@ -59,7 +70,7 @@ class Resampler:
         out_NCHW = self.memory.take(len(pictures))
         rows_N9 = _rows(windows, self.transform.size)
         scale, shift = _affine(self.transform)
-        run = torch.ops.san.resample if load() else _by_torch
+        run = torch.ops.san.resample if _has_operator() else _by_torch
         edges = [len(pictures) * k // self.threads for k in range(self.threads + 1)]
         pieces = [slice(begin, end) for begin, end in pairwise(edges) if begin < end]
         begun = [self.pool.submit(run, pictures[piece], rows_N9[piece], scale, shift, out_NCHW[piece]) for piece in pieces]
@@ -102,7 +113,7 @@ class _Memory:
 
 
 def _rows(windows: Windows, size: int) -> torch.Tensor:
-    """As the operator wants it (cuda_ext/library.cpp)."""
+    """As the operator wants it (cuda_ext/schemas.py)."""
     origin_N2, _ = _shown(windows, size)
     columns = windows.extent_N2, origin_N2, windows.length_N2, windows.offset_N2, windows.mirror_N[:, None]
     return torch.from_numpy(np.concatenate(columns, axis=1, dtype=np.int64))

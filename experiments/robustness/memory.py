@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.config import TrialConfig
-from experiments.training.engine import device
+from experiments.training.device import available_device
 
 MOST = {"cuda": 256, "cpu": 64}
 """Images in a batch: more make nothing faster, and the first batch is waited for."""
@@ -23,7 +23,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def first_batch(model: nn.Module, config: TrialConfig) -> int:
     """A guess at how many images fit, for an attack, which needs the most: of a GPU all, of a machine this worker's share."""
-    where = device()
+    where = available_device()
     if where.type == "cuda":
         free: float = torch.cuda.mem_get_info(where)[0]
     else:
@@ -57,8 +57,3 @@ def free_memory() -> int:
     except OSError:  # no container, or an old kernel
         return free
     return free if limit == "max" else min(free, max(int(limit) - int(used), 0))
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is what torch raises on a GPU, or on a CPU, where memory does not suffice."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

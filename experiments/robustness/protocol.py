@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from experiments.errors import UserError
 from experiments.evaluate import Opened
-from experiments.robustness.memory import first_batch, is_out_of_memory
+from experiments.robustness.memory import first_batch
+from experiments.training.device import is_out_of_memory
 from pipelines import Dataset
 
 _log = logging.getLogger(__name__)

@@ -297,6 +297,10 @@ class TrialRun:
         }
         self._log(counts, 0, int(time.time() * 1000))
 
+    def tag(self, how: Mapping[str, str]) -> None:
+        """On what and how it is computed, of the latest start: a trial may go on on another machine."""
+        self.client.log_batch(self.run_id, tags=[RunTag(f"san.{name}", value) for name, value in how.items()])
+
     def log(self, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None = None) -> Set[int]:
         """Logs the epochs that the run does not have yet, in few requests: none is missing or doubled after a crash.
 

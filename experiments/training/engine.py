@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,19 +14,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.config import EngineConfig, RecipeConfig
-from experiments.training.recipe import averaged, mixup, schedule
+from experiments.training.graphs import StepGraphs
+from experiments.training.recipe import Blend, averaged, mixup, schedule
 
 PLAIN = EngineConfig()
+ALIGNMENT = 32
+"""Each gradient starts at a multiple of so many numbers, so that kernels can read it 16 bytes at a time."""
 
 
-def join_process_group(patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
+def join_process_group(device: torch.device, patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
     """Rank and number of workers. Joins the group that the launcher made, or makes one: of the workers that the environment
     tells, which then wait for each other so long, or of this process alone, which takes no port and leaves nothing in the
     environment that processes started from here would take for theirs."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # nccl would use the first GPU for every worker
     if not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(device())  # nccl would use the first GPU for every worker
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=patience)
         else:
@@ -35,18 +39,17 @@ def join_process_group(patience: timedelta = timedelta(minutes=30)) -> tuple[int
     return dist.get_rank(), dist.get_world_size()
 
 
-def device() -> torch.device:
-    """The GPU of this worker, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
 @contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
-    """Inside the block torch takes only algorithms that give the same bits each time; RuntimeError where it has none.
-    On a GPU it must be entered before the first product of matrices of the process."""
-    if not wanted:
+def arithmetic(config: EngineConfig, device: torch.device) -> Iterator[None]:
+    """Sets TF32 and, for the length of the block, deterministic algorithms, as the config says.
+
+    With `deterministic`, torch raises RuntimeError where it has no algorithm that gives the same bits each time. On a GPU the
+    block must be entered before the first matrix product of the process.
+    """
+    if device.type == "cuda":
+        # Not `fp32_precision`: torch's compiler still reads the older names, which raise once the newer one was set.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(config.on(device.type).tf32)
+    if not config.deterministic:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -74,7 +77,9 @@ class Engine:
     def __init__(
         self, model: nn.Module, recipe: RecipeConfig, steps: int, micro_batch: int, config: EngineConfig = PLAIN
     ) -> None:
-        deepspeed = _import_deepspeed()
+        self.device = next(model.parameters()).device
+        deepspeed = _import_deepspeed(self.device)
+        config = config.on(self.device.type)
         self.recipe = recipe
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -90,18 +95,28 @@ class Engine:
             config=_deepspeed_config(recipe, config, micro_batch, sum(weight.numel() for weight in model.parameters())),
         )
         self._zero = config.zero > 0
-        if dist.get_world_size() == 1 and not self._zero:
-            # There is nobody to average with, but DeepSpeed would copy all gradients to one buffer and back in every step.
-            self._engine.enable_backward_allreduce = False
-        # Stage 0 clears gradients by a walk through the module tree in every step; the optimizer has its parameters in a list.
-        self._engine.zero_grad = self.optimizer.zero_grad
         if config.channels_last:
             for each in self._models():
                 _lay_channels_last(each)
+        self._gradients: Tensor | None = None
+        # Stage 0 clears gradients by a walk through the module tree in every step; the optimizer has its parameters in a list.
+        self._engine.zero_grad = self.optimizer.zero_grad
+        if not self._zero:
+            # DeepSpeed would copy every gradient into a new buffer and back in every step.
+            self._engine.enable_backward_allreduce = False
+            if dist.get_world_size() > 1 or config.cuda_graphs:
+                self._gradients = _flat_gradients(self.module)
+                self._engine.zero_grad = self._gradients.zero_
         if config.compile:
             # A process may train one model after another, and torch would compile no more after some that differ.
             torch.compiler.reset()
-            self.module.compile()
+            # `forward` instead of the module, whose hooks by DeepSpeed would break the graph. An epoch has at most two batch
+            # sizes, so each gets code of its own: code for any size would be slower.
+            setattr(self.module, "forward", torch.compile(self.module.forward, dynamic=False))  # noqa: B010 (mypy)
+        self._forward_backward = self._run
+        if config.cuda_graphs:
+            assert self._gradients is not None, "gradients stay in one place"
+            self._forward_backward = StepGraphs(self._run, [self._gradients, *self.module.buffers()])
 
     @property
     def module(self) -> nn.Module:
@@ -121,16 +136,29 @@ class Engine:
     def train_step(self, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
         """One optimizer step with gradients averaged over the workers; returns this worker's mean loss, of mixed labels where
         the recipe mixes."""
-        mean = torch.zeros((), device=labels_N.device)
-        for part in mixup(images_NCHW, labels_N, self.recipe.mixup).parts(self.recipe.accumulate):
-            loss = part.loss(self._engine(part.images_NCHW), self.recipe.label_smoothing)
-            loss = loss * (len(part.labels_N) / len(labels_N))  # parts may differ by an image
-            self._engine.backward(loss, scale_wrt_gas=False)
+        mean = torch.zeros((), device=self.device)
+        parts = mixup(images_NCHW, labels_N, self.recipe.mixup).parts(self.recipe.accumulate)
+        for number, part in enumerate(parts, start=1):
+            mean += self._forward_backward(part, len(labels_N))
+            if number == len(parts):
+                self._average_gradients()
             self._engine.step()  # DeepSpeed counts the parts and does nothing before the last
-            mean += loss.detach()
         if self._average is not None:
             self._average.update_parameters(self.module)
         return mean
+
+    def _run(self, part: Blend, images: int) -> Tensor:
+        """Adds the gradients of a part of a step, which has so many images in all; returns its part of the mean loss."""
+        loss = part.loss(self._engine(part.images_NCHW), self.recipe.label_smoothing)
+        loss = loss * (len(part.labels_N) / images)  # parts may differ by an image
+        self._engine.backward(loss, scale_wrt_gas=False)
+        return loss.detach()
+
+    def _average_gradients(self) -> None:
+        """Over the workers, in one piece; from stage 1 of ZeRO on DeepSpeed has done it."""
+        if self._gradients is not None and dist.get_world_size() > 1:
+            dist.all_reduce(self._gradients)
+            self._gradients.mul_(1 / dist.get_world_size())
 
     def is_finite(self) -> bool:
         """Whether all weights are; a step whose loss was finite may have ruined them."""
@@ -157,7 +185,7 @@ class Engine:
         mine = {
             "buffers": [_buffers(model) for model in self._models()],
             "random": torch.get_rng_state(),
-            "cuda_random": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "cuda_random": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
         workers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(workers, mine)
@@ -177,8 +205,8 @@ class Engine:
             mine = workers[dist.get_rank()]
             buffers = mine["buffers"]
             torch.set_rng_state(mine["random"])
-            if mine["cuda_random"] is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(mine["cuda_random"])
+            if mine["cuda_random"] is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(mine["cuda_random"], self.device)
         else:
             buffers = _mean_buffers(workers)
         for model, weights, its_buffers in zip(self._models(), (state["model"], state["average"]), buffers, strict=False):
@@ -234,6 +262,19 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name].cpu() for name, _ in model.named_buffers() if name in state}
 
 
+def _flat_gradients(model: nn.Module) -> Tensor:
+    """Makes all gradients views of one tensor, which keeps its place in memory from step to step.
+
+    Each has the strides of its weight: if they differed, the optimizer would update the weights one by one.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    starts = list(itertools.accumulate((-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in weights), initial=0))
+    flat = weights[0].new_zeros(starts[-1])
+    for weight, start in zip(weights, starts, strict=False):
+        weight.grad = flat[start : start + weight.numel()].as_strided(weight.shape, weight.stride())
+    return flat
+
+
 def _lay_channels_last(model: nn.Module) -> None:
     """Weights, and whatever images the model is called with."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -263,13 +304,13 @@ def _mean(values: list[Tensor]) -> Tensor:
     return first if same else torch.stack(values).mean(0)
 
 
-def _import_deepspeed() -> Any:
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+def _import_deepspeed(device: torch.device) -> Any:
+    # DeepSpeed would look for a GPU, which may be there for others.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
 
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         # Else DeepSpeed compiles its shared-memory all-reduce at the first start, which takes a minute and needs ninja on
         # PATH; plain gloo is as fast for models of this size.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -291,4 +332,5 @@ def _deepspeed_config(recipe: RecipeConfig, config: EngineConfig, micro_batch: i
             "lower_precision_safe_modules": [],  # DeepSpeed would average their gradients in bfloat16
         },
         "steps_per_print": 1_000_000_000,
+        "timers": {"throughput": {"enabled": False}},  # would wait for the GPU twice in every part of a step
     }

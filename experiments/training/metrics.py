@@ -65,7 +65,8 @@ class Accuracy:
         best = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
         hits = best == labels_N.unsqueeze(1)
         loss = cross_entropy(logits_NC.float(), labels_N, reduction="sum")
-        self.sums += torch.stack((loss, hits[:, 0].sum(), hits.sum(), hits.new_tensor(len(hits), dtype=torch.int64)))
+        # `new_full` and not `new_tensor`, which would stop a GPU to copy one number there.
+        self.sums += torch.stack((loss, hits[:, 0].sum(), hits.sum(), loss.new_full((), len(hits))))
 
     def over_workers(self) -> tuple[float, float, float, int]:
         """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers, or of this process alone."""

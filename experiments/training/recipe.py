@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from experiments.config import RecipeConfig
+from experiments.training.device import to_device
 
 
 def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int) -> LambdaLR:
@@ -27,26 +28,35 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int)
 
 
 class Blend(NamedTuple):
-    """A step's images, or some of them: `share` of each is of the class in `labels_N`, the rest of that in `others_N`."""
+    """The images of a step, or some of them. With mixup, each image has two classes, in `labels_N` and `others_N`, with the
+    weights `shares_2`; without it, `others_N` and `shares_2` are None."""
 
     images_NCHW: Tensor
     labels_N: Tensor
-    others_N: Tensor
-    share: float
+    others_N: Tensor | None = None
+    shares_2: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self if tensor is not None]
+
+    def clone(self) -> Blend:
+        return Blend(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]
 
     def parts(self, count: int) -> list[Blend]:
         """The images in so many parts, whose sizes differ by one at most."""
-        images, labels, others = (tensor.tensor_split(count) for tensor in self[:3])
-        return [Blend(*part, self.share) for part in zip(images, labels, others, strict=True)]
+        images, labels = self.images_NCHW.tensor_split(count), self.labels_N.tensor_split(count)
+        others = [None] * count if self.others_N is None else self.others_N.tensor_split(count)
+        return [Blend(*part, self.shares_2) for part in zip(images, labels, others, strict=True)]
 
     def loss(self, logits_NC: Tensor, label_smoothing: float) -> Tensor:
         """Mean cross-entropy with both classes by their shares, in float32."""
         logits_NC = logits_NC.float()
         loss = cross_entropy(logits_NC, self.labels_N, label_smoothing=label_smoothing)
-        if self.share == 1:
+        if self.others_N is None or self.shares_2 is None:
             return loss
         others = cross_entropy(logits_NC, self.others_N, label_smoothing=label_smoothing)
-        return self.share * loss + (1 - self.share) * others
+        return self.shares_2[0] * loss + self.shares_2[1] * others
 
 
 def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
@@ -55,10 +65,12 @@ def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
     The share, one for the batch, and who is whose other come of torch's random numbers, which a checkpoint keeps.
     """
     if alpha == 0:
-        return Blend(images_NCHW, labels_N, labels_N, 1.0)
+        return Blend(images_NCHW, labels_N)
     share = float(torch.distributions.Beta(alpha, alpha).sample())
-    others = torch.randperm(len(labels_N)).to(labels_N.device)
-    return Blend(share * images_NCHW + (1 - share) * images_NCHW[others], labels_N, labels_N[others], share)
+    others_N = to_device(torch.randperm(len(labels_N)), labels_N.device)
+    shares_2 = to_device(torch.tensor([share, 1 - share]), labels_N.device)
+    mixed_NCHW = shares_2[0] * images_NCHW + shares_2[1] * images_NCHW[others_N]
+    return Blend(mixed_NCHW, labels_N, labels_N[others_N], shares_2)
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:

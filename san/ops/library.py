@@ -1,12 +1,11 @@
 """Makes the compiled kernels torch operators: loads them, and registers fake kernels, autograd and FLOP counts.
 
-Schemas stand in `cuda_ext/library.cpp`. Forward and backward are both operators, so both can be traced and tested.
+Schemas stand in `cuda_ext/schemas.py`. Forward and backward are both operators, so both can be traced and tested.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext.build import CUDA_ARCHITECTURES, SOURCE_DIR
+from cuda_ext.build import CUDA_ARCHITECTURES
 from cuda_ext.build import load as load_kernels
 from san.ops.footprint import check_footprint
 
@@ -30,15 +29,11 @@ def constant(function: F) -> F:
 
 @functools.cache
 def load() -> bool:
-    """Loads the kernels once per process; False, after one warning, where they cannot be built.
+    """Loads the kernels once per process; returns whether those for the CPU run.
 
-    The operators are then still known on the meta device, so that models can be counted.
+    The operators are known on the meta device in any case, so that models can be counted.
     """
-    is_built = load_kernels()
-    if not is_built:
-        schemas = re.sub(r'"\s+"', "", (SOURCE_DIR / "library.cpp").read_text())  # joins the parts of long ones
-        for name, signature in re.findall(r'm\.def\(\s*"(\w+)(.+)"\);', schemas):
-            torch.library.define(f"san::{name}", signature)
+    missing_parts = load_kernels()
     _register_unfold()
     _register_subtraction()
     _register_dot()
@@ -46,25 +41,32 @@ def load() -> bool:
     _register_pairwise()
     _register_patchwise()
     _register_norm_relu()
-    return is_built
+    return "cpu" not in missing_parts
+
+
+def missing(device: str) -> str | None:
+    """Why the kernels do not run on device type `cpu` or `cuda`, as a clause without a final period; None where they run."""
+    reason = load_kernels().get(device)
+    if reason is not None or device != "cuda":
+        return reason
+    needed = divmod(int(CUDA_ARCHITECTURES[0]), 10)
+    for gpu in range(torch.cuda.device_count()):
+        if (seen := torch.cuda.get_device_capability(gpu)) < needed:
+            name = "this GPU" if torch.cuda.device_count() == 1 else f"GPU {gpu}"
+            return "{} has compute capability {}.{}; {}.{} or more is needed".format(name, *seen, *needed)
+    return None
 
 
 @functools.cache
 def runs_on(device: str) -> bool:
-    """Whether the loaded kernels serve a device type; CUDA once warned of, if they were built without it or for newer GPUs."""
-    if device != "cuda":
-        return device in ("cpu", "meta")
-    built_for = divmod(int(CUDA_ARCHITECTURES[0]), 10)
-    oldest = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=built_for)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("san::unfold", "CUDA"):
-        reason = "were built without CUDA, because nvcc was not found; install the CUDA toolkit or set CUDA_HOME"
-    elif oldest < built_for:
-        needed, seen = ("{}.{}".format(*capability) for capability in (built_for, oldest))
-        reason = f"need compute capability {needed} or more (A100, RTX 30 and later), and this machine has a GPU with {seen}"
-    else:
-        return True
-    warnings.warn(f"san runs on its slower reference operators on the GPU: the kernels {reason}", stacklevel=2)
-    return False
+    """Whether the loaded kernels run on a device type; warns once if those for the CPU or for GPUs do not."""
+    if device not in ("cpu", "cuda"):
+        return device == "meta"
+    reason = missing(device)
+    if reason is not None:
+        where = "the CPU" if device == "cpu" else "the GPU"
+        warnings.warn(f"san runs on its slower reference operators on {where}: {reason}", stacklevel=2)
+    return reason is None
 
 
 def has(name: str, device: str) -> bool:

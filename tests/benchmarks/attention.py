@@ -186,7 +186,7 @@ def multiply_add_peak(threads: int) -> float:
     steps, best = 2_000_000, 0.0
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "peak.so")
-        source, cxx = Path(__file__).with_name("peak.cpp"), build.Toolchain.find("0").cxx
+        source, cxx = Path(__file__).with_name("peak.cpp"), build.find_cxx()
         build.run([cxx, *build.CXX_FLAGS, "-march=native", "-shared", str(source), "-o", str(library), "-lpthread"])
         compute = ctypes.CDLL(str(library)).compute
         compute.restype, compute.argtypes = ctypes.c_double, (ctypes.c_int64, ctypes.c_int)

@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -35,7 +36,7 @@ from experiments.grid import Trial
 from experiments.images import loaders
 from experiments.job import open_job
 from experiments.training.checkpoint import Checkpoints
-from experiments.training.engine import join_process_group
+from experiments.training.device import training_device
 from experiments.trial import run_trial
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
@@ -58,11 +59,11 @@ REST = 0.25
 def bare_epochs(trial: Trial) -> Iterator[None]:
     """What one would write without this project's engine; yields after each epoch. Several workers use torch's DDP."""
     config, recipe = trial.config, trial.config.recipe
-    rank, world = join_process_group()
-    train, val = loaders(config, trial.seed, rank, world)
+    device, world = training_device(config), dist.get_world_size()
+    train, val = loaders(config, trial.seed, dist.get_rank(), world, device)
     torch.manual_seed(trial.seed)
-    model: nn.Module = config.model.spec().build(len(train.dataset.classes)).to(train.device)
-    if train.device.type == "cuda":
+    model: nn.Module = config.model.spec().build(len(train.dataset.classes)).to(device)
+    if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)
     if world > 1:
         model = nn.parallel.DistributedDataParallel(model)

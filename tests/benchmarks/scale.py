@@ -265,7 +265,7 @@ def write(number: int, every: float, folder: Path, first: int, step: int) -> Non
 
     def work(trial: Trial) -> None:
         summary = folder / "runs" / trial.key / "summary.csv"
-        sender = Sender(lambda: job.tracker, trial, Complexity(1, 2, 3, ()), 1000, summary)
+        sender = Sender(lambda: job.tracker, trial, Complexity(1, 2, 3, ()), {}, 1000, summary)
         history: list[Epoch] = []
         time.sleep(random.uniform(0, every))  # cells do not start together
         for epoch in range(EPOCHS):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Placement
+from cluster import ClusterLostError, Placement
 from cluster.halving import Judge
 from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
@@ -101,6 +101,7 @@ def reducing(value: float, report: Report) -> None:
     import torch
     from torch import distributed
 
+    distributed.init_process_group("gloo")
     total = torch.tensor([value + float(os.environ["RANK"])])
     distributed.all_reduce(total)
     report({"sum": total.item(), "workers": float(os.environ["WORLD_SIZE"])})
@@ -144,6 +145,9 @@ def main(storage: str) -> None:
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(130)
+    except ClusterLostError as error:
+        print(f"lost: {error}", flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

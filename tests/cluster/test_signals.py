@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the sudden death of the driver, with a driver that starts a local cluster of its own."""
+"""Ctrl-C, SIGTERM and the sudden death of the driver or of its raylet, with a driver that starts a local cluster of its own."""
 
 import os
 import signal
@@ -70,3 +70,14 @@ def test_no_cell_survives_the_driver(driver: subprocess.Popen[str], tmp_path: Pa
     seconds = seconds_until_gone(str(tmp_path), AGENTS if name == "SIGKILL" else (), limit=20)
     print(f"{name}: all cells gone after {seconds:.1f} s")
     assert seconds < 15
+
+
+def test_sweep_ends_when_its_raylet_is_killed(driver: subprocess.Popen[str], tmp_path: Path) -> None:
+    (raylet,) = [pid for pid in marked(str(tmp_path)) if Path(f"/proc/{pid}/exe").resolve().name == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+    begin = time.monotonic()
+    output, _ = driver.communicate(timeout=60)
+    print(f"noticed after {time.monotonic() - begin:.0f} s")
+    assert driver.returncode == 1
+    assert "lost: Ray on this machine has died" in output
+    assert seconds_until_gone(str(tmp_path), AGENTS, limit=20) < 20

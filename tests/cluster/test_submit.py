@@ -444,9 +444,9 @@ def test_what_goes_to_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert junk == [] and size < 3e6
     # The kernels of a job's copy are those that the node has built for another copy.
-    name = build.digest(build.Toolchain("g++", None))
+    name = build.digest()
     monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "copy" / "cuda_ext")
-    assert build.digest(build.Toolchain("g++", None)) == name
+    assert build.digest() == name
 
 
 def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 from experiments.job import Job, open_job
 from experiments.tracking.tracker import Tracker
@@ -80,7 +81,7 @@ def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str],
 @pytest.fixture(scope="session")
 def process_group() -> None:
     """One torch.distributed group of this process alone; DeepSpeed cannot do with a second one."""
-    join_process_group()
+    join_process_group(torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

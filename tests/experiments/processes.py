@@ -23,7 +23,7 @@ from experiments.workspace import Workspace
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
     SERVER.set_forkserver_preload(["tests.experiments.processes"])
-_import_deepspeed()
+_import_deepspeed(torch.device("cpu"))
 
 
 @dataclass(frozen=True)

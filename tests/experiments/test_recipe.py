@@ -20,7 +20,7 @@ from experiments.config import EngineConfig, RecipeConfig
 from experiments.errors import UserError
 from experiments.job import Job, open_job
 from experiments.training.checkpoint import Checkpoint, Checkpoints
-from experiments.training.engine import Engine, determinism
+from experiments.training.engine import Engine, arithmetic
 from experiments.training.recipe import averaged, mixup, schedule
 from experiments.workspace import Workspace
 from tests.experiments.conftest import SMALL_GRID
@@ -104,7 +104,8 @@ def test_mixup_blends_images_and_labels_alike(alpha: float) -> None:
     torch.manual_seed(5)
     share = float(torch.distributions.Beta(alpha, alpha).sample())  # type: ignore[no-untyped-call]
     order = torch.randperm(len(labels))
-    assert mixed.share == share
+    assert mixed.shares_2 is not None
+    torch.testing.assert_close(mixed.shares_2, torch.tensor([share, 1 - share]))
     torch.testing.assert_close(mixed.images_NCHW, share * images + (1 - share) * images[order])
     logits = network()(mixed.images_NCHW)
     soft = share * one_hot(labels, 4) + (1 - share) * one_hot(labels[order], 4)
@@ -218,7 +219,7 @@ def test_channels_last_changes_roundings_only(process_group: None) -> None:
 
 
 def test_determinism_is_left_with_the_block() -> None:
-    with determinism(True):
+    with arithmetic(EngineConfig(deterministic=True), torch.device("cpu")):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 

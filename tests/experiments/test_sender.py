@@ -110,7 +110,7 @@ def test_a_server_that_is_away_is_asked_less_and_less_often(tmp_path: Path, monk
         asked.append(time.monotonic())
         raise TrackerError("nobody answers")
 
-    waiting = sender.Sender(away, trial, Complexity(1, 2, 3, ()), 10, tmp_path / "summary.csv")
+    waiting = sender.Sender(away, trial, Complexity(1, 2, 3, ()), {}, 10, tmp_path / "summary.csv")
     waiting.log([EPOCH])
     time.sleep(2)
     assert not waiting.finish(None, seconds=0.0)

@@ -276,6 +276,18 @@ def interrupted(scene: Scene) -> str:
     return _stopped(scene, "Ctrl-C", lambda driver: os.killpg(driver.pid, signal.SIGINT))
 
 
+def raylet_killed(scene: Scene) -> str:
+    scene.start()
+    scene.step(30)  # workers may train on for 15 s
+    (raylet,) = [pid for pid in marked(scene.environment[MARK]) if Path(f"/proc/{pid}/exe").resolve().name == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+    began = time.monotonic()
+    assert "Ray on this machine has died" in scene.finish(1)
+    seconds = time.monotonic() - began
+    scene.go_on()
+    return f"SIGKILL of Ray's raylet at step 30: a sentence and exit code 1 after {seconds:.0f} s; the same command"
+
+
 def hung(scene: Scene) -> str:
     scene.start()
     os.kill(scene.step(133).pid, signal.SIGSTOP)
@@ -304,6 +316,8 @@ FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
     "two `san run` of a grid": (two_at_once, ()),
     "driver terminated": (terminated, ()),
     "driver interrupted": (interrupted, ()),
+    "Ray killed": (raylet_killed, ("recipe.epochs=40",)),
+    "Ray killed, two workers": (raylet_killed, ("placement.workers=2",)),
     "worker hangs": (hung, ("reliability.hang_minutes=0.3",)),
     "one of two workers hangs": (hung, ("reliability.hang_minutes=0.3", "placement.workers=2")),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cuda_ext import build
+from cuda_ext import build, schemas
 from san.ops import library
 from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.ops.shim import compile_shim
@@ -26,10 +26,11 @@ def build_kernels(settings: Settings) -> Iterator[Row]:
     """Builds the library, unless the cache has it."""
     yield {"machine": machine(settings)}
     began = time.perf_counter()
-    path = build.library()
-    yield {"library": path.name, "build_seconds": round(time.perf_counter() - began, 1)}
-    if settings.on_gpu:
-        yield {"check": "the library has CUDA kernels", "passed": library.load() and library.runs_on("cuda")}
+    found = {part: getattr(built, "name", str(built)) for part, built in build.libraries().items()}
+    yield {"libraries": found, "build_seconds": round(time.perf_counter() - began, 1)}
+    library.load()
+    missing = library.missing(settings.device)
+    yield {"check": f"the {settings.device} kernels run here", "passed": missing is None, "missing": missing}
 
 
 def build_shim(settings: Settings) -> Iterator[Row]:
@@ -46,6 +47,7 @@ def kernels(settings: Settings) -> Any:
     shim = Path(settings.work, SHIM)
     if settings.on_gpu or not shim.exists():
         return torch.ops.san
+    schemas.define("san_shim")
     torch.ops.load_library(shim)
     return torch.ops.san_shim
 
@@ -70,9 +72,15 @@ def machine(settings: Settings) -> Row:
             "memory_GiB": round(properties.total_memory / 2**30, 1),
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
             "cuda": torch.version.cuda,
-            "nvcc": _said(build.find_nvcc() or "nvcc", "--version").split("\n")[-1],
+            "nvcc": _nvcc(),
         }
     return facts
+
+
+def _nvcc() -> str:
+    with contextlib.suppress(build.BuildError):
+        return build.version_text(build.find_nvcc()).strip().split("\n")[-1]
+    return "none"
 
 
 def _cpu_name() -> str:

@@ -44,11 +44,9 @@ def run(case: Case, settings: Settings, write: Callable[[Row], None]) -> Row:
                 failed.append(row)
     except SkipCase as reason:
         return {"status": "skipped", "error": str(reason)}
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in OURS:
-            raise
-        return {"status": "skipped", "error": f"needs the package {error.name}"}
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "tests").split(".")[0] not in OURS:
+            return {"status": "skipped", "error": f"needs the package {error.name}"}
         traceback.print_exc()
         # After a CUDA error nothing in this process can be trusted.
         status = "crashed" if CUDA_ERROR.search(str(error)) else "failed"

@@ -40,7 +40,8 @@ def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: 
             training = mode == "train"
             times = core.bytes(training) / peak["bytes_per_s"], core.least_flops(training) / peak["flops"][how]
             row |= {"MB": core.bytes(training) / 1e6, "GFLOP": core.least_flops(training) / 1e9, "left_out": left_out}
-            yield row | {"roofline_ms": 1000 * max(times)} | summary(measure(ready, settings, 9), "fused")
+            samples = measure(ready, settings, 9)
+            yield row | {"roofline_ms": 1000 * max(times)} | (summary(samples, "fused") if "fused" in samples else {})
             del ready, calls
             if settings.on_gpu:
                 torch.cuda.empty_cache()

@@ -49,6 +49,8 @@ class Network:
         size = {"stages": 2, "width_factor": 0.5} if settings.small else {}
         batch, side, device = (2, 32, settings.device) if settings.small else (setting.batch, 224, settings.device)
         self.batch, self.before = batch, torch.cuda.memory_allocated() if settings.on_gpu else 0
+        if settings.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         self.model: nn.Module = san.create_model(name, **size).to(device, memory_format=torch.channels_last)
         self.images = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(1000, (batch,), device=device)
@@ -85,7 +87,7 @@ def network(name: str, setting: Setting, settings: Settings) -> Iterator[Row]:
                 call = under("auto", setting.precision, settings.device, net.train if mode == "train" else net.evaluate)
                 ready, _ = prepare({each: call}, settings, graph)
                 calls |= ready
-                peak[each] = peak_MiB(ready[each], net.before, settings) if ready else None
+                peak[each] = peak_MiB(net.before, settings) if ready else None
             except torch.OutOfMemoryError:
                 peak[each] = None
         samples = measure(calls, settings, 7) if name in calls else {}
@@ -100,14 +102,9 @@ def network(name: str, setting: Setting, settings: Settings) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def peak_MiB(call: Call, before: int, settings: Settings) -> float | None:
-    """The most memory held in a call, model and optimizer included. A graph holds its memory all the time."""
-    if not settings.on_gpu:
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+def peak_MiB(before: int, settings: Settings) -> float | None:
+    """The most memory held since the network was made, warm-up and capture included."""
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1) if settings.on_gpu else None
 
 
 def _cases() -> Iterator[Case]:

@@ -71,8 +71,8 @@ def _cores(records: Sequence[Row]) -> Iterator[str]:
         merged: dict[tuple[str, str], Row] = {}
         for row in found:
             if (row["precision"], row["mode"]) == (precision, mode):
-                kept = merged.setdefault((row["core"], row["stage"]), {**row, "times_ours": {}, "left_out": {}})
-                kept["times_ours"] |= row["times_ours"]
+                kept = merged.setdefault((row["core"], row["stage"]), {"ms": {}, **row, "times_ours": {}, "left_out": {}})
+                kept["times_ours"] |= row.get("times_ours", {})
                 kept["left_out"] |= row["left_out"]
         lines = []
         for (kind, stage), row in sorted(merged.items()):

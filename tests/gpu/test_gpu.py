@@ -105,7 +105,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
         ("errs", "failed", '1 checks failed, the first: {"check": "two"'),
         ("breaks_cuda", "crashed", "CUDA error: an illegal memory access"),
         ("needs_a_package", "skipped", "needs the package no_such_package"),
-        ("misses_our_module", "crashed", "No module named 'tests.no_such_module'"),
+        ("misses_our_module", "failed", "No module named 'tests.no_such_module'"),
         ("skips", "skipped", "needs two GPUs"),
     ],
 )

@@ -21,9 +21,7 @@ SAMPLE_MS = 20.0
 @contextmanager
 def precision(name: str, device: str) -> Iterator[None]:
     """float32 products exact or as TF32, or bfloat16 autocast with TF32 for the rest."""
-    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = (
-        "ieee" if name == "float32" else "tf32"
-    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name != "float32"
     with torch.autocast(device, torch.bfloat16, enabled=name == "bfloat16", cache_enabled=False):
         yield
 

@@ -109,7 +109,7 @@ def test_counts_without_a_compiler() -> None:
     code = "import san; print(san.complexity(san.create_model('san10_scalar')).flops_paper)"
     environment = os.environ | {"SAN_CACHE": "no-such-folder", "CXX": "no-such-compiler", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert "san runs on its slower reference operators: no C++ compiler found" in done.stderr
+    assert done.returncode == 0, done.stderr
     with torch.device("meta"):
         assert int(done.stdout) == san.complexity(san.create_model("san10_scalar")).flops_paper
 

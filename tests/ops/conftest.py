@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_ext import schemas
 from san.ops import library
 from tests.ops.shim import compile_shim
 
@@ -26,6 +27,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if not built.exists():
             compile_shim(built)
     assert library.load(), "the shim is compared with the CPU's kernels"
+    schemas.define("san_shim")
     torch.ops.load_library(built)
     return torch.ops.san_shim
 

@@ -8,8 +8,8 @@ from cuda_ext import build
 
 
 def compile_shim(output: Path) -> None:
-    toolchain = build.Toolchain.find("0")
-    sources = [build.SOURCE_DIR / "library.cpp", *sorted(build.SOURCE_DIR.glob("cuda/*.cu"))]
+    toolchain = build.Toolchain.find()
+    sources = build.sources("cuda")
     objects = [output.parent / f"{source.name}.o" for source in sources]
     commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
     build.run_all([[*command, "-Werror", "-O1"] for command in commands])

@@ -1,4 +1,4 @@
-"""Building the extension: choices by environment, errors in one sentence, one build for many processes."""
+"""Building the extension: parts on their own, compilers of every origin, errors in one clause, one build for many processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,47 +17,230 @@ import torch
 from cuda_ext import build
 from san.ops import library
 
-
-def test_rejects_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAN_CUDA", "yes")
-    with pytest.raises(build.BuildError, match="SAN_CUDA must be auto, 0 or 1, not 'yes'"):
-        build.Toolchain.find()
+Compiler = Callable[[Path, str], Path]
+GCC = "g++ (GCC) {} 20210514 (Red Hat 8.5.0-4)\nCopyright (C) Free Software Foundation, Inc."
+NVCC = "Cuda compilation tools, release {}, V{}.0"
 
 
-def test_rejects_cuda_without_a_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_nvcc", lambda: None)
-    with pytest.raises(build.BuildError, match="SAN_CUDA=1 asks for CUDA kernels, but nvcc was not found"):
-        build.Toolchain.find("1")
+def compiler(path: Path, prints: str, does: str = "exit 1") -> Path:
+    """A compiler that prints its version and compiles nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{prints}"; exit; fi\n{does}\n')
+    path.chmod(0o755)
+    return path
 
 
-def test_rejects_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+WRITES_ITS_OUTPUT = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+
+
+@pytest.fixture
+def no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with a torch for CUDA, and no nvcc but those that a test makes."""
+    which = shutil.which
+
+    def which_of_test(name: str, path: str | None = None) -> str | None:
+        found = which(name, path=path)
+        return found if name != "nvcc" or (found or "").startswith(str(tmp_path)) else None
+
+    monkeypatch.setattr(shutil, "which", which_of_test)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in ("CUDA_HOME", "CONDA_PREFIX", "SAN_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, and a compiler that writes empty libraries."""
+    monkeypatch.setenv("SAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler(tmp_path / "g++-12", GCC.format("12.2.0"), WRITES_ITS_OUTPUT)))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("choice", "cuda", "reason"),
+    [
+        ("yes", "13.0", "SAN_CUDA is 'yes'; expected auto, 0 or 1"),
+        ("0", "13.0", "SAN_CUDA=0 turns them off; unset it"),
+        ("auto", None, "this torch was built without CUDA; install one with CUDA"),
+        ("1", None, "this torch was built without CUDA; install one with CUDA"),
+        ("1", "13.0", None),
+    ],
+)
+def test_environment_and_torch_decide_about_cuda(
+    choice: str, cuda: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAN_CUDA", choice)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert build.cuda_refusal() == reason
+
+
+def test_names_a_missing_compiler(no_nvcc: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "nvcc was not found; install the CUDA toolkit 12 or newer or set CUDA_HOME"
+    with pytest.raises(build.BuildError, match=f"^{wanted}$"):
+        build.find_nvcc()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler found: install g\\+\\+"):
-        build.Toolchain.find("0")
+    with pytest.raises(build.BuildError, match=r"^no-such-compiler was not found; install g\+\+ 11 or newer or set CXX$"):
+        build.find_cxx()
+
+
+@pytest.mark.parametrize(("version", "is_new_enough"), [("11.8", False), ("12.0", True), ("13.1", True)])
+def test_names_an_nvcc_that_is_too_old(
+    version: str, is_new_enough: bool, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvcc = str(compiler(tmp_path / version / "bin" / "nvcc", NVCC.format(version, version)))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / version))
+    if is_new_enough:
+        assert build.find_nvcc() == nvcc
+        return
+    with pytest.raises(build.BuildError, match=f"^nvcc {version} at {nvcc} is too old; 12 or newer is needed$"):
+        build.find_nvcc()
+    newer = compiler(tmp_path / "newer" / "nvcc", NVCC.format("12.6", "12.6"))
+    monkeypatch.setenv("PATH", str(newer.parent))
+    assert build.find_nvcc() == str(newer)
+
+
+@pytest.mark.parametrize(
+    ("prints", "complaint"),
+    [
+        (GCC.format("8.5.0"), "g++ 8.5 at {} is too old; 11 or newer is needed"),
+        (GCC.format("11.1.0"), None),
+        ("clang version 10.0.0-4ubuntu1", None),  # is not judged by its number
+    ],
+)
+def test_names_a_gcc_that_is_too_old(
+    prints: str, complaint: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = str(compiler(tmp_path / "g++", prints))
+    monkeypatch.setenv("CXX", path)
+    if complaint is None:
+        assert build.find_cxx() == path
+        return
+    with pytest.raises(build.BuildError) as caught:
+        build.find_cxx()
+    assert str(caught.value) == complaint.format(path)
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "libraries", "headers", "named"),
+    [
+        ("cuda-12.6/bin/nvcc", "cuda-12.6/lib64", "cuda-12.6/include", False),
+        ("conda/bin/nvcc", "conda/lib", "conda/include", False),
+        ("conda/bin/nvcc", "conda/targets/x86_64-linux/lib", "conda/targets/x86_64-linux/include", True),
+        ("site-packages/nvidia/cu13/bin/nvcc", "site-packages/nvidia/cu13/lib", "site-packages/nvidia/cu13/include", False),
+        ("usr/bin/nvcc", "usr/lib/x86_64-linux-gnu", "usr/include", False),
+    ],
+)
+def test_finds_toolkits_of_installer_conda_pip_and_debian(
+    nvcc: str, libraries: str, headers: str, named: bool, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = compiler(tmp_path / nvcc, NVCC.format("12.6", "12.6"))
+    for folder, file in ((libraries, "libcudart_static.a"), (headers, "cuda_runtime.h")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / file).touch()
+    if "conda" in nvcc:
+        monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "conda"))
+    elif "nvidia" in nvcc:
+        monkeypatch.setattr(torch, "__file__", str(tmp_path / "site-packages" / "torch" / "__init__.py"))
+    else:
+        monkeypatch.setenv("PATH", str(path.parent))
+    assert build.find_nvcc() == str(path)
+    toolchain = build.Toolchain("g++", str(path))
+    assert f"-L{tmp_path / libraries}" in build.link_command([], tmp_path / "out", toolchain)
+    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", toolchain)
+    assert (f"-I{tmp_path / headers}" in command) == named
 
 
 def test_a_changed_source_has_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    toolchain = build.Toolchain.find("0")
-    names = [build.digest(toolchain)]
+    names = [build.digest()]
     copy = tmp_path / "elsewhere"
     shutil.copytree(build.SOURCE_DIR, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(build, "SOURCE_DIR", copy)
-    assert [build.digest(toolchain)] == names
-    for source in ("library.cpp", "cpu/simd/vector.h", "cuda/norm.cu", "cuda/sums.cuh"):
+    assert [build.digest()] == names
+    for source in ("resample.cpp", "cpu/simd/vector.h", "cuda/norm.cu", "cuda/sums.cuh"):
         (copy / source).write_bytes((copy / source).read_bytes().replace(b"e", b"E", 1))
-        names.append(build.digest(toolchain))
+        names.append(build.digest())
     (copy / "cpu" / "norm.cpp").rename(copy / "cpu" / "other.cpp")
-    names.append(build.digest(toolchain))
+    names.append(build.digest())
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    names.append(build.digest())
     assert len(set(names)) == len(names)
 
 
 def test_another_version_of_a_compiler_has_another_name(tmp_path: Path) -> None:
-    compiler, names = tmp_path / "g++", set()
-    for version in ("11.4.0", "12.3.0"):
-        compiler.write_text(f"#!/bin/sh\necho g++ {version}\n")
-        compiler.chmod(0o755)
-        names |= {build.digest(build.Toolchain(str(compiler), None)), build.digest(build.Toolchain("g++", str(compiler)))}
-    assert len(names) == 4
+    old, new = (str(compiler(tmp_path / version, f"g++ {version}")) for version in ("11.4.0", "12.3.0"))
+    toolchains = [build.Toolchain(old), build.Toolchain(new), build.Toolchain("g++", old), build.Toolchain("g++", new)]
+    assert len({toolchain.name() for toolchain in toolchains}) == 4
+
+
+def test_every_source_belongs_to_one_part() -> None:
+    listed = [path for part in build.PARTS for path in build.sources(part)]
+    compiled_thrice = set(build.SOURCE_DIR.glob("cpu/simd/*.cpp"))
+    assert len(listed) == len(set(listed))
+    assert set(listed) | compiled_thrice == {p for p in build.SOURCE_DIR.rglob("*") if p.suffix in (".cpp", ".cu")}
+
+
+def test_without_compilers_the_newest_library_of_the_same_sources_runs(
+    cache: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("13.0", "13.0"), WRITES_ITS_OUTPUT)
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
+    first = build.libraries()
+    assert set(first) == set(build.PARTS)
+    monkeypatch.setenv("CXX", str(compiler(tmp_path / "g++-13", GCC.format("13.1.0"), WRITES_ITS_OUTPUT)))
+    newest = build.libraries()
+    assert not set(first.values()) & set(newest.values()), "another compiler builds anew"
+    for path in first.values():
+        assert isinstance(path, Path)
+        os.utime(path, (0, 0))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.libraries() == newest
+    monkeypatch.setattr(build, "digest", lambda: "of other sources")
+    assert all("no-such-compiler was not found" in str(reason) for reason in build.libraries().values())
+
+
+def test_a_part_that_fails_disables_only_itself(
+    cache: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says = "echo '#include warning' >&2; echo 'norm.cu(7): error: no such type' >&2; exit 1"
+    nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("12.0", "12.0"), says)
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
+    found = build.libraries()
+    assert [part for part in build.PARTS if isinstance(found[part], Path)] == ["cpu", "resample"]
+    log = next(cache.glob("*/cuda-*.log"))
+    assert str(found["cuda"]) == f"compiling failed: norm.cu(7): error: no such type; see {log}"
+    assert "#include warning" in log.read_text() and not list(cache.glob("*/*.objects"))
+    monkeypatch.setenv("SAN_CUDA", "0")
+    assert str(build.libraries()["cuda"]) == "SAN_CUDA=0 turns them off; unset it"
+    monkeypatch.setenv("SAN_CUDA", "auto")
+    compiler(nvcc, NVCC.format("12.0", "12.0"), WRITES_ITS_OUTPUT)
+    assert isinstance(build.libraries()["cuda"], Path) and not log.exists(), "a later start tries again"
+
+
+def test_processes_that_waited_for_a_build_that_failed_do_not_try_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache / f"ext-{build.digest()}"
+    log = folder / f"cpu-{build.Toolchain.find().name()}.log"
+    folder.mkdir(parents=True)
+    log.write_text("g++ x.cpp\nx.cpp:1: fatal error: out of memory\n")
+    os.utime(log, (time.time() + 60,) * 2)  # written while this process waits
+    monkeypatch.setattr(build, "PARTS", {"cpu": build.PARTS["cpu"]})
+    assert "out of memory" in str(build.libraries()["cpu"])
+
+
+def test_names_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.touch()
+    reason = str(build.libraries()["cpu"])
+    assert reason.startswith(f"{cache}/ext-") and reason.endswith("set SAN_CACHE to another folder")
+
+
+@pytest.mark.parametrize(("choice", "code"), [("auto", 0), ("1", 1), ("0", 0)])
+def test_the_command_fails_without_cuda_only_where_it_is_asked_for(
+    choice: str, code: int, cache: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAN_CUDA", choice)
+    with pytest.raises(SystemExit) as caught:
+        build.main()
+    assert int(caught.value.code or 0) == code
+    assert ("san: no cuda kernels: nvcc was not found" in capsys.readouterr().err) == (choice != "0")
 
 
 def test_builds_where_the_system_does_not_tell_which_cpus_are_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,32 +268,50 @@ def test_without_a_compiler_the_reference_runs_and_says_so(tmp_path: Path) -> No
     env = {"PATH": str(tmp_path), "SAN_CACHE": str(tmp_path), "HOME": str(tmp_path), "CXX": "none"}
     done = subprocess.run([sys.executable, "-c", code], cwd=build.SOURCE_DIR.parent, env=env, capture_output=True, text=True)
     assert "torch.Size([1, 1, 9, 9])" in done.stdout
-    assert "san runs on its slower reference operators: no C++ compiler found" in done.stderr
+    assert "san runs on its slower reference operators on the CPU: none was not found; install g++" in done.stderr
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA, whose kernels are built without it")
-def test_a_gpu_without_cuda_kernels_gets_the_reference_and_is_told() -> None:
+def test_without_a_compiler_kernels_in_the_cache_run(tmp_path: Path) -> None:
     assert library.load()
-    library.runs_on.cache_clear()
-    with pytest.warns(UserWarning, match="reference operators on the GPU: the kernels were built without CUDA"):
-        assert not library.runs_on("cuda")
-    assert library.runs_on("cpu")
+    code = "import torch, san; print(san.ops.library.missing('cpu'), san.ops.unfold(torch.zeros(1, 1, 3, 3), 3).shape)"
+    env = {name: value for name, value in os.environ.items() if name in ("HOME", "SAN_CACHE")}
+    env |= {"PATH": str(tmp_path), "CXX": "none"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=build.SOURCE_DIR.parent, env=env, capture_output=True, text=True)
+    assert done.stdout == "None torch.Size([1, 1, 9, 9])\n" and "reference operators" not in done.stderr, done.stderr
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA, beside which a GPU can be feigned")
-@pytest.mark.parametrize(
-    ("gpus", "runs"), [([(7, 5)], False), ([(9, 0), (7, 0)], False), ([(8, 0), (8, 9)], True), ([(12, 0)], True), ([], True)]
-)
-def test_gpus_that_are_too_old_get_the_reference_and_are_told(
-    gpus: list[tuple[int, int]], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert library.load()
+def missing_on(gpus: list[tuple[int, int]], parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What `library.missing` says on a machine with these GPUs and missing parts."""
+    monkeypatch.setattr(library, "load_kernels", lambda: parts)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpus[device])
-    with torch.library._scoped_library("san", "IMPL") as kernels, warnings.catch_warnings(record=True) as told:
-        kernels.impl("unfold", lambda x, kernel_size: x, "CUDA")
-        library.runs_on.cache_clear()
-        assert [library.runs_on("cuda") for _ in range(2)] == [runs, runs]
-        library.runs_on.cache_clear()
-    words = "need compute capability 8.0 or more (A100, RTX 30 and later), and this machine has a GPU with 7."
-    assert len(told) == (not runs) and all(words in str(warning.message) for warning in told)
+    return library.missing("cuda")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        ([(7, 5)], "this GPU has compute capability 7.5; 8.0 or more is needed"),
+        ([(9, 0), (7, 0)], "GPU 1 has compute capability 7.0; 8.0 or more is needed"),
+        ([(8, 0), (8, 9)], None),
+        ([(12, 0)], None),
+        ([], None),
+    ],
+)
+def test_missing_names_gpus_that_are_too_old(
+    gpus: list[tuple[int, int]], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert missing_on(gpus, {}, monkeypatch) == reason
+    library.runs_on.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [library.runs_on("cuda") for _ in range(2)] == [reason is None] * 2
+    library.runs_on.cache_clear()
+    expected = [] if reason is None else [f"san runs on its slower reference operators on the GPU: {reason}"]
+    assert [str(warning.message) for warning in told] == expected
+
+
+def test_missing_tells_why_a_part_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "nvcc was not found; install the CUDA toolkit 12 or newer or set CUDA_HOME"
+    assert missing_on([(9, 0)], {"cuda": reason}, monkeypatch) == reason
+    assert library.missing("cpu") is None

@@ -239,7 +239,7 @@ int main() {
 def test_shim_shows_a_missing_barrier(tmp_path: Path) -> None:
     source, program = tmp_path / "probe.cu", tmp_path / "probe"
     source.write_text(PROBE)
-    compile_command = build.compile_command(source, tmp_path / "probe.o", build.Toolchain.find("0"), shim=True)
+    compile_command = build.compile_command(source, tmp_path / "probe.o", build.Toolchain.find(), shim=True)
     build.run([*compile_command, f"-I{build.SOURCE_DIR}"])
     torch_lib = Path(torch.__file__).parent / "lib"
     link = [compile_command[0], str(tmp_path / "probe.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from cuda_ext import build
 from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
 
 Compilation = subprocess.CompletedProcess[str]
-CUDA_SOURCES = sorted(build.SOURCE_DIR.glob("cuda/*.cu"))
+CUDA_SOURCES = build.sources("cuda")
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
@@ -50,11 +51,17 @@ def test_shim_takes_an_empty_batch(operator: Operator, shim: Any) -> None:
     assert operator.kernel(shim)(*operator.sample(case), *operator.rest(case)).shape[0] == 0
 
 
+def has_nvcc() -> bool:
+    with contextlib.suppress(build.BuildError):
+        return bool(build.find_nvcc())
+    return False
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Compilation]]]:
     """What nvcc says of each source; all are compiled side by side, those that take longest first."""
     folder = tmp_path_factory.mktemp("nvcc")
-    toolchain = build.Toolchain(build.Toolchain.find("0").cxx, build.find_nvcc())
+    toolchain = build.Toolchain.find(cuda=True)
 
     def compile(source: Path) -> Compilation:
         command = build.compile_command(source, folder / f"{source.name}.o", toolchain)
@@ -65,7 +72,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
         yield {source.name: pool.submit(compile, source) for source in longest_first}
 
 
-@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc to compile for sm_80 and sm_90")
+@pytest.mark.skipif(not has_nvcc(), reason="needs nvcc to compile for sm_80 and sm_90")
 @pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda s: s.name)
 def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[str, Future[Compilation]]) -> None:
     done = compiled[source.name].result()

@@ -11,7 +11,7 @@
 #include <cmath>
 #include <vector>
 
-#include "plane.h"
+#include "cpu/plane.h"
 
 namespace san::cpu {
 namespace {
@@ -133,7 +133,7 @@ SAN_VECTOR void resample_rows(const uint8_t* SAN_RESTRICT plane, int64_t pitch, 
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A row of `windows` in library.cpp.
+// A row of `windows` in schemas.py.
 struct Window {
   int64_t extent[2], origin[2], length[2], offset[2], mirror;
 };

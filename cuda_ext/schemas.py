@@ -1,0 +1,76 @@
+"""The schema of every operator, forward and backward.
+
+Kernels live in `cuda_ext/cpu`, `cuda_ext/cuda` and `cuda_ext/resample.cpp`; each source registers its own at its bottom. Fake
+kernels and autograd live in `san/ops/library.py`, definitions in `san/ops/reference.py`. Python defines the schemas, so that
+each part of the extension can be missing without the others, and models can be counted without any.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+# Shapes: N batch, C channels, R relation channels, G weight channels, H W map, P = H * W, K = kernel_size^2.
+SCHEMAS = """
+# x [N, C, H, W] -> the reflected footprint of every pixel [N, C, K, P]
+unfold(Tensor x, int kernel_size) -> Tensor
+unfold_backward(Tensor grad, int height, int width, int kernel_size) -> Tensor
+# phi, psi [N, R, H, W] -> phi_i - psi_j [N, R, K, P]
+subtraction(Tensor phi, Tensor psi, int kernel_size) -> Tensor
+subtraction_backward(Tensor grad, int height, int width, int kernel_size) -> (Tensor, Tensor)
+# phi, psi [N, R, H, W] -> sum over the channels c of group c % G of phi_i * psi_j [N, G, K, P], G = groups
+dot(Tensor phi, Tensor psi, int kernel_size, int groups) -> Tensor
+dot_backward(Tensor grad, Tensor phi, Tensor psi, int kernel_size) -> (Tensor, Tensor)
+# beta [N, C, H, W], weight [N, G, K, P] -> sum_j weight_{c % G, j} beta_{c, j} [N, C, H, W]
+aggregation(Tensor beta, Tensor weight, int kernel_size) -> Tensor
+aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -> (Tensor, Tensor)
+
+# Fused attention. Maps are channels-last: [N, H, W, channels]; gamma = LRL, its parameters and statistics are of the type that
+# sums are kept in (float for half types). With `training`, BatchNorm uses the statistics of its input, which are returned
+# (biased variances); else the given ones. E hidden channels, d relation channels, M value channels. With `tf32` a GPU may round
+# the factors of float32 products to TF32, as torch's setting for matrix products allows.
+#
+# Pairwise: delta_ij = center_i - around_j [.., d]; weight1 [E, d], weight2 [G, E] -> y [N, H, W, M], logsumexp over j
+# [N, H, W, G]. bias3 [G] of the last Linear has no influence: softmax cancels it.
+pairwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, Tensor bias2,
+    Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, int kernel_size, bool training,
+    float eps, bool tf32=False) -> (Tensor y, Tensor logsumexp, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2)
+# -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2
+pairwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1,
+    Tensor gain2, Tensor bias2, Tensor weight2, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, Tensor logsumexp,
+    int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor)
+# Patchwise: delta_i = [center_i, around_j for all j] [.., C + R * K], channel C + r * K + j; center may have C = 0 channels.
+# weight1 [E, C + R * K], weight2 [G * K, E], bias3 [G * K], row g * K + j -> y [N, H, W, M], the hidden map before the second
+# BatchNorm [N, H, W, E].
+patchwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, Tensor bias2,
+    Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, int kernel_size, bool training,
+    float eps, bool tf32=False) -> (Tensor y, Tensor hidden, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2)
+# -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, bias3
+patchwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1,
+    Tensor gain2, Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2,
+    Tensor hidden, int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor)
+
+# BatchNorm and ReLU of a map [N, H, W, C]; statistics as above -> y, mean, var
+norm_relu(Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) -> (Tensor, Tensor, Tensor)
+# the same in evaluation, in place of x
+norm_relu_(Tensor(a!) x, Tensor gain, Tensor bias, Tensor mean, Tensor var, float eps) -> ()
+# -> gradients of x, gain, bias
+norm_relu_backward(Tensor grad, Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) ->
+    (Tensor, Tensor, Tensor)
+
+# Photographs for the network: image n [height, width, 3], uint8, is the part at `origin` of a picture of `extent` pixels, which
+# is resized to `length` and cut to the square at `offset`; `windows` [N, 9] holds these pairs (along the height first) and
+# whether the square is mirrored. out [N, 3, size, size] = pixel * scale + shift, of each channel
+resample(Tensor[] images, Tensor windows, Tensor scale, Tensor shift, Tensor(a!) out) -> ()
+"""
+
+
+def define(namespace: str) -> None:
+    """Defines the operators as `torch.ops.<namespace>`, without kernels."""
+    without_comments = re.sub(r"#.*", "", SCHEMAS).strip()
+    for schema in re.split(r"\n+(?=\w)", without_comments):
+        name, signature = " ".join(schema.split()).split("(", 1)
+        torch.library.define(f"{namespace}::{name}", f"({signature}")

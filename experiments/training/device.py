@@ -1,0 +1,152 @@
+"""Which device a cell trains on, and clear errors where that device cannot be used.
+
+`placement.gpus` decides, not what the machine has: a cell that asked for a GPU must not train on the CPU for days while the GPU
+is reserved for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.config import EngineConfig, TrialConfig
+from experiments.errors import UserError
+from san.ops import library
+
+OLDEST_DRIVER = {13: 580, 12: 525}
+"""The oldest driver branch for each major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
+WHEELS = "https://download.pytorch.org/whl/cu126"
+"""torch for CUDA 12.6, which runs on the oldest drivers that torch still supports."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def available_device() -> torch.device:
+    """A GPU if torch can use one, else the CPU: for commands that have no `placement.gpus`."""
+    return torch.device("cuda", _local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def training_device(config: TrialConfig) -> torch.device:
+    """The CPU for a cell without GPUs, else this worker's GPU.
+
+    Raises:
+        UserError: the cell needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
+    """
+    gpus = config.placement.gpus
+    if gpus == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(f"placement.gpus={gpus}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
+    if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
+        raise UserError(
+            f"the CUDA kernels cannot be used on {os.uname().nodename}: {missing}. Without them training is several "
+            "times slower and needs about four times the memory; set engine.reference_operators=true to accept that"
+        )
+    return torch.device("cuda", _local_rank())
+
+
+def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
+    """The device, operators and precision of a cell: for its log and, as tags, for its run."""
+    missing, settings = library.missing(device.type), config.on(device.type)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "operators": "kernels" if missing is None else f"reference ({missing})",
+        "tf32": str(settings.tf32).lower(),
+        "channels_last": str(settings.channels_last).lower(),
+    }
+
+
+def gpu_problem() -> str:
+    """Why torch cannot use a GPU on this machine, and what to do about it."""
+    version, driver = torch.__version__.partition("+")[0], driver_version()
+    otherwise = "or train on the CPU with placement.gpus=0"
+    if driver is None:
+        return f"no NVIDIA driver is installed; install driver {OLDEST_DRIVER[13]} or newer, {otherwise}"
+    install = f"pip install torch=={version} --index-url {WHEELS}"
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA; run `{install}` (driver: {driver}), {otherwise}"
+    built_for = f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
+    needed = OLDEST_DRIVER.get(_major(torch.version.cuda), OLDEST_DRIVER[13])
+    if _major(driver) < needed:
+        older_torch = f" run `{install}`," if _major(driver) >= OLDEST_DRIVER[12] else ""
+        return (
+            f"{built_for}, which needs driver {needed} or newer, but the driver is {driver}; "
+            f"update the driver,{older_torch} {otherwise}"
+        )
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} names no usable GPU ({built_for}, driver {driver}); unset it, {otherwise}"
+    return f"{built_for}, and the driver is {driver}, which fit together; check the output of `nvidia-smi`, {otherwise}"
+
+
+def driver_version() -> str | None:
+    """Version of NVIDIA's driver, such as `550.54.15`; None if there is no driver."""
+    try:
+        said = DRIVER_FILE.read_text()
+    except OSError:
+        try:  # WSL has no such file
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", said)
+    return found[0] if found else None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; a GPU goes on computing meanwhile."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch or DALI ran out of memory, on a GPU or a CPU."""
+    texts = ("DefaultCPUAllocator", "cudaErrorMemoryAllocation", "CUDA out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+@contextmanager
+def enough_memory(config: TrialConfig, device: torch.device) -> Iterator[None]:
+    """Inside the block, running out of GPU memory is a mistake in the config: a retry would only repeat it.
+
+    Raises:
+        UserError: out of GPU memory; the message has the numbers, and the overrides that help.
+    """
+    try:
+        yield
+    except Exception as error:
+        if device.type == "cuda" and is_out_of_memory(error):
+            raise UserError(_out_of_memory(config, device)) from error
+        raise
+
+
+def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
+    recipe, workers = config.recipe, config.placement.workers
+    gib = 2**30
+    peak, total = torch.cuda.max_memory_allocated(device) / gib, torch.cuda.get_device_properties(device).total_memory / gib
+    at_once = -(-recipe.batch // (workers * recipe.accumulate))
+    remedies = []
+    if at_once > 1:
+        remedies.append(
+            f"recipe.accumulate={2 * recipe.accumulate} (halves the images at a time to {-(-at_once // 2)}, also for BatchNorm)"
+        )
+    if recipe.precision == "float32":
+        remedies.append("recipe.precision=bfloat16 (halves most activations)")
+    remedies.append(f"placement.workers={2 * workers} (splits each batch over more GPUs)")
+    return (
+        f"out of GPU memory: tensors took {peak:.1f} of {total:.1f} GiB with {at_once} images of {config.data.size} x "
+        f"{config.data.size} pixels at a time (recipe.batch={recipe.batch}, placement.workers={workers}, "
+        f"recipe.accumulate={recipe.accumulate}). Any of these helps: {', '.join(remedies)}"
+    )
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
