@@ -6,7 +6,7 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check gpu-test gpu-memcheck gpu-racecheck gpu-operators clean
+.PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -64,26 +64,12 @@ format: setup
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 	@$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu*')
 
-# On a machine with a GPU: the operators on CUDA against the CPU and against plain torch, memory errors and races where
-# compute-sanitizer is there, and how fast they are (tables, and gpu-check-*.json). Needs torch, numpy, pytest, hypothesis.
-# `make -k gpu-check` goes on after a failure; each part can also be made alone.
-GPU_BENCHMARKS := gpu-attention-float32 gpu-attention-tf32 gpu-attention-bfloat16
-gpu-check: gpu-test gpu-memcheck gpu-racecheck gpu-operators $(GPU_BENCHMARKS)
-
-gpu-test:
-	FAIL_WITHOUT_CUDA=1 SAN_CUDA=1 $(PYTHON) -m pytest tests/ops
-
-gpu-memcheck gpu-racecheck: gpu-%:
-	@if command -v compute-sanitizer > /dev/null; then \
-	  SAN_CUDA=1 compute-sanitizer --tool $* --error-exitcode 1 $(PYTHON) -m pytest -q -k test_cuda_matches tests/ops/test_cuda_*.py; \
-	else echo "compute-sanitizer is not installed: no $*"; fi
-
-gpu-operators:
-	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.operators --device cuda
-
-$(GPU_BENCHMARKS): gpu-attention-%:
-	SAN_CUDA=1 $(PYTHON) -m tests.benchmarks.attention --device cuda --batch 32 --threads 8 --precision $* --compiled \
-	  --json gpu-check-$*.json
+# On a machine with a GPU: tests and times everything, an hour at most (tests/gpu). Results go to runs/gpu-check.
+# A machine that has torch, numpy and nvcc but not this environment: `make gpu-check GPU_PYTHON=python3 GPU_SETUP=`.
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP ?= setup
+gpu-check: $(GPU_SETUP)
+	@$(GPU_PYTHON) -m tests.gpu --device cuda --out runs/gpu-check --report
 
 setup: $(VENV)/.installed
 	@$(STEP) "kernels" $(BIN)/python -m cuda_ext.build

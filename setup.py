@@ -52,6 +52,7 @@ setup(
             "scipy",
             "pillow",
             "psutil",
+            "nvidia-ml-py",  # MLflow reads the GPUs' load through it
         ],
         "onnx": ["onnxscript>=0.7"],
         "dev": [

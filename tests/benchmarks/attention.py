@@ -1,14 +1,12 @@
 """What fused attention is worth: the network, its attention alone, what is left without it, memory, and the roofline.
 
-    python -m tests.benchmarks.attention [--device cpu|cuda] [--precision float32|tf32|bfloat16] [--compiled] [--threads 2]
-        [--repeats 7] [--batch 4] [--json FILE]
+    python -m tests.benchmarks.attention [--threads 2] [--repeats 7] [--batch 4] [--json FILE]
 
 SAN10 at 224x224, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges. The other
 operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator). Each call is
 timed right after a first run of its own, warm; `caches taken` are those first runs, which find what the other operators left.
 Each table is measured in a process of its own, which has allocated nothing else before. Networks get channels-last images,
-which suits all of them; ResNet26 and ResNet50 of the same library are the yardsticks. `tf32` lets a GPU round the factors of
-float32 products, `bfloat16` is autocast. With `--compiled`, networks go through torch.compile too.
+which suits all of them; ResNet26 and ResNet50 of the same library are the yardsticks. `python -m tests.gpu` times GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,19 +36,8 @@ import san
 from cuda_ext import build
 from san import ops
 from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
+from tests.benchmarks.stages import KINDS, MODES, STAGES, Core
 
-# Channels, side of the map, footprint, blocks: the stages of SAN10 at 224x224.
-STAGES = {
-    "stage 1": (64, 112, 3, 2),
-    "stage 2": (256, 56, 7, 1),
-    "stage 3": (512, 28, 7, 2),
-    "stage 4": (1024, 14, 7, 4),
-    "stage 5": (2048, 7, 7, 1),
-}
-KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
-    "pairwise": PairwiseAttention,
-    "patchwise": PatchwiseAttention,
-}
 BACKENDS: tuple[ops.Backend, ...] = ("auto", "unfused", "reference")
 Call = Callable[[], Any]
 Record = dict[str, Any]  # medians, by what they are of
@@ -61,71 +48,18 @@ M_MMAP_THRESHOLD = -3  # of <malloc.h>
 class Bench:
     """What is asked for."""
 
-    device: str
-    precision: str
-    compiled: bool
     repeats: int
     batch: int
     threads: int
 
     def under(self, backend: ops.Backend, call: Call) -> Call:
-        """The call with these operators, in this precision."""
+        """The call with these operators."""
 
         def run() -> None:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
-            with ops.backend(backend), self.autocast():
+            with ops.backend(backend):
                 call()
 
         return run
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bfloat16")
-
-
-class Core:
-    """The attention of one stage alone: phi, psi, beta to y."""
-
-    def __init__(self, kind: str, stage: str, bench: Bench) -> None:
-        self.channels, self.side, self.footprint, self.blocks = STAGES[stage]
-        self.batch = bench.batch
-        self.attention = KINDS[kind](self.channels, self.footprint).to(bench.device)
-        x = torch.randn(bench.batch, self.channels, self.side, self.side, device=bench.device)
-        with bench.autocast():
-            maps = [m.detach().contiguous(memory_format=torch.channels_last) for m in self.attention.transform(x)]
-        self.phi, self.psi, self.beta = (m.requires_grad_() for m in maps)
-        self.grad = torch.randn_like(self.beta)
-        self.wanted = [self.phi, self.psi, self.beta, *self.attention.gamma.parameters()]
-
-    def train(self) -> None:
-        """Forward and backward in training."""
-        self.attention.train()
-        torch.autograd.grad(self.attention.attend(self.phi, self.psi, self.beta), self.wanted, self.grad)
-
-    def evaluate(self) -> None:
-        """Forward in evaluation."""
-        self.attention.eval()
-        with torch.no_grad():
-            self.attention.attend(self.phi, self.psi, self.beta)
-
-    def flops(self, training: bool) -> int:
-        """What the fused kernels compute, recomputation included; two FLOPs per multiply-accumulate of products alone."""
-        pixels, K = self.batch * self.side**2, self.footprint**2
-        d_to_E, E_to_G = (2 * self.attention.gamma[i].weight.numel() for i in (2, 5))
-        M = 2 * self.attention.value_channels
-        if isinstance(self.attention, PairwiseAttention):
-            once = d_to_E + E_to_G + M
-            passes = once + d_to_E + (d_to_E + 3 * E_to_G + 2 * M) + (3 * d_to_E + 2 * E_to_G + M)
-            return pixels * K * (passes if training else once)
-        once = d_to_E + E_to_G + K * M
-        return pixels * (once + 2 * d_to_E + 3 * E_to_G + 2 * K * M if training else once)
-
-    def bytes(self, training: bool) -> int:
-        """What must move: each map read once and written once, with its gradient in training."""
-        maps = sum(m.numel() for m in (self.phi, self.psi, self.beta, self.beta))
-        return self.beta.element_size() * maps * (2 if training else 1)
-
-
-MODES: dict[str, Callable[[Core], None]] = {"train": Core.train, "eval": Core.evaluate}
 
 
 @dataclass(frozen=True)
@@ -149,7 +83,7 @@ class Timing:
             self.seconds[name] = [a + times * b for a, b in zip(self.seconds[name], seconds, strict=True)]
 
 
-def measure(calls: dict[str, Call], repeats: int, device: str) -> tuple[Timing, Timing]:
+def measure(calls: dict[str, Call], repeats: int) -> tuple[Timing, Timing]:
     """Runs all calls in turn, `repeats` times after a warm-up, so that what disturbs one disturbs all; each twice.
 
     Returned are the second runs, warm, and the first ones, which find the caches as the others left them.
@@ -158,18 +92,11 @@ def measure(calls: dict[str, Call], repeats: int, device: str) -> tuple[Timing, 
     for repeat in range(repeats + 1):
         for name, call in calls.items():
             for timing in (cold, warm):
-                _wait(device)
                 start = time.perf_counter()
                 call()
-                _wait(device)
                 if repeat:
                     timing.seconds[name].append(time.perf_counter() - start)
     return warm, cold
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextmanager
@@ -205,8 +132,8 @@ def memory(bench: Bench, kind: str) -> Record:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     rows, record = [], Record()
     for stage in STAGES:
-        core = Core(kind, stage, bench)
-        peak = {b: peak_memory(bench.under(b, core.train), bench.device) for b in BACKENDS}
+        core = Core(kind, stage, bench.batch)
+        peak = {b: peak_memory(bench.under(b, core.train)) for b in BACKENDS}
         saved = {b: saved_memory(core, bench, b) for b in BACKENDS}
         record[f"{kind}, {stage}, memory"] = {"peak": peak, "saved": saved}
         cells = ((held["auto"] / 2**20, f"{held['reference'] / max(held['auto'], 1):.1f}") for held in (peak, saved))
@@ -231,15 +158,10 @@ def saved_memory(core: Core, bench: Bench, backend: ops.Backend) -> int:
     return sum(kept.values())
 
 
-def peak_memory(call: Call, device: str) -> float:
+def peak_memory(call: Call) -> float:
     """Bytes that a call needs at most on top of what is held before it."""
     call()
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the highest residency so far
     before = _status("VmRSS")
@@ -253,21 +175,10 @@ def _status(field: str) -> float:
 
 
 def machine_peak(bench: Bench) -> tuple[float, float]:
-    """FLOP/s and bytes/s (of a copy) that the machine reaches at best.
-
-    On a CPU multiply-adds on registers, which no product can surpass; on a GPU torch's product in the precision asked for.
-    """
-    here, there = (torch.empty(64 * 2**20, device=bench.device).fill_(i) for i in range(2))
-    copy = measure({"": lambda: there.copy_(here)}, 9, bench.device)[0].seconds[""]
-    flops = product_peak(bench) if bench.device == "cuda" else multiply_add_peak(bench.threads)
-    return flops, 8 * here.numel() / min(copy)
-
-
-def product_peak(bench: Bench) -> float:
-    """FLOP/s of a product of large matrices."""
-    size, dtype = 8192, torch.bfloat16 if bench.precision == "bfloat16" else torch.float32
-    a, b = (torch.randn(size, size, device=bench.device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / min(measure({"": bench.under("auto", lambda: torch.mm(a, b))}, 9, bench.device)[0].seconds[""])
+    """FLOP/s of multiply-adds on registers, which no product can surpass, and bytes/s of a copy."""
+    here, there = (torch.empty(64 * 2**20).fill_(i) for i in range(2))
+    copy = measure({"": lambda: there.copy_(here)}, 9)[0].seconds[""]
+    return multiply_add_peak(bench.threads), 8 * here.numel() / min(copy)
 
 
 def multiply_add_peak(threads: int) -> float:
@@ -293,15 +204,12 @@ def table(title: str, heading: str, rows: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--precision", default="float32", choices=["float32", "tf32", "bfloat16"])
-    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", type=Path, help="also write all medians to this file")
     options = parser.parse_args()
-    bench = Bench(options.device, options.precision, options.compiled, options.repeats, options.batch, options.threads)
+    bench = Bench(options.repeats, options.batch, options.threads)
     record = section(machine, bench)
     for kind in KINDS:
         record |= section(network, bench, kind)
@@ -328,18 +236,15 @@ def _section(measure_it: Callable[..., Record], bench: Bench, *rest: str | float
 def machine(bench: Bench) -> Record:
     """What the machine can do."""
     flops, bandwidth = machine_peak(bench)
-    where = torch.cuda.get_device_name() if bench.device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
-    how = "matrix product" if bench.device == "cuda" else "multiply-adds on registers"
-    print(
-        f"torch {torch.__version__}, {where}, {bench.threads} threads, batch {bench.batch}, {bench.repeats} repeats, "
-        f"{bench.precision}."
-    )
-    print(f"Peak: {flops / 1e9:.0f} GFLOP/s ({how}), {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).", flush=True)
+    where = f"{platform.processor() or platform.machine()} CPU"
+    print(f"torch {torch.__version__}, {where}, {bench.threads} threads, batch {bench.batch}, {bench.repeats} repeats.")
+    peak = f"{flops / 1e9:.0f} GFLOP/s (multiply-adds on registers)"
+    print(f"Peak: {peak}, {bandwidth / 1e9:.1f} GB/s (copy of 256 MB, both ways).", flush=True)
     return {"peak_flops": flops, "peak_bytes": bandwidth}
 
 
 def images_of(bench: Bench) -> Tensor:
-    return torch.randn(bench.batch, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
+    return torch.randn(bench.batch, 3, 224, 224).contiguous(memory_format=torch.channels_last)
 
 
 def network(bench: Bench, kind: str) -> Record:
@@ -347,24 +252,19 @@ def network(bench: Bench, kind: str) -> Record:
     rows, images, record = [], images_of(bench), Record()
     calls_of = zip(
         ("training step", "evaluation"),
-        steps(san.create_model(f"san10_{kind}").to(bench.device), images),
-        steps(san.create_model("resnet26").to(bench.device), images),
+        steps(san.create_model(f"san10_{kind}"), images),
+        steps(san.create_model("resnet26"), images),
         strict=True,
     )
     for name, call, resnet in calls_of:
         calls = {backend: bench.under(backend, call) for backend in BACKENDS} | {"resnet26": bench.under("auto", resnet)}
         calls["glue"] = without_core()(bench.under("auto", call))
-        if bench.precision != "float32":
-            calls["unfused float32"] = replace(bench, precision="float32").under("unfused", call)
-        timing, _ = measure(calls, bench.repeats, bench.device)
+        timing, _ = measure(calls, bench.repeats)
         record[f"{kind}, {name}"] = {key: timing.ms(key) for key in calls}
         cells = [timing.ms("auto"), *(timing.ratio("auto", other) for other in ("reference", "unfused"))]
-        cells += [timing.ratio("auto", "unfused float32")] if "unfused float32" in calls else []
         rows.append(row(name, *cells, timing.ms("glue"), timing.ms("resnet26"), timing.ratio("auto", "resnet26")))
-    rounded = " | unfused in float32 / fused" if bench.precision != "float32" else ""
     heading = (
-        f"SAN10 | fused, ms | reference / fused | unfused / fused{rounded} | without attention, ms | ResNet26, ms | "
-        "ResNet26 / fused"
+        "SAN10 | fused, ms | reference / fused | unfused / fused | without attention, ms | ResNet26, ms | ResNet26 / fused"
     )
     print(table(f"Network, {kind}", heading, rows), flush=True)
     return record
@@ -375,18 +275,11 @@ def yardsticks(bench: Bench) -> Record:
     rows, images, record = [], images_of(bench), Record()
     for name in ("san10_pairwise", "san10_patchwise", "resnet26", "resnet50"):
         backend: ops.Backend = "auto" if name.startswith("san") else "reference"
-        model = san.create_model(name).to(bench.device)
-        variants = {"eager": model} | ({"compiled": torch.compile(model)} if bench.compiled else {})
-        calls = {}
-        for how, variant in variants.items():
-            train, evaluate = steps(variant, images)
-            calls |= {f"train {how}": bench.under(backend, train), f"eval {how}": bench.under(backend, evaluate)}
-        timing, _ = measure(calls, bench.repeats, bench.device)
-        record[f"images/s, {name}"] = speeds = {key: 1000 * bench.batch / timing.ms(key) for key in calls}
-        cells = (f"{speeds[f'{mode} {how}']:.1f}" if how in variants else "" for how in ("eager", "compiled") for mode in MODES)
-        rows.append(row(name, *cells))
-    heading = "images per second | training | evaluation | compiled: training | evaluation"
-    print(table("Yardsticks", heading, rows), flush=True)
+        calls = {m: bench.under(backend, call) for m, call in zip(MODES, steps(san.create_model(name), images), strict=True)}
+        timing, _ = measure(calls, bench.repeats)
+        record[f"images/s, {name}"] = speeds = {mode: 1000 * bench.batch / timing.ms(mode) for mode in MODES}
+        rows.append(row(name, *(f"{speed:.1f}" for speed in speeds.values())))
+    print(table("Yardsticks", "images per second | training | evaluation", rows), flush=True)
     return record
 
 
@@ -396,9 +289,9 @@ def cores(bench: Bench, kind: str, peak_flops: float, peak_bytes: float) -> Reco
     names = [f"{mode} {backend}" for mode in MODES for backend in BACKENDS]
     total, total_cold = (Timing({name: [0.0] * bench.repeats for name in names}) for _ in range(2))
     for stage in STAGES:
-        core = Core(kind, stage, bench)
+        core = Core(kind, stage, bench.batch)
         calls = {f"{mode} {b}": bench.under(b, partial(run, core)) for mode, run in MODES.items() for b in BACKENDS}
-        timing, cold = measure(calls, bench.repeats, bench.device)
+        timing, cold = measure(calls, bench.repeats)
         total.add(timing, core.blocks)
         total_cold.add(cold, core.blocks)
         record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names}

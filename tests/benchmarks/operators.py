@@ -1,6 +1,6 @@
 """How fast the operators are: kernels against the reference (unfold) operators, side by side in one process.
 
-    python -m tests.benchmarks.operators [--device cpu|cuda] [--threads 2] [--repeats 9] [--only dot]
+    python -m tests.benchmarks.operators [--threads 2] [--repeats 9] [--only dot]
 
 Prints a Markdown table of medians and the ratio reference / kernel with its range over the repeats.
 """
@@ -31,23 +31,23 @@ MODELS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
-def problems(device: str) -> dict[str, Callable[[], Any]]:
+def problems() -> dict[str, Callable[[], Any]]:
     """Each calls forward and backward once."""
     found: dict[str, Callable[[], Any]] = {}
     for stage, (N, C, side, k) in STAGES.items():
-        beta = torch.randn(N, C, side, side, device=device, requires_grad=True)
-        weight = torch.randn(N, C // 8, k * k, side * side, device=device, requires_grad=True)
-        phi, psi = (torch.randn(N, C // 4, side, side, device=device, requires_grad=True) for _ in range(2))
-        relation = torch.randn(N, C // 4, k * k, side * side, device=device)
-        y = torch.randn(N, C, side, side, device=device)
+        beta = torch.randn(N, C, side, side, requires_grad=True)
+        weight = torch.randn(N, C // 8, k * k, side * side, requires_grad=True)
+        phi, psi = (torch.randn(N, C // 4, side, side, requires_grad=True) for _ in range(2))
+        relation = torch.randn(N, C // 4, k * k, side * side)
+        y = torch.randn(N, C, side, side)
         found[f"aggregation, {stage}"] = step(ops.aggregation, (beta, weight), k, y)
         found[f"subtraction, {stage}"] = step(ops.subtraction, (phi, psi), k, relation)
         found[f"hadamard, {stage}"] = step(ops.hadamard, (phi, psi), k, relation)
         found[f"dot, {stage}"] = step(ops.dot, (phi, psi), k, relation[:, :1])
         found[f"unfold, {stage}"] = step(ops.unfold, (psi,), k, relation)
     for name, fields in MODELS:
-        model = san.create_model(name, **fields).to(device)
-        images = torch.randn(4, 3, 224, 224, device=device)
+        model = san.create_model(name, **fields)
+        images = torch.randn(4, 3, 224, 224)
         label = " ".join([name, *fields.values()])
         found[f"{label}, training step, batch 4"] = lambda model=model, images=images: model(images).sum().backward()
     return found
@@ -59,33 +59,30 @@ def step(
     return lambda: torch.autograd.grad(operator(*inputs, k), inputs, grad)
 
 
-def seconds(call: Callable[[], Any], device: str) -> float:
+def seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
-    if device == "cuda":
-        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", default="", help="problems whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.repeats} repeats, float32\n")
+    print(f"torch {torch.__version__}, CPU, {options.threads} threads, {options.repeats} repeats, float32\n")
     print("| forward and backward | reference, ms | kernel, ms | ratio (range) |\n|---|---:|---:|---:|")
-    for name, call in problems(options.device).items():
+    for name, call in problems().items():
         if options.only not in name:
             continue
         times: dict[ops.Backend, list[float]] = {"reference": [], "unfused": []}
         for repeat in range(options.repeats + 1):
             for backend in times:
                 with ops.backend(backend):
-                    elapsed = seconds(call, options.device)
+                    elapsed = seconds(call)
                 if repeat:  # the first is the warm-up
                     times[backend].append(elapsed)
         ratios = [a / b for a, b in zip(times["reference"], times["unfused"], strict=True)]

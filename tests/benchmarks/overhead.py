@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,8 @@ from unittest.mock import patch
 
 import numpy
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from experiments.config import PROJECT_DIR
@@ -33,6 +36,7 @@ from experiments.grid import Trial
 from experiments.images import loaders
 from experiments.job import open_job
 from experiments.training.checkpoint import Checkpoints
+from experiments.training.device import training_device
 from experiments.trial import run_trial
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
@@ -53,11 +57,16 @@ REST = 0.25
 
 
 def bare_epochs(trial: Trial) -> Iterator[None]:
-    """What one would write without this project's engine; yields after each epoch."""
+    """What one would write without this project's engine; yields after each epoch. Several workers use torch's DDP."""
     config, recipe = trial.config, trial.config.recipe
-    train, val = loaders(config, trial.seed, rank=0, world=1)
+    device, world = training_device(config), dist.get_world_size()
+    train, val = loaders(config, trial.seed, dist.get_rank(), world, device)
     torch.manual_seed(trial.seed)
-    model = config.model.spec().build(len(train.dataset.classes))
+    model: nn.Module = config.model.spec().build(len(train.dataset.classes)).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)
+    if world > 1:
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
     total = train.steps * recipe.epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / total)) / 2)
@@ -139,14 +148,20 @@ def timed(function: Callable[..., None], seconds: list[float]) -> Callable[..., 
     return call
 
 
-def measured(setting: str, runs: Path) -> Turns:
-    profile, overrides = SETTINGS[setting]
+def measure_trial(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Trial, Turns]:
+    """Trains the trial and the bare loop in turn; every worker calls this. The number of epochs must be even."""
     job = open_job(GRID, profile, overrides, runs)
-    job.tracker.prepare(job.grid, runs / "artifacts")
+    if os.environ.get("RANK", "0") == "0":
+        job.tracker.prepare(job.grid, runs / "artifacts")
     trial = next(trial for trial in job.trials if trial.row == ROW)
     turns = Turns(bare_epochs(trial))
     with patch.object(Checkpoints, "save", timed(Checkpoints.save, turns.saving)):
         run_trial(job.workspace, trial, turns.report)
+    return trial, turns
+
+
+def measured(setting: str, runs: Path) -> Turns:
+    _, turns = measure_trial(*SETTINGS[setting], runs)
     print(
         f"{setting}: to the end of the first epoch {turns.trial_epochs[0].wall:.2f} s, bare {turns.bare_epochs[0].wall:.2f} s; "
         f"after the last report {time.perf_counter() - turns.began.wall:.2f} s",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cuda_ext import build, schemas
+from cuda_ext import schemas
 from san.ops import library
+from tests.ops.shim import compile_shim
 
 
 @pytest.fixture(scope="session")
@@ -30,15 +30,6 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
     schemas.define("san_shim")
     torch.ops.load_library(built)
     return torch.ops.san_shim
-
-
-def compile_shim(output: Path) -> None:
-    toolchain = build.Toolchain.find()
-    sources = build.sources("cuda")
-    objects = [output.parent / f"{source.name}.o" for source in sources]
-    commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
-    build.run_all([[*command, "-Werror", "-O1"] for command in commands])
-    build.run(build.link_command(objects, output, toolchain))
 
 
 @pytest.fixture(params=["forwards", "backwards"])

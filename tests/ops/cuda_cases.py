@@ -1,23 +1,31 @@
-"""What tests of fused attention's CUDA sources share: inputs, how results are compared, and which tests need a GPU."""
+"""What tests of the CUDA kernels share: problems, rounding, and how results are compared. Needs only torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import pytest
 import torch
 from torch import Tensor
 
 EPS = 1e-5
 Results = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, gradients
 
-every_mode = pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() and "FAIL_WITHOUT_CUDA" not in os.environ, reason="needs a CUDA device"
-)
+Rounding = Callable[[Tensor], Tensor]  # what a kernel does to the factors of its products
+
+
+def exact(x: Tensor) -> Tensor:
+    return x
+
+
+def rounded_to(dtype: torch.dtype) -> Rounding:
+    return lambda x: x.to(dtype).double()
+
+
+def truncated_to_tf32(x: Tensor) -> Tensor:
+    """Tensor cores ignore the lowest 13 bits of a float32 factor."""
+    return (x.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
 
 @dataclass(frozen=True)

@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from san.ops.library import load
-from tests.ops.cuda_cases import EPS, assert_graph_gives_the_same_bits, assert_near, every_mode, needs_cuda
-
-SHAPES = [
-    (2, 3, 5, 8),  # [N, H, W, C]; whole vectors in all types
-    (3, 7, 5, 19),  # no vectors
-    (1, 30, 20, 1),
-    (1, 3, 3, 2048),  # several blocks beside each other
-    (4, 20, 20, 48),  # and one behind the other
-    (2, 3, 3, 258),  # the last one beside is cut off
-]
-HALF = [torch.float16, torch.bfloat16]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A map [N, H, W, C], gain, bias, mean and var [C], and the gradient of the result."""
-
-    x: Tensor
-    parameters: tuple[Tensor, ...]
-    grad: Tensor
-
-    @staticmethod
-    def sample(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Problem:
-        generator = torch.Generator().manual_seed(1)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        x, grad, C = normal(*shape) + 0.5, normal(*shape), shape[3]
-        parameters = normal(C), normal(C), normal(C), normal(C).square() + 0.5
-        sums = torch.promote_types(dtype, torch.float32)
-        return Problem(x.to(dtype), tuple(p.to(sums) for p in parameters), grad.to(dtype))
-
-    def to(self, device: str) -> Problem:
-        return Problem(self.x.to(device), tuple(p.to(device) for p in self.parameters), self.grad.to(device))
-
-
-def run(kernels: Any, problem: Problem, training: bool) -> tuple[Tensor, ...]:
-    """y, mean, var, and the gradients of x, gain and bias."""
-    gain, bias, mean, var = problem.parameters
-    outputs = kernels.norm_relu(problem.x, gain, bias, mean, var, training, EPS)
-    return *outputs, *kernels.norm_relu_backward(problem.grad, problem.x, gain, bias, *outputs[1:], training, EPS)
-
-
-def reference(problem: Problem, training: bool) -> tuple[Tensor, ...]:
-    """The same by plain torch in float64."""
-    x = problem.x.double().permute(0, 3, 1, 2).requires_grad_()
-    gain, bias, mean, var = (p.double() for p in problem.parameters)
-    gain.requires_grad_(), bias.requires_grad_()
-    if training:
-        var, mean = (s.detach() for s in torch.var_mean(x, (0, 2, 3), correction=0))
-    y = F.batch_norm(x, mean.clone(), var.clone(), gain, bias, training, 0.0, EPS).relu()
-    grads = torch.autograd.grad(y, (x, gain, bias), problem.grad.double().permute(0, 3, 1, 2))
-    return y.detach().permute(0, 2, 3, 1), mean, var, grads[0].permute(0, 2, 3, 1), *grads[1:]
-
-
-def error_of(dtype: torch.dtype) -> float:
-    """What rounding leaves in a map's norm, or in sums that cancel."""
-    return {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps / 2)
+from tests.ops.cuda_cases import EPS, assert_near
+from tests.ops.fused_cases import every_mode
+from tests.ops.norm_cases import HALF, SHAPES, Problem, error_of, reference, run
 
 
 @every_mode
@@ -193,24 +134,3 @@ def test_refuses_gradients_and_views_that_do_not_fit(shim: Any) -> None:
             shim.norm_relu_backward(grad, problem.x, *problem.parameters, True, EPS)
     with pytest.raises(RuntimeError, match="contiguous"):
         shim.norm_relu_(problem.x.transpose(1, 2), *problem.parameters, EPS)
-
-
-@needs_cuda
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
-@every_mode
-@pytest.mark.parametrize("shape", [*SHAPES, (8, 56, 56, 64), (4, 7, 7, 2048), (2, 112, 112, 63)], ids=str)
-def test_cuda_matches_reference(shape: tuple[int, ...], training: bool, dtype: torch.dtype) -> None:
-    assert load()
-    problem = Problem.sample(shape, dtype)
-    got = run(torch.ops.san, problem.to("cuda"), training)
-    assert_near(tuple(x.cpu() for x in got), reference(problem, training), error_of(dtype))
-    x = problem.x.cuda()
-    torch.ops.san.norm_relu_(x, *problem.to("cuda").parameters, EPS)
-    assert_near((x.cpu(),), reference(problem, False)[:1], error_of(dtype))
-
-
-@needs_cuda
-def test_cuda_graph_gives_the_same_bits() -> None:
-    assert load()
-    problem = Problem.sample((8, 56, 56, 64), torch.float32).to("cuda")
-    assert_graph_gives_the_same_bits(lambda: (run(torch.ops.san, problem, True), ()))

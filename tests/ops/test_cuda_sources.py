@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from cuda_ext import build
-from tests.ops.cuda_cases import needs_cuda
 from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
 
 Compilation = subprocess.CompletedProcess[str]
@@ -80,15 +79,3 @@ def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[s
     assert done.returncode == 0, done.stderr[-3000:]
     spills = [line for line in done.stderr.splitlines() if "spill" in line and "0 bytes spill stores" not in line]
     assert not spills, spills
-
-
-@needs_cuda
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_cpu_equals_cuda(operator: Operator, case: Case, dtype: torch.dtype) -> None:
-    inputs = operator.sample(case, dtype)
-    ours = gradients(operator.kernel(), tuple(x.cuda() for x in inputs), *operator.rest(case))
-    wanted = gradients(operator.kernel(), inputs, *operator.rest(case))
-    for got, want in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(got.cpu(), want)

@@ -1,0 +1,86 @@
+"""The attention of one stage of SAN10 alone, which benchmarks on the CPU and on GPUs time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from san.nn import PairwiseAttention, PatchwiseAttention
+
+# Channels, side of the map, footprint, blocks: the stages of SAN10 at 224x224.
+STAGES = {
+    "stage 1": (64, 112, 3, 2),
+    "stage 2": (256, 56, 7, 1),
+    "stage 3": (512, 28, 7, 2),
+    "stage 4": (1024, 14, 7, 4),
+    "stage 5": (2048, 7, 7, 1),
+}
+KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
+    "pairwise": PairwiseAttention,
+    "patchwise": PatchwiseAttention,
+}
+
+
+class Core:
+    """The attention of one stage alone: phi, psi, beta to y.
+
+    Args:
+        largest_side: maps are made no larger than this; for tests of the benchmark itself.
+        half: phi, psi and beta are bfloat16, as under autocast.
+    """
+
+    def __init__(
+        self, kind: str, stage: str, batch: int, device: str = "cpu", half: bool = False, largest_side: int = 224
+    ) -> None:
+        self.channels, side, self.footprint, self.blocks = STAGES[stage]
+        self.side, self.batch = min(side, largest_side), batch
+        self.attention = KINDS[kind](self.channels, self.footprint).to(device)
+        x = torch.randn(batch, self.channels, self.side, self.side, device=device)
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            maps = [m.detach().contiguous(memory_format=torch.channels_last) for m in self.attention.transform(x)]
+        self.phi, self.psi, self.beta = (m.requires_grad_() for m in maps)
+        self.grad = torch.randn_like(self.beta)
+        self.wanted = [self.phi, self.psi, self.beta, *self.attention.gamma.parameters()]
+
+    def train(self) -> None:
+        """Forward and backward in training."""
+        self.attention.train()
+        torch.autograd.grad(self.attention.attend(self.phi, self.psi, self.beta), self.wanted, self.grad)
+
+    def evaluate(self) -> None:
+        """Forward in evaluation."""
+        self.attention.eval()
+        with torch.no_grad():
+            self.attention.attend(self.phi, self.psi, self.beta)
+
+    def flops(self, training: bool) -> int:
+        """What the fused kernels compute, recomputation included; two FLOPs per multiply-accumulate of products alone."""
+        pixels, K = self.batch * self.side**2, self.footprint**2
+        d_to_E, E_to_G, M = self._products()
+        if isinstance(self.attention, PairwiseAttention):
+            once = d_to_E + E_to_G + M
+            passes = once + d_to_E + (d_to_E + 3 * E_to_G + 2 * M) + (3 * d_to_E + 2 * E_to_G + M)
+            return pixels * K * (passes if training else once)
+        once = d_to_E + E_to_G + K * M
+        return pixels * (once + 2 * d_to_E + 3 * E_to_G + 2 * K * M if training else once)
+
+    def least_flops(self, training: bool) -> int:
+        """What any implementation computes that recomputes nothing: each product once, and in backward twice more."""
+        pixels, K = self.batch * self.side**2, self.footprint**2
+        d_to_E, E_to_G, M = self._products()
+        pairwise = isinstance(self.attention, PairwiseAttention)
+        once = K * (d_to_E + E_to_G + M) if pairwise else d_to_E + E_to_G + K * M
+        return pixels * once * (3 if training else 1)
+
+    def _products(self) -> tuple[int, int, int]:
+        d_to_E, E_to_G = (2 * self.attention.gamma[i].weight.numel() for i in (2, 5))
+        return d_to_E, E_to_G, 2 * self.attention.value_channels
+
+    def bytes(self, training: bool) -> int:
+        """What must move: each map read once and written once, with its gradient in training."""
+        maps = sum(m.numel() for m in (self.phi, self.psi, self.beta, self.beta))
+        return self.beta.element_size() * maps * (2 if training else 1)
+
+
+MODES: dict[str, Callable[[Core], None]] = {"train": Core.train, "eval": Core.evaluate}

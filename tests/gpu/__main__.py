@@ -1,0 +1,57 @@
+"""Tests and times the project on a GPU: `python -m tests.gpu --out DIR [--budget SECONDS] [--part PART ...]`.
+
+Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), loader
+(images from files) and training (a whole trial against a plain loop). The first three need only torch, numpy and nvcc. Results
+go to DIR/results.jsonl, one line per case, and logs to DIR/logs. `python -m tests.gpu.report DIR/results.jsonl` prints tables.
+
+Each case runs in its own process with a time limit, because one illegal access ruins the CUDA context of a process. A process
+costs 3 to 5 s before its first kernel runs, so a case holds all checks of one kernel in one precision, or all timings that are
+compared with each other. The most important cases run first, across parts; what the budget does not reach is recorded as
+`not run`. The exit code is 1 if a case failed, crashed or timed out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from tests.gpu.case import PARTS, Settings
+from tests.gpu.cases import all_cases
+from tests.gpu.runner import Runner
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all cases together (default 3600)")
+    parser.add_argument("--part", action="append", choices=PARTS, help="run only this part; may be repeated")
+    parser.add_argument("--case", action="append", help="run only cases whose name contains this; may be repeated")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    parser.add_argument("--small", action="store_true", help="small sizes and few repeats; always so on the CPU")
+    parser.add_argument("--authors", type=Path, help="checkout of github.com/hszhao/SAN, to time its kernels too (needs CuPy)")
+    parser.add_argument("--report", action="store_true", help="print the tables at the end")
+    options = parser.parse_args()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    authors = str(options.authors.resolve()) if options.authors else None
+    with tempfile.TemporaryDirectory() as work:
+        settings = Settings(device, options.small or device == "cpu", work, authors)
+        wanted = ("build", *(options.part or PARTS))
+        cases = [case for case in all_cases(settings) if case.part in wanted]
+        cases = [c for c in cases if c.part == "build" or any(part in c.id for part in options.case or [""])]
+        records = Runner(settings, options.out, options.budget).run(cases)
+    counts = Counter(record["status"] for record in records)
+    print(", ".join(f"{count} {status}" for status, count in counts.items()), file=sys.stderr)
+    if options.report:
+        from tests.gpu.report import report
+
+        print(report(records))
+    sys.exit(1 if counts["failed"] + counts["crashed"] + counts["timeout"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Attention alone at the sizes of SAN10's stages: our kernels beside torch compositions and the authors' kernels.
+
+Each row compares in one process, in turn: `fused` (our kernels), `unfused` (a kernel per operator), `reference` (pad, unfold,
+einsum: plain torch, eager), `compiled` (the reference through torch.compile) and `authors`. The roofline is the least time:
+max(bytes / peak bytes per second, FLOPs / peak FLOP per second), where bytes are phi, psi, beta and y once each (twice in
+training, for their gradients), FLOPs are two per multiply-accumulate of gamma and the aggregation (three times as many in
+training), and the peaks are those of a large copy and a large matrix product, measured in the same process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from san import ops
+from tests.benchmarks.stages import KINDS, MODES, STAGES, Core
+from tests.gpu import authors
+from tests.gpu.build import kernels
+from tests.gpu.case import Case, Row, Settings
+from tests.gpu.timing import PRECISIONS, Call, measure, peaks, precision, prepare, summary, under
+
+BACKENDS: dict[str, ops.Backend] = {"fused": "auto", "unfused": "unfused", "reference": "reference"}
+
+
+def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: Settings) -> Iterator[Row]:
+    """Training and evaluation of each stage. With `compiled`, only the fused kernels and the compiled reference."""
+    kernels(settings)
+    peak = peaks(settings)
+    yield {"peaks": peak}
+    for stage in stages:
+        batch, largest = (1, 14) if settings.small else (32, 224)
+        core = Core(kind, stage, batch, settings.device, half=how == "bfloat16", largest_side=largest)
+        for mode in MODES:
+            calls = contenders(core, mode, how, compiled, settings)
+            ready, left_out = prepare(calls, settings, graph=True)
+            row: Row = {"core": kind, "stage": stage, "mode": mode, "precision": how, "batch": batch, "side": core.side}
+            training = mode == "train"
+            times = core.bytes(training) / peak["bytes_per_s"], core.least_flops(training) / peak["flops"][how]
+            row |= {"MB": core.bytes(training) / 1e6, "GFLOP": core.least_flops(training) / 1e9, "left_out": left_out}
+            samples = measure(ready, settings, 9)
+            yield row | {"roofline_ms": 1000 * max(times)} | (summary(samples, "fused") if "fused" in samples else {})
+            del ready, calls
+            if settings.on_gpu:
+                torch.cuda.empty_cache()
+
+
+def contenders(core: Core, mode: str, how: str, compiled: bool, settings: Settings) -> dict[str, Call]:
+    run = partial(MODES[mode], core)
+    if compiled:
+        torch.compiler.reset()
+        fused = under("auto", how, settings.device, run)
+        with ops.backend("reference"), precision(how, settings.device):
+            eager = core.attention.attend
+            backend = "inductor" if settings.on_gpu else "aot_eager"
+            optimized = torch.compile(eager, backend=backend)
+
+        def run_compiled() -> None:
+            core.attention.attend = optimized  # type: ignore[method-assign]
+            try:
+                run()
+            finally:
+                del core.attention.attend
+
+        return {"fused": fused, "compiled": under("reference", how, settings.device, run_compiled)}
+    calls = {name: under(backend, how, settings.device, run) for name, backend in BACKENDS.items()}
+    if settings.authors and settings.on_gpu and importlib.util.find_spec("cupy") and how != "bfloat16":
+        calls["authors"] = under("reference", how, settings.device, authors.calls(core, settings)[mode])
+    return calls
+
+
+ALL = [
+    *(
+        Case("cores", f"{kind} {how}", partial(cores, kind, list(STAGES), how, False), 20 + 6 * rank, 180)
+        for rank, how in enumerate(PRECISIONS)
+        for kind in KINDS
+    ),
+    *(
+        Case("cores", f"{kind} {stage} {how}, compiled", partial(cores, kind, [stage], how, True), 28 + rank, 180)
+        for kind in KINDS
+        for how in ("tf32", "bfloat16")
+        for rank, stage in enumerate(("stage 2", "stage 3", "stage 1", "stage 4", "stage 5"))
+    ),
+]
+SMALL = [case for case in ALL if "compiled" not in case.name or "stage 2 tf32" in case.name]

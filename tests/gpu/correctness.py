@@ -1,0 +1,364 @@
+"""Kernels, modules and models against float64 references. A kernel is a row of `KERNELS`.
+
+On the CPU the kernels are the CUDA sources as the shim runs them; modules and models run the CPU's own kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import san
+from san import ops
+from san.ops import library
+from tests.golden.replay import TOLERANCE, errors, replay
+from tests.gpu.build import kernels
+from tests.gpu.case import Case, Row, Settings, SkipCase
+from tests.nn.kinds import CHANNELS, KINDS, made
+from tests.nn.kinds import gradients as module_gradients
+from tests.ops import norm_cases, pairwise_cases, patchwise_cases
+from tests.ops.cuda_cases import Results, Rounding, error, exact, rounded_to, truncated_to_tf32
+from tests.ops.operators import CASES, OPERATORS, Operator, gradients
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a kernel computes for one type, and the errors allowed, relative by norm: of y, other outputs, and gradients."""
+
+    dtype: torch.dtype
+    rounded: Rounding
+    allowed: tuple[float, float, float]
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel: the module with its sizes, problems, definition (`reference`) and call (`run`), and its precisions."""
+
+    name: str
+    cases: ModuleType
+    precisions: dict[str, Precision]
+
+
+BF16 = rounded_to(torch.bfloat16)
+KERNELS = [
+    Kernel(
+        "pairwise",
+        pairwise_cases,
+        {
+            "float32": Precision(torch.float32, exact, (1e-5, 1e-5, 1e-4)),
+            "bfloat16": Precision(torch.bfloat16, BF16, (0.004, 1e-4, 0.01)),
+            "tf32": Precision(torch.float32, truncated_to_tf32, (1e-3, 1e-4, 0.01), tf32=True),
+            "float64": Precision(torch.float64, exact, (1e-10, 1e-10, 1e-10)),
+            "float16": Precision(torch.float16, truncated_to_tf32, (1e-3, 1e-4, 0.02)),
+        },
+    ),
+    Kernel(
+        "patchwise",
+        patchwise_cases,
+        {
+            "float32": Precision(torch.float32, exact, (1e-5, 1e-5, 1e-4)),
+            "bfloat16": Precision(torch.bfloat16, truncated_to_tf32, (0.004, 1e-4, 0.01)),
+            "tf32": Precision(torch.float32, truncated_to_tf32, (1e-3, 1e-4, 0.05), tf32=True),
+            "float64": Precision(torch.float64, exact, (1e-10, 1e-10, 1e-10)),
+            "float16": Precision(torch.float16, truncated_to_tf32, (1e-3, 1e-4, 0.05)),
+        },
+    ),
+]
+
+
+def check(name: str, found: float, allowed: float) -> Row:
+    """A row of one comparison; `found` may be NaN, which fails."""
+    return {"check": name, "error": found, "allowed": allowed, "passed": bool(found <= allowed)}
+
+
+def checks(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], allowed: Sequence[float]) -> Row:
+    """One row for several tensors: the one whose error is the largest share of what is allowed."""
+    rows = [check(name, error(a.cpu(), b.cpu()), limit) for a, b, limit in zip(got, wanted, allowed, strict=True)]
+    return max(rows, key=lambda row: (not row["passed"], row["error"] / row["allowed"]))
+
+
+def check_kernel(kernel: Kernel, precisions: Sequence[str], settings: Settings) -> Iterator[Row]:
+    """All sizes, in training and evaluation."""
+    cases, namespace = kernel.cases, kernels(settings)
+    sizes = cases.DEVICE_CASES if settings.on_gpu else cases.CASES[:4]
+    for precision, size, training in itertools.product(precisions, sizes, (True, False)):
+        how = kernel.precisions[precision]
+        problem = cases.Problem.sample(size).rounded_to(how.dtype).to(settings.device)
+        ours: Results = cases.run(namespace, problem, training, how.dtype, how.tf32)
+        wanted: Results = cases.reference(problem, training, how.rounded)
+        name = f"{precision}, {size}, {'training' if training else 'evaluation'}"
+        y, rest, grad = how.allowed
+        allowed = [y, *[rest] * (len(ours[0]) - 1), *[grad] * len(ours[1])]
+        yield checks(name, sum(ours, ()), sum(wanted, ()), allowed)
+
+
+def check_norm(settings: Settings) -> Iterator[Row]:
+    """BatchNorm and ReLU in one: all types."""
+    namespace = kernels(settings)
+    for shape in norm_cases.DEVICE_SHAPES if settings.on_gpu else norm_cases.SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            problem, allowed = norm_cases.Problem.sample(shape, dtype).to(settings.device), norm_cases.error_of(dtype)
+            for training in (True, False):
+                ours, wanted = norm_cases.run(namespace, problem, training), norm_cases.reference(problem, training)
+                yield checks(f"{shape}, {dtype}, training={training}", ours, wanted, [allowed] * len(wanted))
+            x = problem.x.clone()
+            namespace.norm_relu_(x, *problem.parameters, norm_cases.EPS)
+            yield checks(f"{shape}, {dtype}, in place", [x], norm_cases.reference(problem, False)[:1], [allowed])
+
+
+def check_operator(operator: Operator, settings: Settings) -> Iterator[Row]:
+    """A kernel of the unfused attention: float64 exactly, others rounded at most once per step of the sum."""
+    assert library.load()
+    for case, dtype in itertools.product(CASES, (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
+        inputs = tuple(x.to(settings.device) for x in operator.sample(case, dtype))
+        ours = gradients(operator.kernel(), inputs, *operator.rest(case))
+        wanted = gradients(operator.reference, tuple(x.double() for x in inputs), *operator.rest(case))
+        allowed = 1e-12 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
+        yield checks(f"{operator}, {case}, {dtype}", ours, wanted, [allowed] * len(wanted))
+
+
+def operators(settings: Settings) -> Iterator[Row]:
+    for operator in OPERATORS:
+        yield from check_operator(operator, settings)
+
+
+def check_module(kind: str, settings: Settings) -> Iterator[Row]:
+    """One kind of attention: float64 and float32 against the reference, autocast, channels_last, another stream."""
+    for training in (True, False):
+        module = made(kind, 3).train(training)
+        x = torch.randn(2, CHANNELS, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        with ops.backend("reference"):
+            wanted = module_gradients(module, module, x)
+        ours = module.to(settings.device)
+        x = x.to(settings.device)
+        mode = f"{kind}, {'training' if training else 'evaluation'}"
+        got = module_gradients(ours, ours, x)
+        # Parameters together: a bias in front of a softmax has no gradient in theory, and so no relative error.
+        both = ([y, x_grad, whole(rest)] for y, x_grad, *rest in (got, wanted))
+        yield checks(f"{mode}, float64", *both, [1e-9] * 3)
+        last = ours(x.contiguous(memory_format=torch.channels_last))
+        yield check(f"{mode}, channels_last", error(last.cpu(), wanted[0]), 1e-9)
+        ours.float()
+        yield check(f"{mode}, float32", error(ours(x.float()).cpu(), wanted[0]), 1e-4)
+        with torch.autocast(settings.device, torch.bfloat16):
+            got_y = ours(x.float())
+            with ops.backend("reference"):
+                plain = error(ours(x.float()).cpu(), wanted[0])
+        yield check(f"{mode}, bfloat16 autocast", error(got_y.cpu(), wanted[0]), 2 * plain + 2**-7)
+
+
+def exact_products() -> None:
+    """Products in float32 without TF32, which cuDNN uses by default, and with the same bits each time."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+
+
+def modules(kinds: Sequence[str], settings: Settings) -> Iterator[Row]:
+    exact_products()
+    for kind in kinds:
+        yield from check_module(kind, settings)
+
+
+def golden(settings: Settings) -> Iterator[Row]:
+    """Numbers that the authors' code gave for SAN10 pairwise, in float64."""
+    for name, found in errors(replay(settings.device)).items():
+        yield check(name, found, TOLERANCE)
+
+
+def small_model(name: str, settings: Settings) -> tuple[nn.Module, Tensor]:
+    """A network of three stages (two on the CPU) at small width, and images."""
+    torch.manual_seed(0)
+    model = san.create_model(name, 10, stages=2 if settings.small else 3, width_factor=0.5).to(settings.device)
+    images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(1)).to(settings.device)
+    return model, images[..., :32, :32] if settings.small else images
+
+
+def train_step(model: Any, images_NCHW: Tensor) -> list[Tensor]:
+    """Logits and gradients of all parameters."""
+    y = model(images_NCHW)
+    cotangent = torch.ones_like(y) * torch.linspace(-1, 1, y.shape[1], device=y.device, dtype=y.dtype)
+    return [y, *torch.autograd.grad(y, list(model.parameters()), cotangent)]
+
+
+def whole(grads: Sequence[Tensor]) -> Tensor:
+    """All gradients as one vector: some are zero in theory, and have no relative error."""
+    return torch.cat([grad.detach().double().flatten() for grad in grads])
+
+
+def compared(wanted: Sequence[Tensor], how: str, found: Sequence[Tensor], values: float, gradients_: float) -> Row:
+    """Logits, and all gradients together."""
+    both = ([y, whole(grads)] for y, *grads in (found, wanted))
+    return checks(how, *both, (values, gradients_))
+
+
+def reference_step(model: nn.Module, images: Tensor) -> list[Tensor]:
+    exact_products()
+    with ops.backend("reference"):
+        return train_step(copy.deepcopy(model).double(), images.double())
+
+
+def models(name: str, settings: Settings) -> Iterator[Row]:
+    """A network: against the reference in float64, channels_last, autocast, another stream, CUDA graph."""
+    model, images = small_model(name, settings)
+    wanted = reference_step(model, images)
+    eager = train_step(copy.deepcopy(model), images)
+    yield compared(wanted, "float32", eager, 1e-4, 1e-2)
+    copied = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    yield compared(
+        wanted, "channels_last", train_step(copied, images.contiguous(memory_format=torch.channels_last)), 1e-4, 1e-2
+    )
+    with torch.autocast(settings.device, torch.bfloat16):
+        found = train_step(copy.deepcopy(model), images)
+        with ops.backend("reference"):
+            plain = train_step(copy.deepcopy(model), images)
+    errors_of_plain = error(plain[0], wanted[0]), error(whole(plain[1:]), whole(wanted[1:]))
+    yield compared(wanted, "bfloat16 autocast", found, *(2 * e + 2**-7 for e in errors_of_plain))
+    if settings.on_gpu:
+        yield compared(wanted, "another stream", on_another_stream(copy.deepcopy(model), images), 1e-4, 1e-2)
+        yield same_bits("CUDA graph", in_graph(copy.deepcopy(model), images), eager)
+
+
+def compiled(name: str, settings: Settings) -> Iterator[Row]:
+    """A network through torch.compile, which must not break the graph."""
+    model, images = small_model(name, settings)
+    wanted = reference_step(model, images)
+    backend = "inductor" if settings.on_gpu else "aot_eager"
+    found = train_step(torch.compile(model, fullgraph=True, backend=backend), images)
+    yield compared(wanted, f"compiled by {backend}, fullgraph", found, 1e-4, 1e-2)
+
+
+def same_bits(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Row:
+    return {"check": f"{name}, same bits as eager", "passed": all(map(torch.equal, got, wanted))}
+
+
+def on_another_stream(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """The images arrive late on that stream: a kernel on the default stream would read zeros."""
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(images)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(images)
+        found = train_step(model, late)
+    torch.cuda.synchronize()
+    return found
+
+
+def in_graph(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Forward and backward captured and replayed; BatchNorm's statistics do not enter the result in training."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train_step(model, images)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = train_step(model, images)
+    for tensor in found:
+        tensor.detach().zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return found
+
+
+def large_workspace(settings: Settings) -> Iterator[Row]:
+    """A batch whose workspaces exceed 256 MB, so that kernels work through it in parts; the shim's limit is 16 KB."""
+    for kernel in KERNELS:
+        cases, how = kernel.cases, kernel.precisions["float32"]
+        size = cases.DEVICE_CASES[-1 if kernel.name == "pairwise" else -3]  # SAN's second stage
+        large = cases.Case(**{**vars(size), "batch": 32}) if settings.on_gpu else cases.CASES[1]
+        problem = cases.Problem.sample(large).to(settings.device)
+        ours = cases.run(kernels(settings), problem, True, torch.float32)
+        wanted = cases.reference(problem, True)
+        # Sums over so many pixels err a little more.
+        y, rest, grad = (10 * allowed for allowed in how.allowed)
+        allowed = [y, *[rest] * (len(ours[0]) - 1), *[grad] * len(ours[1])]
+        yield checks(f"{kernel.name}, {large}", sum(ours, ()), sum(wanted, ()), allowed)
+
+
+def second_device(settings: Settings) -> Iterator[Row]:
+    """The current device is the first one; the maps lie on the second."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise SkipCase(f"needs two GPUs; this machine has {count}")
+    for kernel in KERNELS:
+        cases, how = kernel.cases, kernel.precisions["float32"]
+        problem = cases.Problem.sample(cases.CASES[0]).to("cuda:1")
+        ours = cases.run(kernels(settings), problem, True, torch.float32)
+        yield checks(f"{kernel.name} on cuda:1", ours[0], cases.reference(problem, True)[0], [how.allowed[0]] * len(ours[0]))
+
+
+def ten_small(settings: Settings) -> Iterator[Row]:
+    """Ten small problems, few enough for a sanitizer, which slows kernels down a hundredfold."""
+    for kernel, precision in itertools.product(KERNELS, ("float32", "bfloat16")):
+        how, cases = kernel.precisions[precision], kernel.cases
+        for size in cases.CASES[1:3]:
+            problem = cases.Problem.sample(size).rounded_to(how.dtype).to(settings.device)
+            cases.run(kernels(settings), problem, True, how.dtype)
+            yield {"check": f"{kernel.name}, {size}, {precision}"}
+    norm = norm_cases.Problem.sample(norm_cases.SHAPES[1], torch.float32).to(settings.device)
+    norm_cases.run(kernels(settings), norm, True)
+    aggregation = OPERATORS[-1]
+    gradients(aggregation.kernel(), tuple(x.to(settings.device) for x in aggregation.sample(CASES[2])), CASES[2].footprint)
+    yield {"check": "norm_relu and aggregation"}
+
+
+def sanitized(tool: str, settings: Settings) -> Iterator[Row]:
+    """The ten small problems under compute-sanitizer."""
+    if not settings.on_gpu:
+        raise SkipCase("needs a GPU")
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None:
+        raise SkipCase("compute-sanitizer is not installed")
+    arguments = [sys.executable, "-m", "tests.gpu.child", settings.to_json(), "correctness/ten small problems", "/dev/null"]
+    # Each tensor in memory of its own, so that an access behind its end is seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [program, "--tool", tool, "--error-exitcode", "1", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    yield {"check": tool, "passed": done.returncode == 0, "said": said[:20] if done.returncode else said[-1:]}
+
+
+def _case(name: str, run: Callable[[Settings], Iterator[Row]], priority: int, limit: float = 120) -> Case:
+    return Case("correctness", name, run, priority, limit)
+
+
+def _in_groups(names: Sequence[str], groups: int) -> Iterator[tuple[str, list[str]]]:
+    for number in range(groups):
+        yield f"modules {number + 1} of {groups}", list(names[number::groups])
+
+
+# The types that training uses come first; sanitizers, which are slow, last.
+NETWORKS = ("san10_pairwise", "san10_patchwise")
+ALL = [
+    *(
+        _case(f"{kernel.name} {' and '.join(precisions)}", partial(check_kernel, kernel, precisions), priority)
+        for kernel in KERNELS
+        for precisions, priority in ((["float32"], 10), (["bfloat16"], 10), (["tf32"], 11), (["float64", "float16"], 50))
+    ),
+    _case("norm_relu", check_norm, 11),
+    _case("operators", operators, 13),
+    _case("golden numbers", golden, 12),
+    *(_case(name, partial(models, name), 13) for name in NETWORKS),
+    *(_case(f"{name} compiled", partial(compiled, name), 27, 240) for name in NETWORKS),
+    *(_case(name, partial(modules, kinds), 50) for name, kinds in _in_groups(sorted(KINDS), 2)),
+    _case("workspaces over 256 MB", large_workspace, 14),
+    _case("a second GPU", second_device, 53),
+    _case("ten small problems", ten_small, 54),
+    _case("memcheck", partial(sanitized, "memcheck"), 55, 300),
+    _case("racecheck", partial(sanitized, "racecheck"), 56, 300),
+]

@@ -1,0 +1,158 @@
+"""Turns results of the GPU check into Markdown: `python -m tests.gpu.report RESULTS.jsonl [...] [--write docs/performance.md]`.
+
+`--write` replaces what lies between the markers of the page. It takes only results from a GPU at full size, of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tests.gpu.case import Row
+
+BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
+MACHINE = ("gpu", "gpus", "memory_GiB", "driver", "cuda", "cpu", "cpus", "python", "torch", "commit", "date")
+
+
+def report(records: Sequence[Row]) -> str:
+    """All tables; what was not measured has none."""
+    facts = machine(records)
+    on_gpu = facts.get("device") == "cuda"
+    title = "" if on_gpu and not facts.get("small") else "**A trial run of the program at small sizes: no measurement.**\n\n"
+    said = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
+    parts = (_status(records), *_cores(records), *_models(records), _loader(records), _training(records), _troubles(records))
+    return title + "\n\n".join([f"Machine: {said}.", *(part for part in parts if part)]) + "\n"
+
+
+def machine(records: Sequence[Row]) -> Row:
+    return next((row["machine"] for row in rows(records, "build") if "machine" in row), {})
+
+
+def rows(records: Iterable[Row], part: str) -> Iterator[Row]:
+    for record in records:
+        if record["part"] == part:
+            yield from record["rows"]
+
+
+def table(title: str, heading: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    if not lines:
+        return ""
+    cells = [" | ".join(map(str, line)) for line in lines]
+    rule = "|---" + "|---:" * (len(heading) - 1) + "|"
+    return "\n".join([f"**{title}**\n", f"| {' | '.join(heading)} |", rule, *(f"| {line} |" for line in cells)])
+
+
+def ranged(values: Sequence[float] | None, digits: int = 2) -> str:
+    """Median, with the range."""
+    if not values:
+        return "-"
+    middle, low, high = (f"{x:.{digits}f}" for x in values)
+    return f"{middle} ({low}-{high})"
+
+
+def _status(records: Sequence[Row]) -> str:
+    lines = []
+    for part in dict.fromkeys(record["part"] for record in records):
+        counts = Counter(record["status"] for record in records if record["part"] == part)
+        checks = [row for row in rows(records, part) if "passed" in row]
+        of_checks = f"{sum(row['passed'] for row in checks)} of {len(checks)}" if checks else "-"
+        lines.append([part, ", ".join(f"{n} {status}" for status, n in counts.items()), of_checks])
+    return table("Cases", ["part", "cases", "checks passed"], lines)
+
+
+def _cores(records: Sequence[Row]) -> Iterator[str]:
+    found = [row for row in rows(records, "cores") if "core" in row]
+    names = ["unfused", "reference", "compiled", "authors"]
+    for precision, mode in sorted({(row["precision"], row["mode"]) for row in found}):
+        merged: dict[tuple[str, str], Row] = {}
+        for row in found:
+            if (row["precision"], row["mode"]) == (precision, mode):
+                kept = merged.setdefault((row["core"], row["stage"]), {"ms": {}, **row, "times_ours": {}, "left_out": {}})
+                kept["times_ours"] |= row.get("times_ours", {})
+                kept["left_out"] |= row["left_out"]
+        lines = []
+        for (kind, stage), row in sorted(merged.items()):
+            ours = row["ms"].get("fused")
+            share = f"{row['roofline_ms'] / ours[0]:.0%}".replace("%", " %") if ours else "-"
+            others = [row["left_out"].get(name) or ranged(row["times_ours"].get(name), 1) for name in names]
+            lines.append([f"{kind}, {stage}", ranged(ours, 3), f"{row['roofline_ms']:.3f}", share, *others])
+        batches = "/".join(sorted({str(row["batch"]) for row in merged.values()}))
+        heading = ["attention alone", "fused, ms", "roofline, ms", "of roofline", *(f"{name} / fused" for name in names)]
+        yield table(f"{'Training' if mode == 'train' else 'Evaluation'}, {precision}, batch {batches}", heading, lines)
+
+
+def _models(records: Sequence[Row]) -> Iterator[str]:
+    for mode in ("train", "eval"):
+        lines = []
+        for row in rows(records, "models"):
+            if row["mode"] != mode:
+                continue
+            name, speeds = row["model"], row["images_per_s"]
+            speed = "out of memory" if row["oom"] else ranged(speeds.get(name), 0)
+            memory = row["peak_MiB"].get(name)
+            yardstick = ranged(speeds.get("resnet26"), 0), ranged(row.get("times_resnet26"))
+            lines.append(
+                [name, row["batch"], row["precision"], row["how"], speed, *yardstick, f"{memory:.0f}" if memory else "-"]
+            )
+        heading = ["network", "batch", "precision", "how", "images/s", "ResNet26", "of ResNet26's", "peak MiB"]
+        yield table("Training steps" if mode == "train" else "Evaluation of networks", heading, lines)
+
+
+def _loader(records: Sequence[Row]) -> str:
+    lines = [[row["mode"], row["threads"], row["batch"], ranged(row["images_per_s"], 0)] for row in rows(records, "loader")]
+    return table("Loading photographs", ["images", "threads", "batch", "images/s"], lines)
+
+
+def _training(records: Sequence[Row]) -> str:
+    lines = []
+    for row in rows(records, "training"):
+        speeds = row["images_per_s"]
+        engine = ", ".join(row["engine"]) or "default"
+        lines.append(
+            [row["workers"], engine, ranged(speeds["trial"], 0), ranged(speeds["bare"], 0), ranged(row["trial_over_plain"])]
+        )
+    heading = ["workers", "engine", "trial, images/s", "plain torch, images/s", "trial / plain"]
+    return table("A whole trial and a plain loop", heading, lines)
+
+
+def _troubles(records: Sequence[Row]) -> str:
+    bad = [record for record in records if record["status"] in ("failed", "crashed", "timeout")]
+    lines = [[f"{r['part']}/{r['name']}", r["status"], r.get("kernel") or "-", _one_line(r["error"])] for r in bad]
+    return table("What failed", ["case", "status", "kernel", "error"], lines)
+
+
+def _one_line(text: str) -> str:
+    return text.splitlines()[0][:150].replace("|", "/")
+
+
+def write(page: Path, text: str) -> None:
+    """Replaces what lies between the markers."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--write", type=Path, help="page whose part between the markers is replaced")
+    options = parser.parse_args()
+    runs = [[json.loads(line) for line in path.read_text().splitlines()] for path in options.results]
+    machines = [machine(run) for run in runs]
+    if len({(facts.get("device"), facts.get("gpu"), facts.get("torch")) for facts in machines}) > 1:
+        sys.exit("The results come from different machines or torch versions; report them one by one.")
+    text = report([record for run in runs for record in run])
+    if options.write is None:
+        print(text)
+    elif any(facts.get("device") != "cuda" or facts.get("small") for facts in machines):
+        sys.exit(f"{options.write} takes only results from a GPU at full size; these are from {machines[0].get('device')}.")
+    else:
+        write(options.write, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The GPU check on a CPU: how it records cases that crash, hang or fail, a case of each part, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import child, runner
+from tests.gpu.case import Case, Row, Settings, SkipCase
+from tests.gpu.report import BEGIN, END, report, write
+from tests.gpu.runner import Runner
+
+ROOT = Path(__file__).parents[2]
+CHILD = (sys.executable, "-m", "tests.gpu.test_gpu")
+Records = dict[str, Row]
+
+
+def passes(settings: Settings) -> Iterator[Row]:
+    yield {"check": "one", "passed": True}
+
+
+def aborts(settings: Settings) -> Iterator[Row]:
+    yield {"check": "before", "passed": True}
+    os.abort()
+
+
+def hangs(settings: Settings) -> Iterator[Row]:
+    yield {"check": "before", "passed": True}
+    subprocess.Popen(["sleep", "1234567"])
+    time.sleep(60)
+
+
+def raises(settings: Settings) -> Iterator[Row]:
+    yield {"check": "before", "passed": True}
+    raise ValueError("a wrong value")
+
+
+def errs(settings: Settings) -> Iterator[Row]:
+    yield {"check": "one", "passed": True}
+    yield {"check": "two", "passed": False}
+    yield {"check": "three", "passed": True}
+
+
+def breaks_cuda(settings: Settings) -> Iterator[Row]:
+    yield {"check": "before", "passed": True}
+    where = "pairwise: mapping_kernel: " if os.environ.get("SAN_CUDA_SYNC") == "1" else "CUDA error: "
+    raise RuntimeError(f"{where}an illegal memory access was encountered")
+
+
+def needs_a_package(settings: Settings) -> Iterator[Row]:
+    import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+    yield {}
+
+
+def misses_our_module(settings: Settings) -> Iterator[Row]:
+    import tests.no_such_module  # type: ignore[import-not-found]  # noqa: F401
+
+    yield {}
+
+
+def skips(settings: Settings) -> Iterator[Row]:
+    raise SkipCase("needs two GPUs; this machine has 1")
+    yield {}
+
+
+FAKES: dict[str, Callable[[Settings], Iterator[Row]]] = {
+    f.__name__: f for f in (passes, aborts, hangs, raises, errs, breaks_cuda, needs_a_package, misses_our_module, skips)
+}
+
+
+def fakes(settings: Settings) -> list[Case]:
+    cases = [Case("cores", name, run, 1, 3 if name == "hangs" else 60) for name, run in FAKES.items()]
+    return [*cases, Case("build", "kernels", raises, 0), Case("cores", "last", hangs, 9, 60)]
+
+
+def run(out: Path, names: list[str], budget: float = 100) -> Records:
+    settings = Settings("cuda", False, str(out))  # no fake touches a GPU
+    cases = [case for case in fakes(settings) if case.name in names]
+    records = Runner(settings, out, budget, CHILD).run(cases)
+    assert [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()] == records
+    return {record["name"]: record for record in records}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return run(tmp_path_factory.mktemp("fakes"), list(FAKES))
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "error"),
+    [
+        ("passes", "passed", None),
+        ("aborts", "crashed", "signal SIGABRT"),
+        ("hangs", "timeout", "killed after 3 s"),
+        ("raises", "failed", "ValueError: a wrong value"),
+        ("errs", "failed", '1 checks failed, the first: {"check": "two"'),
+        ("breaks_cuda", "crashed", "CUDA error: an illegal memory access"),
+        ("needs_a_package", "skipped", "needs the package no_such_package"),
+        ("misses_our_module", "failed", "No module named 'tests.no_such_module'"),
+        ("skips", "skipped", "needs two GPUs"),
+    ],
+)
+def test_status(name: str, status: str, error: str | None, records: Records) -> None:
+    record = records[name]
+    assert record["status"] == status, record
+    assert "error" not in record if error is None else error in record["error"]
+
+
+def test_rows_before_the_end_are_kept(records: Records) -> None:
+    for name in ("aborts", "hangs", "raises", "breaks_cuda"):
+        assert records[name]["rows"] == [{"check": "before", "passed": True}], name
+    assert len(records["errs"]["rows"]) == 3
+
+
+def test_a_second_run_names_the_kernel(records: Records) -> None:
+    assert records["breaks_cuda"]["kernel"] == "mapping_kernel"
+    assert records["aborts"]["kernel"] is None
+
+
+def test_nothing_that_a_case_started_survives(records: Records) -> None:
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert records["hangs"]["status"] == "timeout"
+    assert not any(b"1234567" in command for command in commands)
+
+
+def test_a_spent_budget_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LEAST", 0.5)
+    found = run(tmp_path, ["passes", "last", "errs"], budget=4)
+    assert found["passes"]["status"] == "passed"
+    assert found["last"]["status"] == "not run" and "budget ended after" in found["last"]["error"]
+    found = run(tmp_path, ["passes"], budget=0.1)
+    assert (found["passes"]["status"], found["passes"]["error"]) == ("not run", "the budget is spent")
+
+
+def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
+    found = run(tmp_path, ["kernels", "passes"])
+    assert found["kernels"]["status"] == "failed"
+    assert (found["passes"]["status"], found["passes"]["error"]) == ("not run", "build/kernels did not pass")
+
+
+CHOSEN = {
+    "correctness/pairwise float32": "check",
+    "correctness/operators": "check",
+    "cores/patchwise tf32": "core",
+    "models/san10_pairwise batch 32 tf32 eager": "model",
+    "loader/training": "threads",
+    "training/one worker": "trial_over_plain",
+}
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("small")
+    chosen = [part for name in CHOSEN for part in ("--case", name)]
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--out", str(out), *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / "results.jsonl"
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_case_of_each_part(name: str, small_run: Path) -> None:
+    found = {f"{record['part']}/{record['name']}": record for record in map(json.loads, small_run.read_text().splitlines())}
+    assert found[name]["status"] == "passed", found[name]
+    assert any(CHOSEN[name] in row for row in found[name]["rows"])
+
+
+def test_the_report_has_a_table_for_each_part_and_says_that_a_cpu_measures_nothing(small_run: Path) -> None:
+    text = report([json.loads(line) for line in small_run.read_text().splitlines()])
+    assert text.startswith("**A trial run of the program at small sizes: no measurement.**")
+    for title in (
+        "Cases",
+        "Training, tf32, batch 1",
+        "Training steps",
+        "Loading photographs",
+        "A whole trial and a plain loop",
+    ):
+        assert f"**{title}**" in text
+
+
+def test_results_of_a_cpu_do_not_reach_the_page(small_run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"a\n{BEGIN}\nold\n{END}\nb\n")
+    command = [sys.executable, "-m", "tests.gpu.report", str(small_run), "--write", str(page)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "takes only results from a GPU at full size" in done.stderr
+    assert "old" in page.read_text()
+
+
+def test_the_marked_part_of_the_page_is_replaced(tmp_path: Path, records: Records) -> None:
+    facts: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H100", "driver": "580.1", "torch": "2.11.0", "date": "2026-11-22"}
+    build = {"part": "build", "name": "kernels", "status": "passed", "rows": [{"machine": facts}]}
+    page = tmp_path / "performance.md"
+    page.write_text(f"a\n{BEGIN}\nold\n{END}\nb\n")
+    write(page, report([build, *records.values()]))
+    text = page.read_text()
+    assert "old" not in text and text.startswith("a\n") and text.endswith("b\n")
+    assert "gpu NVIDIA H100, driver 580.1, torch 2.11.0, date 2026-11-22" in text and "no measurement" not in text
+    assert "| cores/breaks_cuda | crashed | mapping_kernel |" in text
+
+
+def test_the_page_has_one_place_for_the_tables() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
+
+
+if __name__ == "__main__":
+    child.main(fakes)

@@ -1,0 +1,121 @@
+"""Times calls side by side: in turn in each repeat, after a warm-up; on a GPU by CUDA events, in a graph where asked."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from san import ops
+from tests.gpu.case import Row, Settings
+
+Call = Callable[[], object]
+PRECISIONS = ("tf32", "bfloat16", "float32")
+SAMPLE_MS = 20.0
+"""A sample repeats a call until it takes about so long."""
+
+
+@contextmanager
+def precision(name: str, device: str) -> Iterator[None]:
+    """float32 products exact or as TF32, or bfloat16 autocast with TF32 for the rest."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name != "float32"
+    with torch.autocast(device, torch.bfloat16, enabled=name == "bfloat16", cache_enabled=False):
+        yield
+
+
+def under(backend: ops.Backend, precision_name: str, device: str, call: Call) -> Call:
+    """The call with these operators, in this precision."""
+
+    def run() -> None:
+        with ops.backend(backend), precision(precision_name, device):
+            call()
+
+    return run
+
+
+def captured(call: Call) -> Call:
+    """The call as one CUDA graph, which takes Python and launches out of the time."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls ready to be timed, warm; and those that cannot be, with the reason."""
+    ready, left_out = {}, {}
+    for name, call in calls.items():
+        try:
+            ready[name] = captured(call) if graph and settings.on_gpu else call
+            ready[name]()
+            if settings.on_gpu:
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            ready.pop(name, None)
+            left_out[name] = "out of memory"
+            torch.cuda.empty_cache()
+    return ready, left_out
+
+
+def measure(calls: dict[str, Call], settings: Settings, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds per call of each repeat, by name. All calls take turns in each repeat."""
+    times = {name: _rounds(call, settings) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(2 if settings.small else repeats):
+        for name, call in calls.items():
+            samples[name].append(_sample(call, times[name], settings))
+    return samples
+
+
+def _rounds(call: Call, settings: Settings) -> int:
+    """How many calls make a sample."""
+    call()
+    return 1 if settings.small else max(1, min(100, round(SAMPLE_MS / max(_sample(call, 2, settings), 0.01))))
+
+
+def _sample(call: Call, rounds: int, settings: Settings) -> float:
+    if not settings.on_gpu:
+        began = time.perf_counter()
+        for _ in range(rounds):
+            call()
+        return 1000 * (time.perf_counter() - began) / rounds
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(rounds):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / rounds
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Median, least and greatest."""
+    return [float(f"{x:.4g}") for x in (statistics.median(values), min(values), max(values))]
+
+
+def summary(samples: dict[str, list[float]], ours: str) -> Row:
+    """Milliseconds of each, and for the others how many times as long they took as ours in the same repeat."""
+    ratios = {name: [a / b for a, b in zip(x, samples[ours], strict=True)] for name, x in samples.items() if name != ours}
+    return {"ms": {n: spread(x) for n, x in samples.items()}, "times_ours": {n: spread(x) for n, x in ratios.items()}}
+
+
+def peaks(settings: Settings) -> Row:
+    """What this device reaches: bytes/s of a large copy, read and written, and FLOP/s of a large product by precision."""
+    size, elements = (256, 2**20) if settings.small else (8192, 2**28)
+    source = torch.ones(elements, device=settings.device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, device=settings.device) for _ in range(2))
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
+    calls |= {name: under("auto", name, settings.device, lambda: torch.mm(a, b)) for name in PRECISIONS}
+    best = {name: min(times) / 1000 for name, times in measure(calls, settings, 5).items()}
+    return {"bytes_per_s": 8 * elements / best["copy"], "flops": {n: 2 * size**3 / best[n] for n in PRECISIONS}}
