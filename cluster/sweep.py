@@ -47,6 +47,8 @@ _SECONDS_TO_NOTICE = 30.0
 """Ray misses a node whose processes are gone after 15 s; workers on others see their broken connections at once."""
 _AHEAD = 4
 """So many cells at least, and up to as many as run, wait for nodes where the cluster grows."""
+_LONGEST_REASON = 800
+"""Characters of the line that tells why a cell failed."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 """At what the cluster has."""
 
@@ -382,11 +384,11 @@ def _reason(error: Exception | None, text: str) -> str:
         return f"more than {_LOSSES} nodes were lost under this cell: it may be what brings them down"
     if "Worker exit type" in text:
         return "a worker process died without an exception: it ran out of memory, was killed or crashed"
-    return _sentence(error) if error else textwrap.shorten(text.strip().splitlines()[-1], 400)
+    return _sentence(error) if error else textwrap.shorten(text.strip().splitlines()[-1], _LONGEST_REASON)
 
 
 def _sentence(error: Exception) -> str:
-    return textwrap.shorten("".join(traceback.format_exception_only(_cause(error))), 400)
+    return textwrap.shorten("".join(traceback.format_exception_only(_cause(error))), _LONGEST_REASON)
 
 
 def _cause(error: Exception) -> Exception:

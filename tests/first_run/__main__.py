@@ -1,0 +1,200 @@
+"""What users see when they first run the project on a GPU, on machines that this one pretends to be.
+
+    python -m tests.first_run [--write docs/gpu.md]
+
+Each scene is a real command in its own processes, including Ray's workers. The only stubs are what torch, the driver and nvcc
+report about themselves (`stubs/sitecustomize.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.cluster.nodes import nodes
+
+ROOT = Path(__file__).parent.parent.parent
+STUBS = Path(__file__).parent / "stubs"
+BEGIN, END = "<!-- first runs: written by `python -m tests.first_run --write` -->", "<!-- /first runs -->"
+
+RTX_4090 = {"gpus": 1, "capability": (8, 9), "memory": 24}
+A100 = {"gpus": 8, "capability": (8, 0), "memory": 80}
+H100 = {"gpus": 4, "capability": (9, 0), "memory": 80}
+PYPI = {"torch": "2.13.0+cu130", "cuda": "13.0"}
+"""The torch that `pip install torch` gives."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One user, one machine, one command, and the end that it must come to."""
+
+    title: str
+    machine: dict[str, Any]
+    arguments: tuple[str, ...]
+    expected: tuple[str, ...]
+    """What must be among the words on the screen."""
+    code: int
+    driver: str | None = "580.65.06"
+    nvcc: str | None = None
+    """Its release; None where there is none."""
+    on_cluster: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def imagenet(profile: str, *overrides: str) -> tuple[str, ...]:
+    return ("run", "experiments/grids/footprint.yaml", "--profile", profile, "data.root=IMAGES", *overrides)
+
+
+SCENES = {
+    "driver": Scene(
+        "RTX 4090, a driver older than torch's CUDA",
+        RTX_4090 | PYPI | {"usable": False},
+        imagenet("imagenet-1gpu", "placement.cpus=1"),
+        ("needs driver 580 or newer, but the driver is 550.54.15", "--index-url https://download.pytorch.org/whl/cu126"),
+        2,
+        driver="550.54.15",
+    ),
+    "torch": Scene(
+        "RTX 4090, torch without CUDA",
+        RTX_4090 | {"torch": "2.13.0+cpu", "cuda": None, "usable": False},
+        imagenet("imagenet-1gpu", "placement.cpus=1"),
+        ("this torch (2.13.0+cpu) was built without CUDA; run `pip install torch==2.13.0",),
+        2,
+    ),
+    "nvcc": Scene(
+        "RTX 4090, no CUDA toolkit",
+        RTX_4090 | PYPI | {"usable": True},
+        imagenet("imagenet-1gpu", "placement.cpus=1"),
+        ("nvcc was not found; install the CUDA toolkit 12 or newer", "engine.reference_operators=true"),
+        2,
+    ),
+    "one GPU": Scene(
+        "RTX 4090, the paper's profile for 8 GPUs",
+        RTX_4090 | PYPI | {"usable": True},
+        imagenet("imagenet", "placement.cpus=1"),
+        ("a cell needs 8 workers with 1 CPU and 1 GPU each", "`placement.workers=1 recipe.accumulate=8` fits here"),
+        2,
+    ),
+    "old nvcc": Scene(
+        "8 x A100, CUDA toolkit 11.8",
+        A100 | PYPI | {"usable": True},
+        imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
+        ("nvcc 11.8 at ", " is too old; 12 or newer is needed"),
+        2,
+        nvcc="11.8",
+    ),
+    "old GPU": Scene(
+        "Tesla T4",
+        PYPI | {"usable": True, "gpus": 1, "capability": (7, 5), "memory": 16},
+        imagenet("imagenet-1gpu", "placement.cpus=1"),
+        ("CUDA kernels cannot be used",),
+        2,
+    ),
+    "cluster": Scene(
+        "4 x 8 H100, joined; a node's driver is too old for its torch",
+        H100 | PYPI | {"usable": False},
+        imagenet("imagenet", "placement.cpus=1", "placement.workers=2", "recipe.batch=4"),
+        ("pairwise_3 failed", "needs driver 580 or newer, but the driver is 550.54.15"),
+        1,
+        driver="550.54.15",
+        on_cluster=True,
+    ),
+    "plan": Scene(
+        "8 x A100, how long it will take, before anything has run",
+        A100 | PYPI | {"usable": True},
+        ("plan", *imagenet("imagenet", "placement.cpus=1", "placement.workers=2")[1:]),
+        ("a rough guess by the FLOPs of their models", "GPU-hours"),
+        0,
+    ),
+}
+
+
+def play(scene: Scene, folder: Path) -> tuple[int, str]:
+    """Runs the scene's command; returns its exit code and what it printed."""
+    images, programs = folder / "images", folder / "bin"
+    _write_images(images)
+    programs.mkdir()
+    if scene.driver is not None:
+        _write_program(programs / "nvidia-smi", scene.driver)
+    if scene.nvcc is not None:
+        _write_program(programs / "nvcc", f"Cuda compilation tools, release {scene.nvcc}, V{scene.nvcc}.89")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "CUDA_HOME", "SAN_CUDA")}
+    environment |= {
+        "PATH": f"{programs}:{environment['PATH']}",
+        "PYTHONPATH": f"{STUBS}:{ROOT}",
+        "SAN_STUB": json.dumps(scene.machine | {"nvcc": str(programs)}),
+        "SAN_RUNS": str(folder / "runs"),
+    } | scene.environment
+    arguments = [argument.replace("IMAGES", str(images)) for argument in scene.arguments]
+    if not scene.on_cluster:
+        return _run(arguments, environment)
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with nodes(head_cpus=1) as several:
+            for _ in range(2):
+                several.cluster.add_node(num_cpus=1, num_gpus=1)
+            return _run([*arguments, "--address", several.address], environment)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    command = [sys.executable, "-m", "experiments", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stderr + done.stdout
+
+
+def _write_images(root: Path) -> None:
+    """A folder like ImageNet's, with two classes."""
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for split in ("train", "val"):
+        for label in ("n01440764", "n01443537"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(52):  # val-split holds out 50
+                Image.fromarray(pixels).save(root / split / label / f"{number}.jpg")
+
+
+def _write_program(path: Path, says: str) -> None:
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+
+
+def shown(scene: Scene, code: int, output: str, folder: Path) -> str:
+    """The scene as a section of a page; only what is the same on every machine."""
+    text = output.replace(str(folder), "/home/me").replace(os.uname().nodename, "gpu-node").replace(str(ROOT), "/home/me/san")
+    command = " ".join(("san", *scene.arguments)).replace("IMAGES", "/data/imagenet")
+    text = re.sub(r"^W\d+ .*triton.*\n", "", text, flags=re.MULTILINE)  # by a torch without CUDA only
+    lines = [line for line in text.splitlines() if line.strip()]
+    screen = "\n".join([f"$ {command}", *lines, f"(exit code {code})"])
+    return f"**{scene.title}**\n\n```\n{screen}\n```\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="replaces the marked part of this page")
+    page: Path | None = parser.parse_args().write
+    sections = []
+    for scene in SCENES.values():
+        with tempfile.TemporaryDirectory() as name:
+            sections.append(shown(scene, *play(scene, Path(name)), Path(name)))
+            print(sections[-1])
+    if page is not None:
+        head, rest = page.read_text().split(BEGIN)
+        page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(sections) + f"\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
