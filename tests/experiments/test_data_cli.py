@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from PIL import Image
 
 from experiments.cli import main
@@ -436,7 +437,7 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first worker broadcasts reaches the second."""
     sent: list[bytes] = []
 
-    def broadcast(objects: list[Any]) -> None:
+    def broadcast(objects: list[Any], device: torch.device) -> None:
         if objects[0] is None:
             objects[:] = pickle.loads(sent.pop())
         else:
