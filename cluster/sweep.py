@@ -85,6 +85,7 @@ def sweep(
     retries: int = 1,
     progress: str | None = None,
     final: tuple[type[Exception], ...] = (),
+    fatal: tuple[type[Exception], ...] = (),
 ) -> dict[str, Outcome]:
     """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
 
@@ -95,14 +96,15 @@ def sweep(
     The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
     a report waits for all; it takes some 5 ms, several workers up to 0.2 s after another. A cell that raises or
     dies is started again up to `retries` times, from the beginning: continuing is the function's own business.
-    One that raises any of `final` is not: it would again. One that loses a node, or is pre-empted, is started
+    One that raises any of `final` is not: it would again. After one that raises any of `fatal`, no other cell is started: the
+    next would have the same to say, or be sent to the same broken node. One that loses a node, or is pre-empted, is started
     again on other nodes, up to 10 times besides; it waits where there are none. Where the metric `progress`, such
     as whole epochs, has become greater than it was at the failure before, both counts begin anew, for 10 failures
     of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises,
     ends the cells and the session, and is raised on.
 
     Raises:
-        ClusterError: a cell does not fit into the cluster.
+        ClusterError: a cell does not fit into the cluster; or one has raised what is `fatal`, and those beside it have ended.
         ClusterLostError: Ray on this machine has died, so no cell can start or end any more.
 
     Cells start in the order of `values`, as many at a time as the cluster holds just then. Where an autoscaler adds
@@ -122,7 +124,7 @@ def sweep(
         concurrency(placement, found)
         queue = _Queue(values, placement)
         follower = _Follower(observer, queue, retries, progress)
-        trainable = _trainable(function, dict(values), placement, folder, final)
+        trainable = _trainable(function, dict(values), placement, folder, final, fatal)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
@@ -135,6 +137,8 @@ def sweep(
         except BaseException:
             ray.shutdown()  # Tune leaves its trials running
             raise
+        if follower.fatal is not None:
+            raise ClusterError(follower.fatal)
     return {key: follower.outcomes[key] for key in values}
 
 
@@ -163,6 +167,7 @@ def _trainable(
     placement: Placement,
     folder: str,
     final: tuple[type[Exception], ...],
+    fatal: tuple[type[Exception], ...],
 ) -> Callable[[dict[str, str]], None]:
     """The function that Tune runs once per cell. Values stay out of Tune's grid, which looks into them."""
 
@@ -174,8 +179,9 @@ def _trainable(
         try:
             _train(functools.partial(function, values[key]), placement, name, folder)
         except Exception as error:
-            if isinstance(_cause(error), final):
-                raise _FinalError(_sentence(error), traceback.format_exc()) from None
+            cause = _cause(error)
+            if isinstance(cause, (*final, *fatal)):
+                raise _FinalError(_line(str(cause)), traceback.format_exc(), isinstance(cause, fatal)) from None
             elif _loses_one(nodes):
                 raise _NodeLostError("a node was lost") from error
             else:
@@ -218,7 +224,7 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
 
 
 class _FinalError(Exception):
-    """The function raised what it would raise again: its sentence and its story."""
+    """The function raised what it would raise again: its text, its story, and whether no other cell may start."""
 
 
 class _NodeLostError(Exception):
@@ -335,6 +341,8 @@ class _Follower(ray.tune.Callback):
     def __init__(self, observer: Observer, queue: _Queue, retries: int, progress: str | None) -> None:
         self.observer, self.queue, self.retries, self.progress = observer, queue, retries, progress
         self.outcomes: dict[str, Outcome] = {}
+        self.fatal: str | None = None
+        """Why no other cell may start."""
         self._pasts: defaultdict[str, _Past] = defaultdict(_Past)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -356,7 +364,11 @@ class _Follower(ray.tune.Callback):
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
         key = trial.config["key"]
         if isinstance(cause := getattr(error, "cause", None), _FinalError):
-            return self._finish(Outcome(key, *cause.args))
+            text, story, is_fatal = cause.args
+            if is_fatal:
+                self.fatal = text
+                self.queue.waiting.clear()
+            return self._finish(Outcome(key, text, story))
         past = self._pasts[key]
         past.fail(text, _is_lost(error))
         if past.may_go_on(self.retries):
@@ -384,11 +396,11 @@ def _reason(error: Exception | None, text: str) -> str:
         return f"more than {_LOSSES} nodes were lost under this cell: it may be what brings them down"
     if "Worker exit type" in text:
         return "a worker process died without an exception: it ran out of memory, was killed or crashed"
-    return _sentence(error) if error else textwrap.shorten(text.strip().splitlines()[-1], _LONGEST_REASON)
+    return _line("".join(traceback.format_exception_only(_cause(error))) if error else text.strip().splitlines()[-1])
 
 
-def _sentence(error: Exception) -> str:
-    return textwrap.shorten("".join(traceback.format_exception_only(_cause(error))), _LONGEST_REASON)
+def _line(text: str) -> str:
+    return textwrap.shorten(text, _LONGEST_REASON)
 
 
 def _cause(error: Exception) -> Exception:

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class UserError(ValueError):
     """Something asked for cannot be done; each line of the text is one mistake, with what was expected."""
+
+
+class MachineError(UserError):
+    """A machine cannot do what was asked of it, so no other cell should be sent there."""

@@ -179,7 +179,7 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
     """
     train, val = (
         _loader(config, dataset, is_train, seed, rank, world, device)
-        for dataset, is_train in zip(_broadcast_data(config.data, rank, world), (True, False), strict=True)
+        for dataset, is_train in zip(_broadcast_data(config.data, rank, world, device), (True, False), strict=True)
     )
     smallest = len(train.dataset) // train.steps // world
     if smallest < config.recipe.accumulate:
@@ -187,7 +187,7 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
     return train, val
 
 
-def _broadcast_data(config: DataConfig, rank: int, world: int) -> tuple[Dataset, Dataset]:
+def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.device) -> tuple[Dataset, Dataset]:
     """`open_data`, by the first worker for all: a million files are not asked for by each."""
     # Digits are written where they are missing, on every node.
     if world == 1 or config.source not in ("folder", "shards") or not dist.is_initialized():
@@ -198,7 +198,7 @@ def _broadcast_data(config: DataConfig, rank: int, world: int) -> tuple[Dataset,
             found = [open_data(config)]
         except DataError as error:
             found = [error]
-    dist.broadcast_object_list(found, device=device())  # nccl would use the first GPU for every worker
+    dist.broadcast_object_list(found, device=device)  # nccl would use the first GPU for every worker
     if isinstance(found[0], DataError):
         raise found[0]
     assert found[0] is not None

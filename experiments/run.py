@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cluster import ClusterLostError, concurrency
 from experiments.answer import measured, note, show, to_measure
 from experiments.claims import WhileClaimed, claimed_cells, in_turn
-from experiments.errors import UserError
+from experiments.errors import MachineError, UserError
 from experiments.grid import Trial
 from experiments.images import open_data
 from experiments.job import GRIDS_DIR, Job, is_done, is_finished, known_results, open_job, patiently, say
@@ -100,10 +100,11 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     from cluster.session import is_local, session  # brings Ray
 
     start = time.monotonic()
-    if is_local(address):
-        training_device(job.trials[0].config)  # before a dozen cells fail for the same reason
+    on_this_machine = is_local(address)
     with session(address) as resources:
         at_once = min(cells_that_fit(job, resources), len(missing))
+        if on_this_machine:
+            training_device(job.trials[0].config)  # before a cell has been started for nothing
         say(room(job, resources, at_once))
         with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
@@ -179,6 +180,7 @@ def _sweep(
                 observer=progress if claim is None else WhileClaimed(progress, claim),
                 progress="epoch",
                 final=(UserError, DataError, FloatingPointError),
+                fatal=(MachineError,),
             )
     except (KeyboardInterrupt, ClusterLostError):
         with suppress(TrackerError):

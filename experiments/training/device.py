@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from experiments.config import EngineConfig, TrialConfig
-from experiments.errors import UserError
+from experiments.errors import MachineError, UserError
 from san.ops import library
 
 OLDEST_DRIVER = {13: 580, 12: 525}
@@ -36,15 +36,15 @@ def training_device(config: TrialConfig) -> torch.device:
     """The CPU for a cell without GPUs, else this worker's GPU.
 
     Raises:
-        UserError: the cell needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
+        MachineError: the cell needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
     """
     gpus = config.placement.gpus
     if gpus == 0:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError(f"placement.gpus={gpus}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
+        raise MachineError(f"placement.gpus={gpus}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
-        raise UserError(
+        raise MachineError(
             f"the CUDA kernels cannot be used on {os.uname().nodename}: {missing}. Without them training is several "
             "times slower and needs about four times the memory; set engine.reference_operators=true to accept that"
         )

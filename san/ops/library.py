@@ -46,15 +46,12 @@ def load() -> bool:
 
 def missing(device: str) -> str | None:
     """Why the kernels do not run on device type `cpu` or `cuda`, as a clause without a final period; None where they run."""
-    reason = load_kernels().get(device)
-    if reason is not None or device != "cuda":
-        return reason
     needed = divmod(int(CUDA_ARCHITECTURES[0]), 10)
-    for gpu in range(torch.cuda.device_count()):
+    for gpu in range(torch.cuda.device_count() if device == "cuda" else 0):
         if (seen := torch.cuda.get_device_capability(gpu)) < needed:
             name = "this GPU" if torch.cuda.device_count() == 1 else f"GPU {gpu}"
             return "{} has compute capability {}.{}; {}.{} or more is needed".format(name, *seen, *needed)
-    return None
+    return load_kernels().get(device)
 
 
 @functools.cache

@@ -92,6 +92,7 @@ def describing(value: str, report: Report) -> None:
             "threads": float(os.environ["OMP_NUM_THREADS"]),
             "ranked": float("RANK" in os.environ),
             "same_folder": float(os.getcwd() == value),
+            "sees_gpus": float(os.environ.get("CUDA_VISIBLE_DEVICES") != ""),
         }
     )
 

@@ -24,6 +24,20 @@ except ClusterError as error:
 """
 
 
+SEEN = """
+import sys
+from cluster import Placement
+from cluster.session import session
+from cluster.sweep import sweep
+from tests.cluster import cells
+memory = cells.Memory()
+placement = Placement(int(sys.argv[3]))
+with session(sys.argv[1]):
+    outcomes = sweep(cells.describing, {"cell": ""}, placement, storage=sys.argv[2], observer=memory)
+print(outcomes["cell"].error, [told["sees_gpus"] for told in memory.of("cell")])
+"""
+
+
 CELL = """
 import sys
 from cluster import Placement
@@ -68,6 +82,16 @@ def test_a_token_does_no_harm_where_none_is_asked_for(tmp_path: Path, monkeypatc
         environment |= {"RAY_AUTH_TOKEN": "0" * 64, "PYTHONPATH": "."}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["None 1"], done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_cells_without_gpus_see_none_of_a_cluster_that_others_started(workers: int, tmp_path: Path) -> None:
+    """Ray hides GPUs from them only where the cluster was started with a setting for that."""
+    with nodes(head_cpus=1) as several:
+        several.add(cpus=workers, environment={"CUDA_VISIBLE_DEVICES": "0,1"})
+        command = [sys.executable, "-c", SEEN, several.address, str(tmp_path), str(workers)]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["None [0.0]"], done.stderr
 
 
 def test_refuses_the_address_of_a_job_server() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import Placement, Resources
+from cluster import ClusterError, Placement, Resources
 from cluster.sweep import _Past, sweep
 from tests.cluster import cells
 
@@ -31,6 +31,15 @@ def test_two_cells_at_a_time(resources: Resources, memory: cells.Memory, tmp_pat
     alive = [sum(begin <= at < end for begin, end in spans.values()) for at, _ in spans.values()]
     assert max(alive) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_no_cell_starts_after_a_fatal_error(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+    values = {"good": "well", "bad": "raises what is final", "never": "well"}
+    alone = Placement(cpus=resources.cpus)
+    with pytest.raises(ClusterError, match=r"^it is wrong$"):
+        sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, fatal=(ValueError,))
+    assert memory.starts == ["good", "bad"]
+    assert [(outcome.key, outcome.error) for outcome in memory.outcomes] == [("good", None), ("bad", "it is wrong")]
 
 
 def test_progress_in_order_and_failure_beside_success(memory: cells.Memory, tmp_path: Path) -> None:
@@ -108,14 +117,14 @@ def test_what_would_fail_again_is_not_retried(workers: int, resources: Resources
     )
     assert sorted(memory.starts) == ["bad", "good"]
     assert outcomes["good"].error is None
-    assert outcomes["bad"].error == "ValueError: nothing to count not even to one"
+    assert outcomes["bad"].error == "nothing to count not even to one"
     assert "in counting" in outcomes["bad"].traceback
     assert memory.of("bad") == []
 
 
 def test_a_lone_worker(memory: cells.Memory, tmp_path: Path) -> None:
     sweep(cells.describing, {"cell": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
-    assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0}]
+    assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
 
 
 def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         observer: object,
         progress: object,
         final: object,
+        fatal: object,
     ) -> dict[str, Outcome]:
         (workspace,) = train.args
         for trial in trials.values():

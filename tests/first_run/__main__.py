@@ -98,22 +98,22 @@ SCENES = {
         "Tesla T4",
         PYPI | {"usable": True, "gpus": 1, "capability": (7, 5), "memory": 16},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
-        ("CUDA kernels cannot be used",),
+        ("this GPU has compute capability 7.5; 8.0 or more is needed",),
         2,
     ),
     "cluster": Scene(
         "4 x 8 H100, joined; a node's driver is too old for its torch",
         H100 | PYPI | {"usable": False},
-        imagenet("imagenet", "placement.cpus=1", "placement.workers=2", "recipe.batch=4"),
-        ("pairwise_3 failed", "needs driver 580 or newer, but the driver is 550.54.15"),
-        1,
+        imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
+        ("FAILED after", "needs driver 580 or newer, but the driver is 550.54.15"),
+        2,
         driver="550.54.15",
         on_cluster=True,
     ),
     "plan": Scene(
         "8 x A100, how long it will take, before anything has run",
         A100 | PYPI | {"usable": True},
-        ("plan", *imagenet("imagenet", "placement.cpus=1", "placement.workers=2")[1:]),
+        ("plan", *imagenet("imagenet", "placement.cpus=1", "placement.workers=2", "data.source=synthetic")[1:]),
         ("a rough guess by the FLOPs of their models", "GPU-hours"),
         0,
     ),
@@ -158,13 +158,14 @@ def _run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def _write_images(root: Path) -> None:
-    """A folder like ImageNet's, with two classes."""
+    """A folder like ImageNet's, with two classes, of which val-split holds out 50 images each."""
     pixels = np.zeros((8, 8, 3), np.uint8)
     for split in ("train", "val"):
         for label in ("n01440764", "n01443537"):
             (root / split / label).mkdir(parents=True)
-            for number in range(52):  # val-split holds out 50
-                Image.fromarray(pixels).save(root / split / label / f"{number}.jpg")
+            Image.fromarray(pixels).save(root / split / label / "0.jpg")
+            for number in range(1, 200):
+                (root / split / label / f"{number}.jpg").hardlink_to(root / split / label / "0.jpg")
 
 
 def _write_program(path: Path, says: str) -> None:

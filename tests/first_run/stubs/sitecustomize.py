@@ -1,7 +1,7 @@
-"""Makes Python programs see a machine with GPUs. Python imports this file when its folder is on PYTHONPATH, in Ray's workers too.
+"""Makes Python programs see a machine with GPUs. Python imports this file if its folder is on PYTHONPATH, in Ray's workers too.
 
-The variable `SAN_STUB` holds a JSON object: the versions `torch` and `cuda`, whether torch can use the GPUs (`usable`), how many the
-driver shows (`gpus`), the `capability` and `memory` (GiB) of each, and the only folder in which an `nvcc` is found.
+The variable `SAN_STUB` holds a JSON object: the versions `torch` and `cuda`, whether torch can use the GPUs (`usable`), how
+many the driver shows (`gpus`), the `capability` and `memory` (GiB) of each, and the only folder in which an `nvcc` is found.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+REAL: list[str] = []
+"""The version of torch that is installed."""
 STUB: dict[str, Any] = json.loads(os.environ.get("SAN_STUB", "{}"))
 
 
 def torch(module: ModuleType) -> None:
+    REAL.append(str(module.__version__))  # type: ignore[attr-defined]
     module.__version__ = STUB["torch"]  # type: ignore[attr-defined]
     module.version.cuda = STUB["cuda"]
     properties = SimpleNamespace(total_memory=STUB["memory"] * 2**30)
@@ -33,7 +36,16 @@ def torch(module: ModuleType) -> None:
         setattr(module.cuda, name, lambda *_, answer=answer: answer)
 
 
+class RealVersion(ModuleType):
+    """torch for `cuda_ext.build`, which would build all kernels anew for another version."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["torch"], name)
+
+
 def build(module: ModuleType) -> None:
+    module.torch = RealVersion("torch")  # type: ignore[attr-defined]
+    module.torch.__version__ = REAL[0]
     find = shutil.which
 
     def which(name: str, path: str | None = None) -> str | None:
