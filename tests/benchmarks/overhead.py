@@ -64,7 +64,7 @@ def bare_epochs(trial: Trial) -> Iterator[None]:
     torch.manual_seed(trial.seed)
     model: nn.Module = config.model.spec().build(len(train.dataset.classes)).to(device)
     if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if world > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)

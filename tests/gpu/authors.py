@@ -32,7 +32,7 @@ class Given(nn.Module):
 
 def attention(folder: str) -> Any:
     """Their module SAM."""
-    cupy = importlib.import_module("cupy")
+    cupy: Any = importlib.import_module("cupy")
     cupy.util = types.SimpleNamespace(memoize=cupy.memoize)
     cupy.cuda.compile_with_cache = lambda code: cupy.RawModule(code=code)
     sys.path.insert(0, folder)

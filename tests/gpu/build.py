@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import subprocess
@@ -41,6 +42,7 @@ def build_shim(settings: Settings) -> Iterator[Row]:
     yield {"check": "the CUDA sources compile for the shim", "passed": True}
 
 
+@functools.cache
 def kernels(settings: Settings) -> Any:
     """The operators that the checks call: on the CPU, the CUDA sources as the shim compiled them, else the built library."""
     assert library.load(), "the kernels could not be loaded"

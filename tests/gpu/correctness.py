@@ -29,7 +29,7 @@ from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.nn.kinds import CHANNELS, KINDS, made
 from tests.nn.kinds import gradients as module_gradients
 from tests.ops import norm_cases, pairwise_cases, patchwise_cases
-from tests.ops.cuda_cases import Results, Rounding, error, exact, rounded_to, truncated_to_tf32
+from tests.ops.cuda_cases import EPS, Results, Rounding, error, exact, rounded_to, truncated_to_tf32
 from tests.ops.operators import CASES, OPERATORS, Operator, gradients
 
 
@@ -115,7 +115,7 @@ def check_norm(settings: Settings) -> Iterator[Row]:
                 ours, wanted = norm_cases.run(namespace, problem, training), norm_cases.reference(problem, training)
                 yield checks(f"{shape}, {dtype}, training={training}", ours, wanted, [allowed] * len(wanted))
             x = problem.x.clone()
-            namespace.norm_relu_(x, *problem.parameters, norm_cases.EPS)
+            namespace.norm_relu_(x, *problem.parameters, EPS)
             yield checks(f"{shape}, {dtype}, in place", [x], norm_cases.reference(problem, False)[:1], [allowed])
 
 
@@ -147,8 +147,8 @@ def check_module(kind: str, settings: Settings) -> Iterator[Row]:
         mode = f"{kind}, {'training' if training else 'evaluation'}"
         got = module_gradients(ours, ours, x)
         # Parameters together: a bias in front of a softmax has no gradient in theory, and so no relative error.
-        both = ([y, x_grad, whole(rest)] for y, x_grad, *rest in (got, wanted))
-        yield checks(f"{mode}, float64", *both, [1e-9] * 3)
+        found, theirs = ([y, x_grad, whole(rest)] for y, x_grad, *rest in (got, wanted))
+        yield checks(f"{mode}, float64", found, theirs, [1e-9] * 3)
         last = ours(x.contiguous(memory_format=torch.channels_last))
         yield check(f"{mode}, channels_last", error(last.cpu(), wanted[0]), 1e-9)
         ours.float()
@@ -200,8 +200,8 @@ def whole(grads: Sequence[Tensor]) -> Tensor:
 
 def compared(wanted: Sequence[Tensor], how: str, found: Sequence[Tensor], values: float, gradients_: float) -> Row:
     """Logits, and all gradients together."""
-    both = ([y, whole(grads)] for y, *grads in (found, wanted))
-    return checks(how, *both, (values, gradients_))
+    ours, theirs = ([y, whole(grads)] for y, *grads in (found, wanted))
+    return checks(how, ours, theirs, (values, gradients_))
 
 
 def reference_step(model: nn.Module, images: Tensor) -> list[Tensor]:
@@ -216,10 +216,9 @@ def models(name: str, settings: Settings) -> Iterator[Row]:
     wanted = reference_step(model, images)
     eager = train_step(copy.deepcopy(model), images)
     yield compared(wanted, "float32", eager, 1e-4, 1e-2)
-    copied = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    yield compared(
-        wanted, "channels_last", train_step(copied, images.contiguous(memory_format=torch.channels_last)), 1e-4, 1e-2
-    )
+    last = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    found = train_step(last, images.contiguous(memory_format=torch.channels_last))
+    yield compared(wanted, "channels_last", found, 1e-4, 1e-2)
     with torch.autocast(settings.device, torch.bfloat16):
         found = train_step(copy.deepcopy(model), images)
         with ops.backend("reference"):

@@ -6,9 +6,10 @@ A training step is forward, loss, backward and the step of SGD with momentum and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,18 +47,19 @@ class Network:
     """A model with its optimizer on random images."""
 
     def __init__(self, name: str, setting: Setting, settings: Settings) -> None:
-        size = {"stages": 2, "width_factor": 0.5} if settings.small else {}
+        size: dict[str, Any] = {"stages": 2, "width_factor": 0.5} if settings.small else {}
         batch, side, device = (2, 32, settings.device) if settings.small else (setting.batch, 224, settings.device)
         self.batch, self.before = batch, torch.cuda.memory_allocated() if settings.on_gpu else 0
         if settings.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        self.model: nn.Module = san.create_model(name, **size).to(device, memory_format=torch.channels_last)
+        self.model: nn.Module = san.create_model(name, **size).to(device)
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.images = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(1000, (batch,), device=device)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-        self.run = self.model
+        self.run: Callable[[torch.Tensor], torch.Tensor] = self.model
         if setting.how == "compiled":
-            self.run = torch.compile(self.model, backend="inductor" if settings.on_gpu else "aot_eager")  # type: ignore[assignment]
+            self.run = torch.compile(self.model, backend="inductor" if settings.on_gpu else "aot_eager")
 
     def train(self) -> None:
         self.model.train()
@@ -118,5 +120,5 @@ def _cases() -> Iterator[Case]:
 
 
 ALL = list(_cases())
-USUAL = ("batch 32 tf32 eager", "batch 32 bfloat16 eager", "batch 32 tf32 compiled")
+USUAL = ("batch 32 tf32 eager", "batch 32 bfloat16 eager", "pairwise batch 32 tf32 compiled")
 SMALL = [case for case in ALL if case.name.startswith("san10") and case.name.endswith(USUAL)]

@@ -103,7 +103,8 @@ def _models(records: Sequence[Row]) -> Iterator[str]:
 
 
 def _loader(records: Sequence[Row]) -> str:
-    lines = [[row["mode"], row["threads"], row["batch"], ranged(row["images_per_s"], 0)] for row in rows(records, "loader")]
+    found = [row for row in rows(records, "loader") if "threads" in row]
+    lines = [[row["mode"], row["threads"], row["batch"], ranged(row["images_per_s"], 0)] for row in found]
     return table("Loading photographs", ["images", "threads", "batch", "images/s"], lines)
 
 

@@ -34,7 +34,7 @@ class Runner:
         self, settings: Settings, out: Path, budget: float, child: Sequence[str] = (sys.executable, "-m", "tests.gpu.child")
     ) -> None:
         self.settings, self.out, self.child = settings, out, child
-        self.environment = {} if settings.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        self.environment = {} if settings.on_gpu else {"CUDA_VISIBLE_DEVICES": "", "SAN_CUDA": "0"}
         self.ends = time.monotonic() + budget
         self.records: list[Row] = []
         (out / "logs").mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -56,13 +57,13 @@ def breaks_cuda(settings: Settings) -> Iterator[Row]:
 
 
 def needs_a_package(settings: Settings) -> Iterator[Row]:
-    import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+    importlib.import_module("no_such_package")
 
     yield {}
 
 
 def misses_our_module(settings: Settings) -> Iterator[Row]:
-    import tests.no_such_module  # type: ignore[import-not-found]  # noqa: F401
+    importlib.import_module("tests.no_such_module")
 
     yield {}
 
@@ -78,7 +79,8 @@ FAKES: dict[str, Callable[[Settings], Iterator[Row]]] = {
 
 
 def fakes(settings: Settings) -> list[Case]:
-    cases = [Case("cores", name, run, 1, 3 if name == "hangs" else 60) for name, run in FAKES.items()]
+    cases = [Case("loader", name, run, 1, 3 if name == "hangs" else 60) for name, run in FAKES.items()]
+    cases.append(Case("cores", "kernels_need_no_package", needs_a_package, 1))
     return [*cases, Case("build", "kernels", raises, 0), Case("cores", "last", hangs, 9, 60)]
 
 
@@ -92,7 +94,7 @@ def run(out: Path, names: list[str], budget: float = 100) -> Records:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return run(tmp_path_factory.mktemp("fakes"), list(FAKES))
+    return run(tmp_path_factory.mktemp("fakes"), [*FAKES, "kernels_need_no_package"])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
         ("errs", "failed", '1 checks failed, the first: {"check": "two"'),
         ("breaks_cuda", "crashed", "CUDA error: an illegal memory access"),
         ("needs_a_package", "skipped", "needs the package no_such_package"),
+        ("kernels_need_no_package", "failed", "No module named 'no_such_package'"),
         ("misses_our_module", "failed", "No module named 'tests.no_such_module'"),
         ("skips", "skipped", "needs two GPUs"),
     ],
@@ -205,7 +208,7 @@ def test_the_marked_part_of_the_page_is_replaced(tmp_path: Path, records: Record
     text = page.read_text()
     assert "old" not in text and text.startswith("a\n") and text.endswith("b\n")
     assert "gpu NVIDIA H100, driver 580.1, torch 2.11.0, date 2026-11-22" in text and "no measurement" not in text
-    assert "| cores/breaks_cuda | crashed | mapping_kernel |" in text
+    assert "| loader/breaks_cuda | crashed | mapping_kernel |" in text
 
 
 def test_the_page_has_one_place_for_the_tables() -> None:

@@ -24,7 +24,7 @@ from tests.gpu.timing import spread
 def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[str]:
     """Synthetic images, so that only computing counts; batches of 32 a worker, as in the paper."""
     if settings.small:
-        keys = ["recipe.epochs=4", f"recipe.batch={32 * workers}", "data.synthetic_per_class=16", "data.source=synthetic"]
+        keys = ["recipe.epochs=2", f"recipe.batch={32 * workers}", "data.synthetic_per_class=16", "data.source=synthetic"]
         keys += ["data.synthetic_classes=10", "placement.gpus=0", "placement.cpus=1"]
     else:
         keys = ["recipe.epochs=8", f"recipe.batch={32 * workers}", "data.source=synthetic", "data.synthetic_classes=16"]
