@@ -65,7 +65,11 @@ def averaging(rank: int, port: int, repeats: int) -> None:
 
 def compiling(repeats: int) -> None:
     join_process_group(CPU)
-    for dynamic in (False, None):
+    for name, dynamic, marked in (
+        ("code for each size", False, False),
+        ("torch's default", None, False),
+        ("marked", None, True),
+    ):
         torch.compiler.reset()
         torch.manual_seed(0)
         model = san.create_model("san10_pairwise", num_classes=10, stages=2, width_factor=0.5)
@@ -80,7 +84,6 @@ def compiling(repeats: int) -> None:
             begin = time.perf_counter()
             engine.train_step(*batches[31])
             times.append(time.perf_counter() - begin)
-        name = "code for each size" if dynamic is False else "torch's default"
         step = f"a step median {1e3 * statistics.median(times):.1f} ms, {_range([1e3 * t for t in times])} ms"
         print(f"compiling, {name}: ready after {ready:.0f} s, {step}")
 

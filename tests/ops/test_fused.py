@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,9 @@ PARAMETERS = 10
 Tensors = dict[str, Tensor]
 
 
-def sample(kind: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float64) -> Tensors:
+def sample(kind: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensors:
     """Arguments of an operator; parameters are of the type that sums are kept in."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -535,14 +536,18 @@ def test_a_saturated_softmax_has_no_gradient(training: bool) -> None:
 @every_mode
 @pytest.mark.parametrize("times", [1e2, 1e3], ids=str)
 def test_sharp_softmax_errs_at_most_ten_times_as_much_as_torch(training: bool, times: float) -> None:
-    """torch keeps the weights; recomputed ones must be as exact."""
-    sizes = Sizes(height=16, width=16)
-    tensors = sample("pairwise", sizes, dtype=torch.float32)
-    tensors["weight2"] *= times
-    exact = differentiated(lambda t: defined("pairwise", t, 3, training), {name: x.double() for name, x in tensors.items()})
-    plain = differentiated(lambda t: defined("pairwise", t, 3, training), tensors)
-    ours = differentiated(run("pairwise", 3, training), tensors)
-    for name, got, torch_got, want in zip(NAMES, *(x[-PARAMETERS:] for x in (ours, plain, exact)), strict=False):
-        if name != "bias3":
-            error, allowed = ((x - want).norm().item() / want.norm().item() for x in (got, torch_got))
-            assert error <= 10 * allowed + 1e-5, name
+    """torch keeps the weights; recomputed ones must be as exact. Over several samples: in one, a sum may nearly cancel, and how
+    it rounds is chance, which depends on the processor."""
+    errors: dict[str, list[Tensor]] = defaultdict(list)
+    for seed in range(4):
+        tensors = sample("pairwise", Sizes(height=16, width=16), dtype=torch.float32, seed=seed)
+        tensors["weight2"] *= times
+        exact = differentiated(lambda t: defined("pairwise", t, 3, training), {name: x.double() for name, x in tensors.items()})
+        plain = differentiated(lambda t: defined("pairwise", t, 3, training), tensors)
+        ours = differentiated(run("pairwise", 3, training), tensors)
+        for name, got, torch_got, want in zip(NAMES, *(x[-PARAMETERS:] for x in (ours, plain, exact)), strict=False):
+            errors[name].append(torch.stack([(x - want).norm() / want.norm() for x in (got, torch_got)]))
+    del errors["bias3"]  # softmax cancels it: its gradient is zero
+    for name, found in errors.items():
+        error, allowed = torch.stack(found).mean(0).tolist()
+        assert error <= 10 * allowed + 1e-5, name
