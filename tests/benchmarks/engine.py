@@ -65,11 +65,7 @@ def averaging(rank: int, port: int, repeats: int) -> None:
 
 def compiling(repeats: int) -> None:
     join_process_group(CPU)
-    for name, dynamic, marked in (
-        ("code for each size", False, False),
-        ("torch's default", None, False),
-        ("marked", None, True),
-    ):
+    for name, dynamic in (("code for each size", False), ("torch's default", None)):
         torch.compiler.reset()
         torch.manual_seed(0)
         model = san.create_model("san10_pairwise", num_classes=10, stages=2, width_factor=0.5)
