@@ -7,10 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
 import torch
-from torch import nn
+from deepspeed.accelerator import get_accelerator
+from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.config import EngineConfig, RecipeConfig
@@ -57,6 +62,41 @@ def test_engine_trains_like_plain_torch(engine: Engine) -> None:
     for ours, theirs in zip(engine.model.state_dict().values(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert engine.lr == pytest.approx(0)
+
+
+def test_deepspeed_waits_for_no_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *arguments: waits.append(arguments))
+    for batch in batches():
+        engine.train_step(*batch)
+    assert not waits
+
+
+def test_gradients_are_the_mean_over_the_workers(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker, which is only pretended, always has gradients of 1."""
+
+    class TwoWorkers:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.distributed, name)
+
+        def get_world_size(self) -> int:
+            return 2
+
+        def all_reduce(self, gradients: Tensor) -> None:
+            assert gradients.is_contiguous()
+            gradients += 1
+
+    monkeypatch.setattr("experiments.training.engine.dist", TwoWorkers())
+    recipe = RECIPE.model_copy(update={"momentum": 0.0, "weight_decay": 0.0, "label_smoothing": 0.0})
+    engine, alone = Engine(network(), recipe, steps=3, micro_batch=8), network()
+    before = [weight.detach().clone() for weight in alone.parameters()]
+    x, labels = batches()[0]
+    cross_entropy(alone.train()(x), labels).backward()
+
+    engine.train_step(x, labels)
+    for weight, old, its in zip(engine.module.parameters(), before, alone.parameters(), strict=True):
+        assert its.grad is not None
+        torch.testing.assert_close(weight, old - recipe.lr * (its.grad + 1) / 2)
 
 
 def test_deepspeed_compiles_nothing_at_start(engine: Engine) -> None:
@@ -153,6 +193,9 @@ def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Jo
     assert run.data.params["seed"] == "0"
     assert run.data.tags["san.trial"] == job.trials[0].key
     assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(run.data.tags)
+    assert run.data.tags["san.device"] == "cpu"
+    assert run.data.tags["san.operators"] == "kernels"
+    assert (run.data.tags["san.tf32"], run.data.tags["san.channels_last"]) == ("false", "false")
     artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "environment.txt", "model"}
     assert result["epoch"] == result["epochs"] == 1
@@ -168,6 +211,24 @@ def test_system_metrics(
     run_trial(job.workspace, job.trials[1], silent)
     metrics = job.tracker.results()[job.trials[1].key].metrics
     assert ("system/cpu_utilization_percentage" in metrics) == wanted
+
+
+def test_the_load_of_gpus_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By MLflow, through `nvidia-ml-py`, of which it says nothing when it is missing."""
+    answers = {
+        "nvmlInit": None,
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": object(),
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=6e9, total=24e9),
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=87),
+        "nvmlDeviceGetPowerUsage": 300_000,
+        "nvmlDeviceGetEnforcedPowerLimit": 450_000,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+    monitor = GPUMonitor()
+    monitor.collect_metrics()
+    assert monitor.aggregate_metrics()["gpu_0_utilization_percentage"] == 87
 
 
 @pytest.mark.slow
