@@ -43,7 +43,7 @@ def custom_code(spec: ModelSpec) -> dict[str, str]:
     It covers the functions of the row, what they call outside torch, and the constants that they read, comments included.
 
     Raises:
-        NoSourceError: there is no file with the source.
+        NoSourceError: the source cannot be read, for code that was not loaded from a file.
     """
     found = {}
     for field, registries in REGISTRIES.items():

@@ -52,7 +52,7 @@ def training_device(config: TrialConfig) -> torch.device:
 
 
 def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
-    """The device, operators and precision of a cell: for its log and, as tags, for its run."""
+    """The device, operators and precision of a cell, for its log and the tags of its run."""
     missing, settings = library.missing(device.type), config.on(device.type)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -85,7 +85,7 @@ def gpu_problem() -> str:
 
 
 def driver_version() -> str | None:
-    """Version of NVIDIA's driver, such as `550.54.15`; None if there is no driver."""
+    """Version of NVIDIA's driver, such as `550.54.15`, or None without a driver."""
     try:
         said = DRIVER_FILE.read_text()
     except OSError:
@@ -99,7 +99,7 @@ def driver_version() -> str | None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; a GPU goes on computing meanwhile."""
+    """Copies a tensor to a device, for a GPU without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -158,7 +158,7 @@ def _run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def _write_images(root: Path) -> None:
-    """A folder like ImageNet's, with two classes, of which val-split holds out 50 images each."""
+    """Writes a folder like ImageNet's with two classes; val-split holds out 50 images of each."""
     pixels = np.zeros((8, 8, 3), np.uint8)
     for split in ("train", "val"):
         for label in ("n01440764", "n01443537"):

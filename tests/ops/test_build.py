@@ -240,7 +240,7 @@ def test_the_command_fails_without_cuda_only_where_it_is_asked_for(
     with pytest.raises(SystemExit) as caught:
         build.main()
     assert int(caught.value.code or 0) == code
-    assert ("san: no cuda kernels: nvcc was not found" in capsys.readouterr().err) == (choice != "0")
+    assert ("san: no cuda kernels" in capsys.readouterr().err) == (choice != "0")
 
 
 def test_builds_where_the_system_does_not_tell_which_cpus_are_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
