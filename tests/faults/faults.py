@@ -317,7 +317,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
     "driver terminated": (terminated, ()),
     "driver interrupted": (interrupted, ()),
     "Ray killed": (raylet_killed, ("recipe.epochs=40",)),
-    "Ray killed, two workers": (raylet_killed, ("placement.workers=2",)),
+    "Ray killed, two workers": (raylet_killed, ("placement.workers=2", "recipe.epochs=40")),
     "worker hangs": (hung, ("reliability.hang_minutes=0.3",)),
     "one of two workers hangs": (hung, ("reliability.hang_minutes=0.3", "placement.workers=2")),
 }
