@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
+import functools
 import hashlib
 import inspect
+import linecache
+import sys
+import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from san.models import ModelSpec
 from san.nn.attention import TRANSFORMATIONS
@@ -29,77 +36,123 @@ OURS = {
     "transformation": {"distinct", "phi_eq_psi", "phi_eq_psi_eq_beta"},
 }
 """The rows of the paper. They are tested against its definitions, so a key needs only their names."""
-LIBRARIES = ("torch", "numpy", "san.ops", "builtins")
-"""What code calls there is taken as it is: its source is not part of a key."""
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Types whose `repr` is the value, and the same in every process."""
 
 
-class NoSourceError(ValueError):
-    """The source of a row's code cannot be read."""
+class UnknownCodeError(ValueError):
+    """The code of a row cannot be followed, so a key could not change with it."""
 
 
 def custom_code(spec: ModelSpec) -> dict[str, str]:
-    """A digest of the source of each row that the model uses and the paper does not have, by field; usually empty.
+    """A digest of the code of each row that the model uses and the paper does not have, by field; usually empty.
 
-    It covers the functions of the row, what they call outside torch, and the constants that they read, comments included.
+    It covers the source of the row's functions, comments included, and what they read: constants, and other functions except
+    those of installed packages and of `san.ops`.
 
     Raises:
-        NoSourceError: the source cannot be read, for code that was not loaded from a file.
+        UnknownCodeError: the source cannot be read, or something in it cannot be followed.
     """
     found = {}
     for field, registries in REGISTRIES.items():
         if (name := getattr(spec, field, None)) is None:
             continue
         rows = [registry[name] for registry in registries if name in registry]
-        if name not in OURS[field] or any(map(_is_foreign, rows)):
-            texts = sorted({text for row in rows for text in _texts(row, set())})
+        if name not in OURS[field] or any(map(_is_replaced, rows)):
+            texts = [text for row in rows for text in _texts(row, set())]
             found[field] = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     return found
 
 
-def _is_foreign(row: Any) -> bool:
-    """Whether a row of the paper was replaced by another."""
-    functions = [part for part in _parts(row) if isinstance(part, types.FunctionType)]
-    return any(not str(function.__module__).startswith("san.") for function in functions)
-
-
-def _parts(value: Any) -> list[Any]:
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return list(value) if isinstance(value, tuple | list) else list(getattr(value, "__dict__", {}).items())
+def _is_replaced(row: Any) -> bool:
+    """Whether a row of the paper is not the one that `san` has."""
+    parts = [getattr(row, field.name) for field in dataclasses.fields(row)] if dataclasses.is_dataclass(row) else []
+    return any(callable(part) and not str(getattr(part, "__module__", "")).startswith("san.") for part in parts)
 
 
 def _texts(value: Any, seen: set[int]) -> Iterator[str]:
-    """The source of all functions and classes in a value and of what they read, and the text of all else in it."""
-    if id(value) in seen or isinstance(value, types.ModuleType):  # what is read of a module is found by its name
-        return
-    seen.add(id(value))
-    if isinstance(value, types.FunctionType | type) and not str(value.__module__).startswith(LIBRARIES):
-        yield _source(value)
-        if isinstance(value, types.FunctionType):
-            captured = [cell.cell_contents for cell in value.__closure__ or ()]
-            for part in (*_read(value.__code__, value.__globals__), *captured, *(value.__defaults__ or ())):
-                yield from _texts(part, seen)
-    elif hasattr(value, "__qualname__"):
-        yield f"{value.__module__}.{value.__qualname__}"
-    elif type(value).__module__.startswith(LIBRARIES) and not isinstance(value, tuple | list):
+    """What decides the behaviour of a value, as texts that are the same in every process."""
+    if isinstance(value, PLAIN):
         yield repr(value)
-    else:
-        for part in (type(value), *_parts(value)):
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType | type):
+            inner = [_name(value)] if _is_installed(value.__module__) else [_source(value), *_inside(value)]
+        else:
+            inner = next((parts for kind, parts in PARTS if isinstance(value, kind)), _object)(value)
+        for part in inner:
             yield from _texts(part, seen)
 
 
-def _read(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
-    """The globals that code, and functions inside it, read."""
-    yield from (names[name] for name in code.co_names if name in names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _read(constant, names)
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
+    (types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType, lambda value: [value.__qualname__]),
+    (types.MethodType, lambda value: [value.__func__, value.__self__]),
+    (functools.partial, lambda value: [value.func, value.args, value.keywords]),
+    (torch.Tensor, lambda value: [value.dtype, value.tolist()]),
+    (tuple | list, lambda value: [len(value), *value]),
+    (dict, lambda value: [len(value), *(part for item in value.items() for part in item)]),
+    (set | frozenset, lambda value: [len(value), *sorted("\0".join(_texts(part, set())) for part in value)]),
+)
+"""What values of a kind are made of; never empty."""
+
+
+def _inside(value: types.FunctionType | type) -> list[Any]:
+    """What a function or a class needs besides its source."""
+    if isinstance(value, type):
+        functions = (part for part in vars(value).values() if isinstance(part, types.FunctionType))
+        return [*value.__bases__, *(part for function in functions for part in _read(function))]
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    return [*_read(value), *cells, value.__defaults__, value.__kwdefaults__, getattr(value, "__wrapped__", None)]
+
+
+def _object(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):
+        return [type(value), *(getattr(value, field.name) for field in dataclasses.fields(value))]
+    if hasattr(value, "__wrapped__"):  # such as a function with `functools.cache`
+        return [value.__wrapped__]
+    if not _is_installed(type(value).__module__):
+        return [type(value), vars(value)]
+    if " at 0x" in (text := repr(value)):
+        raise UnknownCodeError(f"cannot follow {text} in the code of a row; use functions and constants instead")
+    return [text]  # such as an operator of torch
+
+
+def _read(function: types.FunctionType) -> Iterator[Any]:
+    """The globals that a function and those inside it read, and what they read of modules."""
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop(0)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        if any(step.opname == "IMPORT_NAME" and not _is_installed(step.argval) for step in dis.get_instructions(code)):
+            raise UnknownCodeError(f"{function.__qualname__} imports a module when it runs; import it at the top of its file")
+        spaces = [function.__globals__]
+        for name in code.co_names:
+            found = [space[name] for space in spaces if name in space]
+            yield from (value for value in found if not isinstance(value, types.ModuleType))
+            spaces += [
+                vars(value) for value in found if isinstance(value, types.ModuleType) and not _is_installed(value.__name__)
+            ]
+
+
+def _is_installed(module: str | None) -> bool:
+    """Whether a module is of Python, of an installed package or of `san.ops`: its version is what counts, not its source."""
+    name = module or ""
+    if name == "san.ops" or name.startswith("san.ops.") or name.partition(".")[0] in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return any(file.startswith(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")) and not name.startswith("san.")
 
 
 def _source(value: Any) -> str:
     try:
+        if isinstance(value, types.FunctionType) and not linecache.getlines(value.__code__.co_filename):
+            raise OSError  # `inspect` would look in the file of `__main__`
         return inspect.getsource(value)
     except (OSError, TypeError):
-        raise NoSourceError(
+        raise UnknownCodeError(
             f"the source of {value.__qualname__} cannot be read, so its key could not change with the code; define it in a file"
         ) from None
