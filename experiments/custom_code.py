@@ -144,7 +144,11 @@ def _is_installed(module: str | None) -> bool:
     if name == "san.ops" or name.startswith("san.ops.") or name.partition(".")[0] in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return any(file.startswith(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")) and not name.startswith("san.")
+    return (
+        name != "__main__"
+        and any(file.startswith(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
+        and not name.startswith("san.")
+    )
 
 
 def _source(value: Any) -> str:
