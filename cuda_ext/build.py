@@ -95,7 +95,9 @@ def find_cxx() -> str:
 
 
 def find_nvcc() -> str:
-    """Path of the first nvcc that is new enough: CUDA_HOME's, on PATH, of a conda or pip package, in the usual folder.
+    """Path of the first nvcc that is new enough, and not newer than torch's CUDA.
+
+    Looks in CUDA_HOME, on PATH, in conda's and pip's packages, and in the usual folder.
 
     Raises:
         BuildError: there is none.
@@ -104,13 +106,18 @@ def find_nvcc() -> str:
     first, *others = [f"{home}/bin" if home else "" for home in homes]
     pip = sorted(map(str, Path(torch.__file__).parents[1].glob("nvidia/*/bin")))
     folders = [first, *os.environ.get("PATH", "").split(os.pathsep), *others, *pip, "/usr/local/cuda/bin"]
-    too_old = None
+    newest = int((torch.version.cuda or "99").split(".")[0])  # a newer toolkit's programs would need a newer driver than torch
+    unfit = None
     for path in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
         version = re.search(r"release (\d+)\.\d+", version_text(path))
-        if version is None or int(version[1]) >= OLDEST_NVCC:
+        if version is None or OLDEST_NVCC <= int(version[1]) <= newest:
             return path
-        too_old = too_old or f"nvcc {version[0].split()[1]} at {path} is too old; {OLDEST_NVCC} or newer is needed"
-    raise BuildError(too_old or f"nvcc was not found; install the CUDA toolkit {OLDEST_NVCC} or newer or set CUDA_HOME")
+        if int(version[1]) < OLDEST_NVCC:
+            problem = f"is too old; {OLDEST_NVCC} or newer is needed"
+        else:
+            problem = f"is newer than torch's CUDA {torch.version.cuda}; install the CUDA toolkit {newest}"
+        unfit = unfit or f"nvcc {version[0].split()[1]} at {path} {problem}"
+    raise BuildError(unfit or f"nvcc was not found; install the CUDA toolkit {OLDEST_NVCC} or newer or set CUDA_HOME")
 
 
 def cuda_refusal() -> str | None:

@@ -217,7 +217,8 @@ def _loader(
         dataset,
         transform(config.data),
         train=train,
-        batch=config.recipe.batch,
+        # In validation too, more images at a time than in training may not fit into a GPU.
+        batch=config.recipe.batch if train else -(-config.recipe.batch // config.recipe.accumulate),
         rank=rank,
         world=world,
         seed=seed,

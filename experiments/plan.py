@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster import ClusterError, Resources, concurrency, workers_that_fit
+from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
 from experiments.estimate import Basis, Estimator, Hours
 from experiments.grid import Trial
 from experiments.images import open_data
@@ -94,14 +94,27 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
     try:
         return concurrency(job.placement, resources)
     except ClusterError as error:
-        workers, recipe = workers_that_fit(job.placement, resources), job.trials[0].config.recipe
-        if not 0 < workers < job.placement.workers:
+        fits = _overrides_that_fit(job.placement, job.trials[0].config.recipe.accumulate, resources)
+        if not fits:
             raise
-        parts = -(-recipe.accumulate * job.placement.workers // workers)
         raise ClusterError(
-            f"{error}. `placement.workers={workers} recipe.accumulate={parts}` fits here, with the same images per step, "
-            "the same memory per worker and the same number of images per BatchNorm"
+            f"{error}. `{' '.join(fits)}` fits here, with the same images per step, memory per worker and images per BatchNorm"
         ) from None
+
+
+def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resources) -> list[str]:
+    """Overrides with which a cell fits and BatchNorm sees as many images; none where there are no such."""
+    parts = placement.workers * accumulate
+    options = []
+    for cpus in range(1, placement.cpus + 1):
+        most = min(workers_that_fit(replace(placement, cpus=cpus), resources), placement.workers)
+        options.append((max((workers for workers in range(1, most + 1) if parts % workers == 0), default=0), cpus))
+    workers, cpus = max(options)
+    if workers == 0:
+        return []
+    fewer_workers = [f"placement.workers={workers}", f"recipe.accumulate={parts // workers}"]
+    fewer_cpus = [f"placement.cpus={cpus}"]
+    return (fewer_workers if workers < placement.workers else []) + (fewer_cpus if cpus < placement.cpus else [])
 
 
 def room(job: Job, resources: Resources, at_once: int) -> str:

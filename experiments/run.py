@@ -28,7 +28,7 @@ from experiments.robustness.cells import Watch, Work, measure
 from experiments.storage import Lease, StorageError
 from experiments.summary import read_top1
 from experiments.tracking import Result, TrackerError
-from experiments.training.device import training_device
+from experiments.training.device import require_gpu, training_device
 from experiments.trial import run_trial
 from experiments.workspace import Workspace
 from pipelines import DataError
@@ -102,9 +102,12 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
     start = time.monotonic()
     on_this_machine = is_local(address)
     with session(address) as resources:
+        # On this machine, what no cell could do is known before one is started.
+        if on_this_machine:
+            require_gpu(job.trials[0].config)
         at_once = min(cells_that_fit(job, resources), len(missing))
         if on_this_machine:
-            training_device(job.trials[0].config)  # before a cell has been started for nothing
+            training_device(job.trials[0].config)
         say(room(job, resources, at_once))
         with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]

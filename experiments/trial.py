@@ -58,7 +58,8 @@ def run_trial(
     workspace = workspace.on_this_node()
     config, patience = trial.config, trial.config.reliability.patience
     device = training_device(config)
-    rank, _ = join_process_group(device, patience)
+    with enough_memory(config, device):
+        rank, _ = join_process_group(device, patience)
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,

@@ -30,6 +30,8 @@ LISTING_THREADS = 16
 """Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
 KEPT_FROM = 10_000
 """Images of a split whose scan is kept; fewer are scanned within seconds on any file system."""
+SAMPLED = 1000
+"""Files whose sizes are compared with a kept listing: a folder does not change when its files are overwritten."""
 SETTLED_NS = 60 * 10**9
 """Age of a folder's latest change from which another change surely has another time; some file systems cache it so long."""
 
@@ -120,8 +122,12 @@ class Dataset:
                 changed = list(pool.map(lambda name: (folder / name).stat().st_mtime_ns, names))
         place = _short_hash([os.path.abspath(folder)])
         path = list_path(listings, f"{place}-{_short_hash([*names, *map(str, changed)])}")
-        with suppress(DataError):  # It is not there, or damaged.
-            return cls._listed(root, split, path)
+        with suppress(DataError):  # It is not there, or damaged, or of other images.
+            kept = cls._listed(root, split, path)
+            some = range(0, len(kept), max(len(kept) // SAMPLED, 1))
+            with ThreadPoolExecutor(LISTING_THREADS) as pool, suppress(OSError):
+                if all(pool.map(lambda index: (root / kept.paths[index]).stat().st_size == kept.sizes[index], some)):
+                    return kept
         data = cls.scan(root, split)
         # A folder that changed just now may change again, and have the same time.
         if len(data) >= KEPT_FROM and max(changed) < time.time_ns() - SETTLED_NS:

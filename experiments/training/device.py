@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,17 +39,25 @@ def training_device(config: TrialConfig) -> torch.device:
     Raises:
         MachineError: the cell needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
     """
-    gpus = config.placement.gpus
-    if gpus == 0:
+    if config.placement.gpus == 0:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise MachineError(f"placement.gpus={gpus}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
+    require_gpu(config)
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
         raise MachineError(
             f"the CUDA kernels cannot be used on {os.uname().nodename}: {missing}. Without them training is several "
             "times slower and needs about four times the memory; set engine.reference_operators=true to accept that"
         )
     return torch.device("cuda", _local_rank())
+
+
+def require_gpu(config: TrialConfig) -> None:
+    """Raises MachineError if the cell needs a GPU, but torch cannot use one on this machine."""
+    gpus = config.placement.gpus
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own words on an old driver, which `gpu_problem` has too
+        if gpus == 0 or torch.cuda.is_available():
+            return
+    raise MachineError(f"placement.gpus={gpus}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
 
 
 def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
@@ -105,8 +114,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch or DALI ran out of memory, on a GPU or a CPU."""
-    texts = ("DefaultCPUAllocator", "cudaErrorMemoryAllocation", "CUDA out of memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+    texts = ("defaultcpuallocator", "out of memory", "cudaerrormemoryallocation", "alloc_failed")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error).lower() for text in texts)
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,12 @@ class StepGraphs:
         return own, replay, loss
 
 
+@functools.cache
+def _pool() -> Any:
+    """One memory pool for all graphs: they never run at the same time, and a loss is read before the next replay."""
+    return torch.cuda.graph_pool_handle()
+
+
 def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     """Warms a function up and captures it; returns the call that replays it, and the tensor that will hold the result."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
@@ -58,6 +66,6 @@ def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # The default, `global`, would fail when one of the loader's threads allocates memory during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         loss = run()
     return graph.replay, loss

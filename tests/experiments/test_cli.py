@@ -299,7 +299,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than CPUs": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=20"],
-        ["a cell needs 20 workers with 1 CPU each", "join a larger cluster. `placement.workers="],
+        ["a cell needs 20 workers with 1 CPU each", "`placement.workers=2 recipe.accumulate=10` fits here"],
     ),
     "more workers than images in a batch": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch=1"],

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from experiments.config import TrialConfig
+from experiments.config import EngineConfig, TrialConfig
 from experiments.errors import UserError
 from experiments.training import device
-from experiments.training.device import available_device, computing, driver_version, enough_memory, gpu_problem, training_device
+from experiments.training.device import (
+    available_device,
+    computing,
+    driver_version,
+    enough_memory,
+    gpu_problem,
+    to_device,
+    training_device,
+)
+from experiments.training.engine import arithmetic
 from san.ops import library
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.test_grid import expand
@@ -126,10 +136,37 @@ def test_without_module_and_nvidia_smi_there_is_no_driver(tmp_path: Path, monkey
     assert driver_version() is None
 
 
+@pytest.mark.parametrize(("asked", "allowed"), [(None, True), (True, True), (False, False)], ids=str)
+def test_tf32_is_set_for_products_and_convolutions(asked: bool | None, allowed: bool) -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = not allowed
+    try:
+        with arithmetic(EngineConfig(tf32=asked), torch.device("cuda")):
+            assert matmul.allow_tf32 == cudnn.allow_tf32 == allowed
+            assert (matmul.fp32_precision == "tf32") == allowed, "what the kernels read"
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def test_a_copy_to_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(Tensor, "to", lambda self, where, non_blocking=False: calls.append(f"{where} {non_blocking}"))
+    to_device(torch.zeros(2), torch.device("cuda", 1))
+    assert calls == ["pinned", "cuda:1 True"]
+
+
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 98 MiB"), RuntimeError("cudaErrorMemoryAllocation in DALI")],
-    ids=["torch", "dali"],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 98 MiB"),
+        RuntimeError("cudaErrorMemoryAllocation in DALI"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+    ],
+    ids=["torch", "dali", "cuda", "cublas", "nccl"],
 )
 def test_a_full_gpu_is_an_error_with_numbers_and_remedies(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     properties: Any = type("Properties", (), {"total_memory": 24 * 2**30})

@@ -89,6 +89,8 @@ def test_gradients_are_the_mean_over_the_workers(process_group: None, monkeypatc
     monkeypatch.setattr("experiments.training.engine.dist", TwoWorkers())
     recipe = RECIPE.model_copy(update={"momentum": 0.0, "weight_decay": 0.0, "label_smoothing": 0.0})
     engine, alone = Engine(network(), recipe, steps=3, micro_batch=8), network()
+    copies: list[object] = []
+    monkeypatch.setattr(engine._engine, "allreduce_gradients", lambda *arguments: copies.append(arguments))
     before = [weight.detach().clone() for weight in alone.parameters()]
     x, labels = batches()[0]
     cross_entropy(alone.train()(x), labels).backward()
@@ -97,6 +99,17 @@ def test_gradients_are_the_mean_over_the_workers(process_group: None, monkeypatc
     for weight, old, its in zip(engine.module.parameters(), before, alone.parameters(), strict=True):
         assert its.grad is not None
         torch.testing.assert_close(weight, old - recipe.lr * (its.grad + 1) / 2)
+    assert not copies, "DeepSpeed averages them too"
+
+
+def test_the_compiler_sees_no_hooks_and_makes_code_for_each_size(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[object, object]] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compiled.append((call, options)) or call)
+    model = network()
+    forward = model.forward
+    Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True))
+    assert compiled == [(forward, {"dynamic": False})]
+    assert model._compiled_call_impl is None, "hooks would be compiled too"
 
 
 def test_deepspeed_compiles_nothing_at_start(engine: Engine) -> None:

@@ -48,7 +48,8 @@ class Scene:
     driver: str | None = "580.65.06"
     nvcc: str | None = None
     """Its release; None where there is none."""
-    on_cluster: bool = False
+    cluster: tuple[tuple[int, int], ...] = ()
+    """CPUs and GPUs of the nodes that it joins, as they tell Ray; without any it runs on one machine."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,6 +65,29 @@ SCENES = {
         ("needs driver 580 or newer, but the driver is 550.54.15", "--index-url https://download.pytorch.org/whl/cu126"),
         2,
         driver="550.54.15",
+    ),
+    "no driver": Scene(
+        "RTX 4090, no driver",
+        {"gpus": 0, "capability": (8, 9), "memory": 24} | PYPI | {"usable": False},
+        imagenet("imagenet-1gpu"),
+        ("no NVIDIA driver is installed; install driver 580 or newer",),
+        2,
+        driver=None,
+    ),
+    "hidden": Scene(
+        "RTX 4090, hidden by a variable",
+        RTX_4090 | PYPI | {"usable": False},
+        imagenet("imagenet-1gpu"),
+        ("CUDA_VISIBLE_DEVICES='' names no usable GPU",),
+        2,
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    "CPUs": Scene(
+        "RTX 4090 in a machine with 2 CPUs",
+        RTX_4090 | PYPI | {"usable": True},
+        imagenet("imagenet-1gpu"),
+        ("a cell needs 1 worker with 8 CPUs and 1 GPU", "`placement.cpus=2` fits here"),
+        2,
     ),
     "torch": Scene(
         "RTX 4090, torch without CUDA",
@@ -82,8 +106,8 @@ SCENES = {
     "one GPU": Scene(
         "RTX 4090, the paper's profile for 8 GPUs",
         RTX_4090 | PYPI | {"usable": True},
-        imagenet("imagenet", "placement.cpus=1"),
-        ("a cell needs 8 workers with 1 CPU and 1 GPU each", "`placement.workers=1 recipe.accumulate=8` fits here"),
+        imagenet("imagenet"),
+        ("a cell needs 8 workers with 8 CPUs and 1 GPU each", "`placement.workers=1 recipe.accumulate=8 placement.cpus="),
         2,
     ),
     "old nvcc": Scene(
@@ -102,20 +126,21 @@ SCENES = {
         2,
     ),
     "cluster": Scene(
-        "4 x 8 H100, joined; a node's driver is too old for its torch",
+        "H100 cluster, joined (here two nodes with a GPU each): the nodes' driver is older than torch's CUDA",
         H100 | PYPI | {"usable": False},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
         ("FAILED after", "needs driver 580 or newer, but the driver is 550.54.15"),
         2,
         driver="550.54.15",
-        on_cluster=True,
+        cluster=((1, 1), (1, 1)),
     ),
     "plan": Scene(
-        "8 x A100, how long it will take, before anything has run",
-        A100 | PYPI | {"usable": True},
-        ("plan", *imagenet("imagenet", "placement.cpus=1", "placement.workers=2", "data.source=synthetic")[1:]),
-        ("a rough guess by the FLOPs of their models", "GPU-hours"),
+        "4 x 8 H100, joined: how long it will take, before anything has run (as many images as ImageNet, but synthetic)",
+        H100 | PYPI | {"usable": True},
+        ("plan", *imagenet("imagenet", "data.source=synthetic", "data.synthetic_per_class=1281")[1:]),
+        ("4 cells at a time, 8 workers with 8 CPUs and 1 GPU each", "a rough guess by the FLOPs of their models"),
         0,
+        cluster=((64, 8),) * 4,
     ),
 }
 
@@ -137,14 +162,14 @@ def play(scene: Scene, folder: Path) -> tuple[int, str]:
         "SAN_RUNS": str(folder / "runs"),
     } | scene.environment
     arguments = [argument.replace("IMAGES", str(images)) for argument in scene.arguments]
-    if not scene.on_cluster:
+    if not scene.cluster:
         return _run(arguments, environment)
     before = dict(os.environ)
     os.environ.update(environment)
     try:
         with nodes(head_cpus=1) as several:
-            for _ in range(2):
-                several.cluster.add_node(num_cpus=1, num_gpus=1)
+            for cpus, gpus in scene.cluster:
+                several.cluster.add_node(num_cpus=cpus, num_gpus=gpus)
             return _run([*arguments, "--address", several.address], environment)
     finally:
         os.environ.clear()

@@ -94,6 +94,12 @@ def test_names_an_nvcc_that_is_too_old(
         return
     with pytest.raises(build.BuildError, match=f"^nvcc {version} at {nvcc} is too old; 12 or newer is needed$"):
         build.find_nvcc()
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    too_new = compiler(tmp_path / "13.0" / "bin" / "nvcc", NVCC.format("13.0", "13.0"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "13.0"))
+    newer_than_torch = f"^nvcc 13.0 at {too_new} is newer than torch's CUDA 12.6; install the CUDA toolkit 12$"
+    with pytest.raises(build.BuildError, match=newer_than_torch):
+        build.find_nvcc()
     newer = compiler(tmp_path / "newer" / "nvcc", NVCC.format("12.6", "12.6"))
     monkeypatch.setenv("PATH", str(newer.parent))
     assert build.find_nvcc() == str(newer)

@@ -139,6 +139,8 @@ def test_scan_is_kept_until_a_folder_changes(tmp_path: Path, scans: list[Path]) 
     listed.write_bytes(b"damaged")
     assert Dataset.open(root, "train", None, listings) == expected
 
+    (root / "train/b/1.jpg").write_bytes(b"another image")
+    assert Dataset.open(root, "train", None, listings).sizes[-1] == len(b"another image"), "overwritten in place"
     put(root, "train/b/2.jpg")
     settled(root / "train/b")
     more = Dataset.open(root, "train", None, listings)

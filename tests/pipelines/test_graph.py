@@ -42,3 +42,8 @@ def test_gpu_graph_is_built_no_further_without_a_driver() -> None:
 @pytest.mark.parametrize(("size", "batch", "ahead"), [(8, 2, 4), (224, 64, 4), (224, 128, 3), (224, 256, 2), (224, 8192, 2)])
 def test_large_batches_are_prepared_less_far_ahead(size: int, batch: int, ahead: int) -> None:
     assert graph.prefetch(Transform(size=size, resize=size), batch) == ahead
+
+
+def test_sixteen_threads_wait_for_files() -> None:
+    """A file server takes milliseconds for each; see docs/performance.md."""
+    assert graph.reading_pipeline(iter([]), packed=True, max_batch=1).num_threads == 16
