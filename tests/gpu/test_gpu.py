@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from tests.gpu import child, runner
 from tests.gpu.case import Case, Row, Settings, SkipCase
+from tests.gpu.correctness import sanitized
 from tests.gpu.report import BEGIN, END, report, write
 from tests.gpu.runner import Runner
 
@@ -177,6 +179,26 @@ def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
     found = run(tmp_path, ["kernels", "passes"])
     assert found["kernels"]["status"] == "failed"
     assert (found["passes"]["status"], found["passes"]["error"]) == ("not run", "build/kernels did not pass")
+
+
+@pytest.mark.parametrize(
+    ("row", "passes"),
+    [
+        ('{"end": {"status": "passed"}}', [True, True]),
+        ('{"end": {"status": "failed", "error": "ValueError: a wrong value"}}', [True, False]),
+        ('{"check": "the process was killed after this row"}', [True, False]),
+        ("", [True, False]),
+    ],
+)
+def test_a_sanitizer_case_needs_its_problems_to_pass(
+    row: str, passes: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(f"#!/bin/sh\nfor last; do :; done\nprintf '%s' '{row}' > \"$last\"\n")
+    sanitizer.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(sanitizer))
+    found = list(sanitized("memcheck", Settings("cuda", False, str(tmp_path))))
+    assert [each["passed"] for each in found] == passes
 
 
 CHOSEN = {
