@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.gpu import child, runner
+from tests.gpu import child, graphs, runner
 from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.gpu.correctness import sanitized
 from tests.gpu.report import BEGIN, END, report, write
@@ -199,6 +201,59 @@ def test_a_sanitizer_case_needs_its_problems_to_pass(
     monkeypatch.setattr(shutil, "which", lambda name: str(sanitizer))
     found = list(sanitized("memcheck", Settings("cuda", False, str(tmp_path))))
     assert [each["passed"] for each in found] == passes
+
+
+def replays_by_calling(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """Stands in for a capture: warms up, and replays by calling again."""
+    result = run().clone()
+    return lambda: result.copy_(run()), result
+
+
+def replays_the_loss_alone(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    result = run().clone()
+    return lambda: None, result
+
+
+GRAPHS = Settings("cpu", True, "")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two threads wait for each other where other work takes a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("record", "passes"), [(replays_by_calling, True), (replays_the_loss_alone, False)])
+def test_comparison_of_graphs_with_eager_steps(
+    record: Callable[..., object], passes: bool, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    monkeypatch.setattr("experiments.training.graphs.record", record)
+    monkeypatch.setattr("tests.gpu.graphs.NETWORKS", ("san10_pairwise",))
+    rows = [*graphs.steps(GRAPHS), *graphs.engines(GRAPHS)]
+    assert len(rows) == 2 * 5 + 4 * 4
+    for row in rows:
+        assert row["passed"] == passes, row
+
+
+@pytest.mark.parametrize("case", graphs.ALL, ids=lambda case: case.name)
+def test_graphs_need_a_gpu(case: Case) -> None:
+    assert child.run(case, GRAPHS, lambda row: None) == {"status": "skipped", "error": "needs a GPU: a CPU has no CUDA graphs"}
+
+
+@pytest.mark.parametrize(("case", "package"), zip(graphs.ALL, ("pydantic", "deepspeed"), strict=True))
+def test_graphs_are_skipped_without_their_packages(case: Case, package: str, tmp_path: Path) -> None:
+    """In another process, where the package and all that need it were never imported."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from tests.gpu import child, graphs\nfrom tests.gpu.case import Settings\n"
+        f"case = next(case for case in graphs.ALL if case.name == {case.name!r})\n"
+        "print(child.run(case, Settings('cuda', True, ''), print))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == str({"status": "skipped", "error": f"needs the package {package}"}), done.stderr
 
 
 CHOSEN = {
