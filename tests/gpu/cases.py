@@ -10,4 +10,4 @@ def all_cases(settings: Settings) -> list[Case]:
     """On the CPU without those that would only repeat the same code at other sizes."""
     networks = models.SMALL if settings.small else models.ALL
     attention = cores.SMALL if settings.small else cores.ALL
-    return [*build.CASES, *correctness.ALL, *attention, *networks, *loader.ALL, *training.ALL, *graphs.ALL]
+    return [*build.CASES, *graphs.ALL, *correctness.ALL, *attention, *networks, *loader.ALL, *training.ALL]

@@ -347,7 +347,7 @@ def _in_groups(names: Sequence[str], groups: int) -> Iterator[tuple[str, list[st
         yield f"modules {number + 1} of {groups}", list(names[number::groups])
 
 
-# The types that training uses come first; sanitizers, which are slow, last.
+# The types that training uses come first; sanitizers, which are slow, after the usual networks (24).
 NETWORKS = ("san10_pairwise", "san10_patchwise")
 ALL = [
     *(
@@ -360,10 +360,10 @@ ALL = [
     _case("golden numbers", golden, 12),
     *(_case(name, partial(models, name), 13) for name in NETWORKS),
     *(_case(f"{name} compiled", partial(compiled, name), 27, 240) for name in NETWORKS),
-    *(_case(name, partial(modules, kinds), 50) for name, kinds in _in_groups(sorted(KINDS), 2)),
+    *(_case(name, partial(modules, kinds), 24) for name, kinds in _in_groups(sorted(KINDS), 2)),
     _case("workspaces over 256 MB", large_workspace, 14),
     _case("a second GPU", second_device, 53),
     _case("ten small problems", ten_small, 54),
-    _case("memcheck", partial(sanitized, "memcheck"), 55, 300),
-    _case("racecheck", partial(sanitized, "racecheck"), 56, 300),
+    _case("memcheck", partial(sanitized, "memcheck"), 24, 300),
+    _case("racecheck", partial(sanitized, "racecheck"), 24, 300),
 ]

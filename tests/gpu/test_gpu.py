@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tests.gpu import child, graphs, runner
 from tests.gpu.case import Case, Row, Settings, SkipCase
-from tests.gpu.correctness import sanitized
+from tests.gpu.cases import all_cases
+from tests.gpu.correctness import NETWORKS, sanitized
 from tests.gpu.report import BEGIN, END, report, write
 from tests.gpu.runner import Runner
 
@@ -175,6 +176,17 @@ def test_a_spent_budget_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["last"]["status"] == "not run" and "budget ended after" in found["last"]["error"]
     found = run(tmp_path, ["passes"], budget=0.1)
     assert (found["passes"]["status"], found["passes"]["error"]) == ("not run", "the budget is spent")
+
+
+def test_a_short_budget_reaches_every_kind_of_case() -> None:
+    cases = [case.id for case in sorted(all_cases(Settings("cuda", False, "")), key=lambda case: case.priority)]
+    networks = [f"models/{name} batch 32" for name in NETWORKS]
+    first = [f"{name} {how}" for name in networks for how in ("tf32 eager", "tf32 graphs", "bfloat16 eager", "bfloat16 graphs")]
+    first += [f"{part}/{kind} tf32" for part in ("correctness", "cores") for kind in ("pairwise", "patchwise")]
+    then = [case.id for case in graphs.ALL] + ["correctness/modules 1 of 2", "correctness/modules 2 of 2"]
+    then += ["correctness/memcheck", "correctness/racecheck", "loader/training", "training/one worker"]
+    assert max(map(cases.index, first)) < min(map(cases.index, then))
+    assert max(map(cases.index, then)) < 33
 
 
 def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
