@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gpu import build, cores, correctness, loader, models, training
+from tests.gpu import build, cores, correctness, graphs, loader, models, training
 from tests.gpu.case import Case, Settings
 
 
@@ -10,4 +10,4 @@ def all_cases(settings: Settings) -> list[Case]:
     """On the CPU without those that would only repeat the same code at other sizes."""
     networks = models.SMALL if settings.small else models.ALL
     attention = cores.SMALL if settings.small else cores.ALL
-    return [*build.CASES, *correctness.ALL, *attention, *networks, *loader.ALL, *training.ALL]
+    return [*build.CASES, *graphs.ALL, *correctness.ALL, *attention, *networks, *loader.ALL, *training.ALL]

@@ -15,7 +15,10 @@ from pathlib import Path
 from tests.gpu.case import Case, Row, Settings, SkipCase
 
 OURS = ("tests", "san", "cuda_ext", "pipelines", "cluster", "experiments")
-CUDA_ERROR = re.compile(r"CUDA error|illegal memory|misaligned address|launch failure|launch timed out|device-side assert")
+CUDA_ERROR = re.compile(
+    r"CUDA error|illegal memory|misaligned address|launch failure|launch timed out|device-side assert"
+    r"|san::\w+: kernel "  # a launch that failed, perhaps because of an earlier kernel (cuda_ext/cuda/launch.h)
+)
 
 
 def main(cases: Callable[[Settings], list[Case]]) -> None:

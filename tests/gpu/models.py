@@ -115,8 +115,10 @@ def _cases() -> Iterator[Case]:
         ranks = NAMES.index(name), BATCHES.index(batch), PRECISIONS.index(how_precise), HOW.index(how)
         setting = Setting(batch, how_precise, how)
         label = f"{name} batch {batch} {how_precise} {how}"
+        # SAN10 at batch 32 without torch.compile, in TF32 or bfloat16, comes before one case of each other kind (24).
+        is_usual = ranks[0] <= 1 and ranks[1] == 0 and ranks[2] <= 1 and ranks[3] <= 1
         far = max(0, ranks[0] - 1) + sum(ranks[1:])
-        yield Case("models", label, partial(network, name, setting), 21 + 4 * far, 180)
+        yield Case("models", label, partial(network, name, setting), 21 + (1 if is_usual else 4) * far, 180)
 
 
 ALL = list(_cases())

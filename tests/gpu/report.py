@@ -111,6 +111,8 @@ def _loader(records: Sequence[Row]) -> str:
 def _training(records: Sequence[Row]) -> str:
     lines = []
     for row in rows(records, "training"):
+        if "trial_over_plain" not in row:
+            continue
         speeds = row["images_per_s"]
         engine = ", ".join(row["engine"]) or "default"
         lines.append(

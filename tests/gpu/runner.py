@@ -63,8 +63,11 @@ class Runner:
         record = self._attempt(case, {})
         if record["status"] == "crashed" and self.left() > LEAST:
             again = self._attempt(case, SYNCHRONOUS)
-            found = KERNEL.search(again.get("error", ""))
-            record |= {"kernel": found[1] if found else None, "synchronous": {k: again.get(k) for k in ("status", "error")}}
+            record["synchronous"] = {key: again.get(key) for key in ("status", "error")}
+        if record["status"] in ("crashed", "failed"):
+            # The synchronous error comes first: the other one may name a kernel that was launched later.
+            found = KERNEL.search(f"{record.get('synchronous', {}).get('error')}\n{record['error']}")
+            record["kernel"] = found[1] if found else None
         return record
 
     def _attempt(self, case: Case, environment: Mapping[str, str]) -> Row:

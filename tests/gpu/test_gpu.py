@@ -20,6 +20,7 @@ from tests.gpu.report import BEGIN, END, report, write
 from tests.gpu.runner import Runner
 
 ROOT = Path(__file__).parents[2]
+# The fakes' processes import this file, so it does not import torch.
 CHILD = (sys.executable, "-m", "tests.gpu.test_gpu")
 Records = dict[str, Row]
 
@@ -56,6 +57,18 @@ def breaks_cuda(settings: Settings) -> Iterator[Row]:
     raise RuntimeError(f"{where}an illegal memory access was encountered")
 
 
+def fails_to_launch(settings: Settings) -> Iterator[Row]:
+    yield {"check": "before", "passed": True}
+    hint = (
+        "" if os.environ.get("SAN_CUDA_SYNC") == "1" else "; an earlier kernel may be the cause, set SAN_CUDA_SYNC=1 to find it"
+    )
+    raise RuntimeError(f"san::pairwise: kernel (hidden_kernel<scalar_t, 4>) failed: invalid argument{hint}")
+
+
+def fails_in_a_kernel(settings: Settings) -> Iterator[Row]:
+    yield {"check": "halo_kernel", "passed": False}
+
+
 def needs_a_package(settings: Settings) -> Iterator[Row]:
     importlib.import_module("no_such_package")
 
@@ -74,7 +87,11 @@ def skips(settings: Settings) -> Iterator[Row]:
 
 
 FAKES: dict[str, Callable[[Settings], Iterator[Row]]] = {
-    f.__name__: f for f in (passes, aborts, hangs, raises, errs, breaks_cuda, needs_a_package, misses_our_module, skips)
+    f.__name__: f
+    for f in (
+        *(passes, aborts, hangs, raises, errs, breaks_cuda, fails_to_launch, fails_in_a_kernel),
+        *(needs_a_package, misses_our_module, skips),
+    )
 }
 
 
@@ -106,6 +123,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
         ("raises", "failed", "ValueError: a wrong value"),
         ("errs", "failed", '1 checks failed, the first: {"check": "two"'),
         ("breaks_cuda", "crashed", "CUDA error: an illegal memory access"),
+        ("fails_to_launch", "crashed", "invalid argument; an earlier kernel may be the cause"),
         ("needs_a_package", "skipped", "needs the package no_such_package"),
         ("kernels_need_no_package", "failed", "No module named 'no_such_package'"),
         ("misses_our_module", "failed", "No module named 'tests.no_such_module'"),
@@ -124,9 +142,21 @@ def test_rows_before_the_end_are_kept(records: Records) -> None:
     assert len(records["errs"]["rows"]) == 3
 
 
-def test_a_second_run_names_the_kernel(records: Records) -> None:
-    assert records["breaks_cuda"]["kernel"] == "mapping_kernel"
-    assert records["aborts"]["kernel"] is None
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("breaks_cuda", "mapping_kernel"),  # only the second run names it
+        ("fails_to_launch", "hidden_kernel"),
+        ("fails_in_a_kernel", "halo_kernel"),
+        ("aborts", None),
+    ],
+)
+def test_the_record_names_the_kernel(name: str, kernel: str | None, records: Records) -> None:
+    assert records[name]["kernel"] == kernel
+
+
+def test_a_failed_launch_runs_again_with_synchronisation(records: Records) -> None:
+    assert records["fails_to_launch"]["synchronous"]["error"].endswith("failed: invalid argument")
 
 
 def test_nothing_that_a_case_started_survives(records: Records) -> None:
@@ -153,6 +183,10 @@ def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
 CHOSEN = {
     "correctness/pairwise float32": "check",
     "correctness/operators": "check",
+    "correctness/norm_relu": "check",
+    "correctness/golden numbers": "check",
+    "correctness/modules 1 of 2": "check",
+    "correctness/san10_pairwise compiled": "check",
     "cores/patchwise tf32": "core",
     "models/san10_pairwise batch 32 tf32 eager": "model",
     "loader/training": "threads",

@@ -75,7 +75,7 @@ def worker(profile: str, runs: Path, found: Path, keys: list[str]) -> None:
 
 
 ALL = [
-    Case("training", "one worker", partial(training, False, {}), 41, 400),
+    Case("training", "one worker", partial(training, False, {}), 24, 400),
     Case("training", "one worker, CUDA graphs", partial(training, False, {"cuda_graphs": "true"}), 42, 400),
     Case("training", "several workers", partial(training, True, {}), 43, 400),
 ]
