@@ -285,7 +285,7 @@ def raylet_killed(scene: Scene) -> str:
     assert "Ray on this machine has died" in scene.finish(1)
     seconds = time.monotonic() - began
     scene.go_on()
-    return f"SIGKILL of Ray's raylet at step 30: a sentence and exit code 1 after {seconds:.0f} s; the same command"
+    return f"SIGKILL of Ray's raylet at step 30 (40 epochs): a sentence and exit code 1 after {seconds:.0f} s; the same command"
 
 
 def hung(scene: Scene) -> str:
