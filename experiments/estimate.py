@@ -20,8 +20,8 @@ SECTIONS = ("model.", "engine.", "placement.")
 FIELDS = ("data.size", "recipe.batch", "recipe.accumulate", "recipe.precision")
 
 GUESSED_RATES = {"cpu": 1e9, "gpu": 1.5e12}
-"""Images per second times the paper's FLOPs per image, for one CPU core or one GPU, until a run has finished. The CPU's rate was
-measured on a Xeon with the digits profile; the GPU's is a prediction for an A100 that nobody has measured."""
+"""Images per second times the paper's FLOPs per image, for one CPU core or one GPU, until a run has finished. The CPU's rate
+was measured on a Xeon with the digits profile; the GPU's is a prediction for an A100 that nobody has measured."""
 
 Basis = Literal["like", "flops", "guess"]
 """`like`: finished runs with the same model, size, batch and placement. `flops`: the FLOPs of the model, at the speed of other
