@@ -198,7 +198,7 @@ def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.dev
             found = [open_data(config)]
         except DataError as error:
             found = [error]
-    dist.broadcast_object_list(found, device=device)  # nccl would use the first GPU for every worker
+    dist.broadcast_object_list(found, device=device)
     if isinstance(found[0], DataError):
         raise found[0]
     assert found[0] is not None
