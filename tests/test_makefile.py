@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,9 +10,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def _commands(target: str) -> list[str]:
-    """Those of a checkout without an environment."""
+    """The commands in a checkout without an environment, also when these tests were themselves started by `make`."""
     make = ["make", "--dry-run", "--always-make", target, "VENV=.venv-of-nobody"]
-    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_deepspeed_is_installed_without_looking_for_a_cuda_toolkit() -> None:
