@@ -73,7 +73,7 @@ def test_a_boolean_is_no_number_of_a_model(variant: str) -> None:
     [
         ("early_stopping: {grace_epochs: true}", "early_stopping.grace_epochs: a number was expected, not True"),
         ("seeds: [0, true]", "seeds[1]: a number was expected, not True"),
-        ("base: {recipe: {mixup: true}}", "row a: recipe.mixup_alpha: a number was expected, not True"),
+        ("base: {recipe: {mixup_alpha: true}}", "row a: recipe.mixup_alpha: a number was expected, not True"),
         ("base: {model: {footprint: true}}", "row a: model.footprint: a number was expected, not True"),
         ("base: {model: {depths: [2, true, 2, 4]}}", "row a: model.depths: a number was expected, not [2, True, 2, 4]"),
     ],
