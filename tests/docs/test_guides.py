@@ -1,8 +1,8 @@
 """The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
 
 Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
-`KEY`, and a key after `san show`, become that of the last trained cell. A block after `<!-- not run: REASON -->` is only
-checked: its commands and options exist, and its overrides are valid.
+`KEY`, and a key after `san show`, become that of a cell that was trained before. A block after `<!-- not run: REASON -->` is
+only checked: its commands and options exist, and its overrides are valid.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Reader:
     def __init__(self, folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         (folder / "runs").symlink_to(runs)
+        self.before = set(runs.glob("checkpoints/*"))
         self.names: dict[str, Any] = {}
         self.monkeypatch = monkeypatch
         for path in (*ROOT.glob("experiments/grids/*.yaml"), ROOT / "docs/gallery.yaml"):
@@ -90,11 +91,10 @@ class Reader:
                 self.run(self.arguments(command))
 
     def with_key(self, text: str) -> str:
-        """The text with the key of the cell that was trained last in place of the guide's."""
-        if not KEY.search(text):
-            return text
-        trained = (self.folder / "runs/checkpoints").glob("*/epoch-*.pt")
-        return KEY.sub(max(trained, key=lambda path: path.stat().st_mtime).parent.name, text)
+        """The text with the key of the page's latest cell, else of the first of all, in place of the guide's."""
+        cells = sorted((self.folder / "runs").resolve().glob("checkpoints/*"), key=lambda cell: cell.stat().st_mtime)
+        own = [cell for cell in cells if cell not in self.before]
+        return KEY.sub((own[-1:] or cells)[0].name, text) if cells else text
 
     def arguments(self, command: list[str]) -> list[str]:
         """A `san` command's arguments, with the small settings where it takes a grid."""
