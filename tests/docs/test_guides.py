@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from experiments.cli import main
+from experiments.config import TrialConfig, keys_at
 from experiments.expand import expand
 from experiments.report.paper import table_names
 from tests.cluster.definitions import require_known
@@ -208,3 +209,10 @@ def test_a_guide_is_short_and_ends_with_troubleshooting(page: str) -> None:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     assert [line for line in lines if line.startswith("## ")][-1] == "## Troubleshooting"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_in_the_text_exist(page: str) -> None:
+    text = re.sub(r"\bdata\.val_split_\*|`data\.\*`", "", (ROOT / page).read_text(encoding="utf-8"))
+    for section, key in re.findall(r"[`\s](data|recipe|engine|placement|reliability)\.(\w+)", text):
+        assert key in keys_at(TrialConfig, (section,)), f"{section}.{key}"
