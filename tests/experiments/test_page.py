@@ -407,7 +407,7 @@ def test_two_seeds_are_shown_instead_of_an_interval(answered: Callable[..., Job]
     )
     assert told[0] == ("Top-1 under cw90 against top-1 on clean images, ours, digits. resnet: resnet26: 79.5 % of 89.5 %.")
     assert told[1].startswith(
-        "Top-1 under cw90 over top-1 without disturbance, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
+        "Top-1 under cw90 against top-1 on clean images, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
     )
     assert len(told) == 5  # ours under one condition, the paper's under four
 
