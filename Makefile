@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
+# -qq below: errors only. Without these two, pip advises on itself in every step.
+export PIP_ROOT_USER_ACTION := ignore
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check clean
 
@@ -47,7 +50,7 @@ test-torch: $(TORCH_VENV)/.installed
 # numpy, setuptools and onnxscript as that torch wants them; the others as pinned.
 $(TORCH_VENV)/.installed: requirements.txt
 	@$(STEP) "environment $(TORCH_VENV)" $(PYTHON) -m venv $(TORCH_VENV)
-	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -q torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
+	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -qq torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
 	  $$(grep -E '^(click|hypothesis|pydantic|pytest|PyYAML)==' requirements.txt)
 	@touch $@
 
@@ -78,9 +81,9 @@ setup: $(VENV)/.installed
 # fail on a machine with a GPU but no CUDA toolkit: DS_IGNORE_CUDA_DETECTION.
 $(VENV)/.installed: requirements.txt setup.py
 	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
-	@$(STEP) "torch" $(BIN)/pip install -q $$(grep -E '^(torch|setuptools|wheel)==' requirements.txt)
-	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 $(BIN)/pip install -q --no-build-isolation -r requirements.txt
-	@$(STEP) "the project itself" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	@$(STEP) "torch" $(BIN)/pip install -qq $$(grep -E '^(torch|setuptools|wheel)==' requirements.txt)
+	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 $(BIN)/pip install -qq --no-build-isolation -r requirements.txt
+	@$(STEP) "the project itself" $(BIN)/pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Leaves data/ and runs/ alone: they hold work.
