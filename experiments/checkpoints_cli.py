@@ -83,7 +83,7 @@ def evaluate(
     CHECKPOINT is a trial's, which tells how its images are treated: the file, or for the best epoch its folder, the trial's
     key, the id of its MLflow run, or its registered model, models:/NAME/VERSION or models:/NAME@ALIAS; or a file of
     `san.save_checkpoint`; or one of the paper's authors. Files and folders may be s3://bucket/... Overrides: data.*,
-    recipe.batch, placement.cpus; for a file of the authors' also what it does not tell, such as model.footprint=9.
+    recipe.batch_size, placement.cpus; for a file of the authors' also what it does not tell, such as model.footprint=9.
     """
     from experiments.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
     from experiments.images import transform
@@ -91,7 +91,7 @@ def evaluate(
     with reach(checkpoint, runs) as (path, place):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
-        with shown(len(images), opened.config.recipe.batch) as ended:
+        with shown(len(images), opened.config.recipe.batch_size) as ended:
             found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
     if place is not None:
         found = dataclasses.replace(found, checkpoint=place)

@@ -253,7 +253,7 @@ def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: 
 def _listed(run: Listed) -> str:
     epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
     top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
-    return f"{run.state:8s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
+    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
 
 
 @cli.command()

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic_core import PydanticCustomError
 
 from experiments.custom_code import custom_code
+from experiments.renamed import new_key
 from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
@@ -96,7 +97,7 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     for key, value in model.overrides.items():
         if key not in fields:
             found = True
-            yield f"model.{key}", _unknown(key, fields)
+            yield f"model.{key}", _unknown(f"model.{key}", fields)
             continue
         try:
             readers[key].validate_python(value)
@@ -163,22 +164,22 @@ class RecipeConfig(Strict):
 
     epochs: Annotated[Whole, Field(ge=1, le=9999)]
     """At most what four digits hold, by which checkpoints are sorted."""
-    batch: Count
+    batch_size: Count
     """Images per step over all workers."""
     lr: Positive
     """Learning rate of the first step; follows a half cosine to zero, step by step."""
     momentum: Fraction
     weight_decay: NotNegative
     label_smoothing: Fraction
-    lr_batch: Count | None = None
-    """`lr` is for so many images a step; with another `batch` it is scaled linearly. Never where it is null."""
+    lr_batch_size: Count | None = None
+    """`lr` is for so many images a step; with another `batch_size` it is scaled linearly. Never where it is null."""
     warmup_epochs: NotNegative = 0.0
     """The learning rate rises linearly from 0 for so long, step by step; the cosine has the rest."""
-    mixup: NotNegative = 0.0
-    """Images are blended in pairs, by shares drawn from Beta(mixup, mixup), and so are their labels; 0 does not."""
-    ema: Fraction = 0.0
+    mixup_alpha: NotNegative = 0.0
+    """Images are blended in pairs, by shares drawn from Beta(mixup_alpha, mixup_alpha), and so are their labels; 0 does not."""
+    ema_decay: Fraction = 0.0
     """Decay per step of the average over weights and BatchNorm statistics that is then validated and kept; 0 keeps none."""
-    accumulate: Count = 1
+    grad_accum_steps: Count = 1
     """In so many parts the images of a step are worked through, to save memory; BatchNorm sees each part alone."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the layers that torch's autocast lists; weights, their updates and validation are always float32."""
@@ -187,8 +188,8 @@ class RecipeConfig(Strict):
 
     @property
     def lr_used(self) -> float:
-        """Learning rate at `batch` images a step (linear scaling: Goyal et al. 2017, arXiv 1706.02677)."""
-        return self.lr if self.lr_batch is None else self.lr * (self.batch / self.lr_batch)
+        """Learning rate at `batch_size` images a step (linear scaling: Goyal et al. 2017, arXiv 1706.02677)."""
+        return self.lr if self.lr_batch_size is None else self.lr * (self.batch_size / self.lr_batch_size)
 
     @property
     def scaling(self) -> str | None:
@@ -196,20 +197,20 @@ class RecipeConfig(Strict):
         if self.lr_used == self.lr:
             return None
         return (
-            f"learning rate {self.lr_used:.6g} for batches of {self.batch}: "
-            f"recipe.lr={self.lr:g} is for recipe.lr_batch={self.lr_batch}"
+            f"learning rate {self.lr_used:.6g} for batches of {self.batch_size}: "
+            f"recipe.lr={self.lr:g} is for recipe.lr_batch_size={self.lr_batch_size}"
         )
 
 
 class EngineConfig(Strict):
     """How the recipe's steps are computed; changes speed, memory and roundings, and is no part of a trial's key."""
 
-    zero: Annotated[Literal[0, 1, 2], NUMBERS] = 0
+    zero_stage: Annotated[Literal[0, 1, 2], NUMBERS] = 0
     """Stage of DeepSpeed's ZeRO: from 1 on each worker keeps a share of the momentum, from 2 on of the gradients too."""
     compile: bool = False
     """The model runs through `torch.compile`; an averaged model, which is validated only, does not."""
     channels_last: bool | None = None
-    """Feature maps and weights use the channels-last memory format. Null: on GPUs only, and not with `zero`."""
+    """Feature maps and weights use the channels-last memory format. Null: on GPUs only, and not with `zero_stage`."""
     tf32: bool | None = None
     """Tensor cores compute float32 products with 10-bit mantissas, several times faster. Null: on GPUs only."""
     cuda_graphs: bool = False
@@ -222,7 +223,7 @@ class EngineConfig(Strict):
     def on(self, device: str) -> EngineConfig:
         """These settings with every null resolved for a device type, `cpu` or `cuda`."""
         on_gpu = device == "cuda"
-        channels_last = (on_gpu and not self.zero) if self.channels_last is None else self.channels_last
+        channels_last = (on_gpu and not self.zero_stage) if self.channels_last is None else self.channels_last
         return self.model_copy(update={"channels_last": channels_last, "tf32": on_gpu and self.tf32 is not False})
 
 
@@ -237,18 +238,18 @@ class PlacementConfig(Strict):
 class ReliabilityConfig(Strict):
     """What is done about failures; changes no result."""
 
-    checkpoint_minutes: Positive = 10.0
+    checkpoint_every_n_minutes: Positive = 10.0
     """A checkpoint is written after every epoch, and inside an epoch when the last one is so old."""
-    checkpoints: Count = 2
+    keep_checkpoints: Count = 2
     """How many of the last checkpoints are kept, besides the best."""
-    look_steps: Count = 20
+    check_every_n_steps: Count = 20
     """After so many steps it is looked whether losses are finite and whether a checkpoint is due."""
-    hang_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
+    hang_timeout_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
     """A worker that ends no step for so long is ended, and so long it waits for the others."""
 
     @property
     def patience(self) -> timedelta:
-        return timedelta(minutes=self.hang_minutes)
+        return timedelta(minutes=self.hang_timeout_minutes)
 
 
 class TrialConfig(Strict):
@@ -263,11 +264,11 @@ class TrialConfig(Strict):
 
 
 def too_many_parts(config: TrialConfig, images: int) -> str:
-    """What is wrong with `recipe.accumulate` where a worker has so few images in a step."""
+    """What is wrong with `recipe.grad_accum_steps` where a worker has so few images in a step."""
     recipe, workers = config.recipe, config.placement.workers
     return (
-        f"{recipe.accumulate} parts cannot be made of the {images} images that each worker has in some steps "
-        f"(recipe.batch={recipe.batch}, placement.workers={workers}); make them fewer"
+        f"{recipe.grad_accum_steps} parts cannot be made of the {images} images that each worker has in some steps "
+        f"(recipe.batch_size={recipe.batch_size}, placement.workers={workers}); make them fewer"
     )
 
 
@@ -276,22 +277,25 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
     recipe, engine, placement = config.recipe, config.engine, config.placement
     if recipe.warmup_epochs >= recipe.epochs:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
-    each = recipe.batch // placement.workers
-    if each and recipe.accumulate > each:  # that workers have no image at all, the loader tells
-        yield "recipe.accumulate", too_many_parts(config, each)
+    each = recipe.batch_size // placement.workers
+    if each and recipe.grad_accum_steps > each:  # that workers have no image at all, the loader tells
+        yield "recipe.grad_accum_steps", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
         yield "recipe.sync_batchnorm", "torch has it for GPUs only, and placement.gpus is 0; leave it out"
     if engine.cuda_graphs and not placement.gpus:
         yield "engine.cuda_graphs", "CUDA graphs need a GPU, and placement.gpus is 0; leave it out"
-    elif engine.cuda_graphs and engine.zero:
+    elif engine.cuda_graphs and engine.zero_stage:
         yield (
             "engine.cuda_graphs",
-            f"a graph cannot capture how engine.zero={engine.zero} moves gradients; leave out one",
+            f"a graph cannot capture how engine.zero_stage={engine.zero_stage} moves gradients; leave out one",
         )
     elif engine.cuda_graphs and recipe.sync_batchnorm:
         yield "engine.cuda_graphs", "a graph cannot capture recipe.sync_batchnorm's communication; leave out one of the two"
-    if engine.channels_last and engine.zero:
-        yield "engine.channels_last", f"engine.zero={engine.zero} keeps all weights in one flat piece; leave out one of the two"
+    if engine.channels_last and engine.zero_stage:
+        yield (
+            "engine.channels_last",
+            f"engine.zero_stage={engine.zero_stage} keeps all weights in one flat piece; leave out one of the two",
+        )
 
 
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
@@ -303,13 +307,15 @@ def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[
             continue  # too few, because of the mistakes that are told below it
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
         if item["type"] == "extra_forbidden":
-            yield path, _unknown(str(loc[-1]), keys_at(schema, loc[:-1]))
+            yield path, _unknown(path, keys_at(schema, loc[:-1]))
         else:
             yield path, _wrong(item)
 
 
-def _unknown(key: str, allowed: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, allowed, n=1)
+def _unknown(path: str, allowed: Sequence[str]) -> str:
+    if new := new_key(path):
+        return f"this key is now called {new}"
+    near = difflib.get_close_matches(path.rpartition(".")[2], allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown key{hint} Allowed: {', '.join(sorted(allowed))}"
 

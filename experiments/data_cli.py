@@ -262,11 +262,13 @@ def pack(
 @click.argument("split")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="of the trial")
 @click.option("--epoch", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="images per step over all workers")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="images per step over all workers")
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, show_default=True, help="placement.workers")
 @LISTS
 @AS_JSON
-def order(root: Path, split: str, seed: int, epoch: int, batch: int, workers: int, lists: Path | None, as_json: bool) -> None:
+def order(
+    root: Path, split: str, seed: int, epoch: int, batch_size: int, workers: int, lists: Path | None, as_json: bool
+) -> None:
     """Print which worker sees which image in which step of an epoch: step, worker, path.
 
     `train` and `train-split` are trained on, in a new order every epoch; all others are validated on, always in their own.
@@ -279,9 +281,9 @@ def order(root: Path, split: str, seed: int, epoch: int, batch: int, workers: in
 
     packed = index_path(root, split).exists()
     dataset = Dataset.open_shards(root, split) if packed else Dataset.open(root, split, lists)
-    sequence, steps = np.arange(len(dataset)), orders.steps(len(dataset), batch)
+    sequence, steps = np.arange(len(dataset)), orders.steps(len(dataset), batch_size)
     if split in ("train", "train-split"):
-        orders.require_full_ranks(len(dataset), batch, workers)
+        orders.require_full_ranks(len(dataset), batch_size, workers)
         sequence = orders.epoch_order(len(dataset), seed, epoch)
     shares = [orders.share(sequence, steps, worker, workers) for worker in range(workers)]
     places = ((step, worker) for step in range(steps) for worker in range(workers))

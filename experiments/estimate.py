@@ -17,7 +17,7 @@ from experiments.tracking import Result
 
 Setting = frozenset[tuple[str, str]]
 SECTIONS = ("model.", "engine.", "placement.")
-FIELDS = ("data.size", "recipe.batch", "recipe.accumulate", "recipe.precision")
+FIELDS = ("data.size", "recipe.batch_size", "recipe.grad_accum_steps", "recipe.precision")
 
 GUESSED_RATES = {"cpu": 1e9, "gpu": 1.5e12}
 """Images per second times the paper's FLOPs per image, for one CPU core or one GPU, until a run has finished. The CPU's rate

@@ -32,7 +32,7 @@ from pipelines.loader import threads_of
 from san.models import checkpoint, released
 from san.models.spec import Trunk
 
-TAKEN = ("recipe.batch", "placement.cpus")
+TAKEN = ("recipe.batch_size", "placement.cpus")
 """Overrides besides those of `data` that an evaluation has a use for."""
 SECONDS_BETWEEN_LINES = 10.0
 KEY = "[0-9a-f]{12}"
@@ -90,8 +90,8 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     """A trial's checkpoint, or its folder and of that the best epoch's; a file of `save_checkpoint`; one of the authors'.
 
     A trial's tells how its images are to be treated. Of the others, a profile does, `imagenet` where none is given.
-    `overrides` such as `data.root=/data` change `data`, `recipe.batch` and `placement.cpus`; for a file of the authors', also
-    what that does not tell, such as `model.footprint=9`.
+    `overrides` such as `data.root=/data` change `data`, `recipe.batch_size` and `placement.cpus`; for a file of the
+    authors', also what that does not tell, such as `model.footprint=9`.
 
     Raises:
         UserError: there is no such file, or it is none of these, or it does not fit the overrides.
@@ -220,7 +220,7 @@ def evaluate_checkpoint(
     Raises:
         DataError: an image cannot be used.
     """
-    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch)
+    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch_size)
     loss, top1, top5, count = evaluate(opened.model.to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from experiments.config import Count, Strict, TrialConfig, Whole
 from experiments.custom_code import custom_code
+from experiments.renamed import with_old_keys
 from san.models import ModelSpec
 
 
@@ -103,7 +104,8 @@ class Trial:
         so that a new one leaves finished runs as they are. The source of rows that users add to a registry counts."""
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
-        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch"}) | {"lr": recipe.lr_used}
+        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size"}) | {"lr": recipe.lr_used}
+        how = with_old_keys("recipe", how)
         spec = config.model.spec()
         content: list[object] = [_record(spec), data, how, self.seed, self.data_digest]
         if code := custom_code(spec):
@@ -114,4 +116,4 @@ class Trial:
 @functools.cache
 def _record(model: ModelSpec) -> dict[str, Any]:
     """Only to be read. Large grids have few models, and a record takes as long as all else of a key."""
-    return asdict(model)
+    return with_old_keys("model", asdict(model))

@@ -182,8 +182,8 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
         for dataset, is_train in zip(_broadcast_data(config.data, rank, world, device), (True, False), strict=True)
     )
     smallest = len(train.dataset) // train.steps // world
-    if smallest < config.recipe.accumulate:
-        raise UserError(f"recipe.accumulate: {too_many_parts(config, smallest)}")
+    if smallest < config.recipe.grad_accum_steps:
+        raise UserError(f"recipe.grad_accum_steps: {too_many_parts(config, smallest)}")
     return train, val
 
 
@@ -218,7 +218,7 @@ def _loader(
         transform(config.data),
         train=train,
         # In validation too, more images at a time than in training may not fit into a GPU.
-        batch=config.recipe.batch if train else -(-config.recipe.batch // config.recipe.accumulate),
+        batch=config.recipe.batch_size if train else -(-config.recipe.batch_size // config.recipe.grad_accum_steps),
         rank=rank,
         world=world,
         seed=seed,

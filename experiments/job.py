@@ -85,7 +85,7 @@ def open_job(
     expanded = expand(path, profile, overrides, table_names())
     configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
-    apart = {(c.data, c.recipe.batch, c.recipe.accumulate, c.placement): (row, c) for row, c in configs.items()}
+    apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.placement): (row, c) for row, c in configs.items()}
     for row, config in apart.values():
         try:
             loaders(config, seed=0, rank=0, world=config.placement.workers)

@@ -94,7 +94,7 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
     try:
         return concurrency(job.placement, resources)
     except ClusterError as error:
-        fits = _overrides_that_fit(job.placement, job.trials[0].config.recipe.accumulate, resources)
+        fits = _overrides_that_fit(job.placement, job.trials[0].config.recipe.grad_accum_steps, resources)
         if not fits:
             raise
         raise ClusterError(
@@ -112,7 +112,7 @@ def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resour
     workers, cpus = max(options)
     if workers == 0:
         return []
-    fewer_workers = [f"placement.workers={workers}", f"recipe.accumulate={parts // workers}"]
+    fewer_workers = [f"placement.workers={workers}", f"recipe.grad_accum_steps={parts // workers}"]
     fewer_cpus = [f"placement.cpus={cpus}"]
     return (fewer_workers if workers < placement.workers else []) + (fewer_cpus if cpus < placement.cpus else [])
 

@@ -128,7 +128,9 @@ def _train(
     how = computing(config.engine, device)
     _log.info(", ".join(f"{name}: {value}" for name, value in how.items()))
 
-    checkpoints = Checkpoints(workspace.checkpoints(trial), trial.key, care.checkpoints, 60 * care.checkpoint_minutes)
+    checkpoints = Checkpoints(
+        workspace.checkpoints(trial), trial.key, care.keep_checkpoints, 60 * care.checkpoint_every_n_minutes
+    )
     classes = train.dataset.classes
     origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
     saved = _saved(workspace, checkpoints, mirror, rank, world)
@@ -149,7 +151,7 @@ def _train(
         send()
 
     teller = Teller(report, config.recipe.epochs, train, history)
-    between = BetweenSteps(watchdog.step_ended, care.look_steps, checkpoints.due, save, teller.due, teller.tell_step)
+    between = BetweenSteps(watchdog.step_ended, care.check_every_n_steps, checkpoints.due, save, teller.due, teller.tell_step)
     try:
         while running.number < config.recipe.epochs and _goes_on(goes_on, trial.key, history, running):
             history = (*history, run_epoch(engine, train, val, running, between))
@@ -206,7 +208,7 @@ def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
     recipe = config.recipe
     if recipe.scaling is not None and dist.get_rank() == 0:
         _log.info(recipe.scaling)
-    micro_batch = -(-recipe.batch // (dist.get_world_size() * recipe.accumulate))
+    micro_batch = -(-recipe.batch_size // (dist.get_world_size() * recipe.grad_accum_steps))
     return Engine(model, recipe, steps, micro_batch, config.engine)
 
 

@@ -18,7 +18,7 @@ from cuda_ext import build
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
-TINY = "san.create_model('san10_pairwise', 10, stages=1, width_factor=0.5).eval()(torch.ones(1, 3, 8, 8)).shape"
+TINY = "san.create_model('san10_pairwise', 10, num_stages=1, width_mult=0.5).eval()(torch.ones(1, 3, 8, 8)).shape"
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,9 @@ from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
 from experiments.tracking.view import VIEW, runs_page
 
+STATES = {"KILLED": "interrupted"}
+"""Where our word for MLflow's status differs from its own: Ctrl-C is no kill."""
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -23,8 +26,8 @@ class Listed:
     name: str
     key: str
     state: str
-    """running, finished, stopped (early, by its grid), failed or killed; a run whose driver was killed stays running until it
-    is continued."""
+    """running, finished, stopped (by early stopping), failed or interrupted. A run whose `san run` was killed stays "running"
+    until it is resumed."""
     epoch: int | None
     epochs: int | None
     top1: float | None
@@ -80,7 +83,7 @@ def _listed(run: Run) -> Listed:
         profile=tags["san.profile"],
         name=tags["mlflow.runName"],
         key=tags["san.trial"],
-        state="stopped" if "san.stopped_at" in tags else run.info.status.lower(),
+        state="stopped" if "san.stopped_at" in tags else STATES.get(run.info.status, run.info.status.lower()),
         epoch=int(metrics["epoch"]) if "epoch" in metrics else None,
         epochs=int(params["recipe.epochs"]) if "recipe.epochs" in params else None,
         top1=metrics.get("val/top1"),

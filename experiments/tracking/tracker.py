@@ -24,6 +24,7 @@ from mlflow.tracking import MlflowClient
 from experiments.config import flat
 from experiments.grid import Grid, Trial
 from experiments.provenance import environment, git_commit, machine, versions
+from experiments.renamed import new_key
 from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
 from experiments.tracking.view import experiment_tags
@@ -261,7 +262,7 @@ def _result(run: Run) -> Result:
         dict(run.data.metrics),
         (ended - run.info.start_time) / 1000,
         ended / 1000,
-        dict(run.data.params),
+        {new_key(key) or key: value for key, value in run.data.params.items()},
         tags=dict(run.data.tags),
         experiment_id=run.info.experiment_id,
     )

@@ -20,6 +20,7 @@ import torch
 
 from experiments.config import TrialConfig
 from experiments.errors import UserError
+from experiments.renamed import with_new_keys
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import Epoch, RunningEpoch
 from san.models.spec import Trunk
@@ -104,7 +105,8 @@ class Checkpoint:
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = tuple(Epoch(**epoch) for epoch in saved["history"])
         running = RunningEpoch(**saved["running"])
-        return Checkpoint(saved["key"], Origin(**saved["origin"]), history, running, saved["engine"])
+        origin = Origin(**saved["origin"] | {"record": with_new_keys(saved["origin"]["record"])})
+        return Checkpoint(saved["key"], origin, history, running, saved["engine"])
 
 
 def _name(epoch: int, step: int) -> str:

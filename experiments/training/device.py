@@ -137,19 +137,18 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
     recipe, workers = config.recipe, config.placement.workers
     gib = 2**30
     peak, total = torch.cuda.max_memory_allocated(device) / gib, torch.cuda.get_device_properties(device).total_memory / gib
-    at_once = -(-recipe.batch // (workers * recipe.accumulate))
+    at_once = -(-recipe.batch_size // (workers * recipe.grad_accum_steps))
     remedies = []
     if at_once > 1:
-        remedies.append(
-            f"recipe.accumulate={2 * recipe.accumulate} (halves the images at a time to {-(-at_once // 2)}, also for BatchNorm)"
-        )
+        halved = f"halves the images at a time to {-(-at_once // 2)}, also for BatchNorm"
+        remedies.append(f"recipe.grad_accum_steps={2 * recipe.grad_accum_steps} ({halved})")
     if recipe.precision == "float32":
         remedies.append("recipe.precision=bfloat16 (halves most activations)")
     remedies.append(f"placement.workers={2 * workers} (splits each batch over more GPUs)")
     return (
         f"out of GPU memory: tensors took {peak:.1f} of {total:.1f} GiB with {at_once} images of {config.data.size} x "
-        f"{config.data.size} pixels at a time (recipe.batch={recipe.batch}, placement.workers={workers}, "
-        f"recipe.accumulate={recipe.accumulate}). Any of these helps: {', '.join(remedies)}"
+        f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, placement.workers={workers}, "
+        f"recipe.grad_accum_steps={recipe.grad_accum_steps}). Any of these helps: {', '.join(remedies)}"
     )
 
 

@@ -83,7 +83,7 @@ class Engine:
         self.recipe = recipe
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self._average = averaged(model, recipe.ema) if recipe.ema else None
+        self._average = averaged(model, recipe.ema_decay) if recipe.ema_decay else None
         self.optimizer = torch.optim.SGD(
             model.parameters(), lr=recipe.lr_used, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )
@@ -94,7 +94,7 @@ class Engine:
             lr_scheduler=self.schedule,
             config=_deepspeed_config(recipe, config, micro_batch, sum(weight.numel() for weight in model.parameters())),
         )
-        self._zero = config.zero > 0
+        self._zero = config.zero_stage > 0
         if config.channels_last:
             for each in self._models():
                 _lay_channels_last(each)
@@ -137,7 +137,7 @@ class Engine:
         """One optimizer step with gradients averaged over the workers; returns this worker's mean loss, of mixed labels where
         the recipe mixes."""
         mean = torch.zeros((), device=self.device)
-        parts = mixup(images_NCHW, labels_N, self.recipe.mixup).parts(self.recipe.accumulate)
+        parts = mixup(images_NCHW, labels_N, self.recipe.mixup_alpha).parts(self.recipe.grad_accum_steps)
         for number, part in enumerate(parts, start=1):
             mean += self._forward_backward(part, len(labels_N))
             if number == len(parts):
@@ -321,10 +321,10 @@ def _deepspeed_config(recipe: RecipeConfig, config: EngineConfig, micro_batch: i
     """Every default that changes results is written out."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": recipe.accumulate,
+        "gradient_accumulation_steps": recipe.grad_accum_steps,
         "gradient_clipping": 0.0,  # DeepSpeed >= 0.19.3 clips at 1.0 when this is absent; the paper does not clip
         # DeepSpeed would take 2 GB for what it reduces at once, whatever the model's size.
-        "zero_optimization": {"stage": config.zero, "reduce_bucket_size": weights},
+        "zero_optimization": {"stage": config.zero_stage, "reduce_bucket_size": weights},
         "zero_allow_untested_optimizer": True,  # torch's SGD is none of those that DeepSpeed lists
         "torch_autocast": {
             "enabled": recipe.precision == "bfloat16",

@@ -23,7 +23,7 @@ class BetweenSteps:
 
     ended: Callable[[], None]
     """A step has ended, of training or of validation."""
-    look_steps: int
+    check_every_n_steps: int
     """After the first step of training, and after each so many, the workers look at their losses and the first one's clock."""
     save_due: Callable[[], bool]
     """Whether to save, by the first worker's clock."""
@@ -80,7 +80,7 @@ def _train(engine: Engine, loader: Loader, running: RunningEpoch, between: Betwe
         between.ended()
         running.steps += 1
         is_first, is_last = running.steps == first, running.steps == loader.steps
-        if is_first or is_last or running.steps % between.look_steps == 0:
+        if is_first or is_last or running.steps % between.check_every_n_steps == 0:
             due = _look(unseen, running, between, is_last, loader.device)
             unseen.clear()
             running.seconds += time.perf_counter() - start

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from san.models.registry import model_spec
-from san.models.spec import ModelSpec, Trunk
+from san.models.spec import RENAMED_FIELDS, ModelSpec, Trunk
 
 LISTED = 8  # keys of each kind that a refusal names
 
@@ -180,7 +180,8 @@ def load_checkpoint(path: str | Path) -> Trunk:
         raise CheckpointError(f"{path}: was not written by save_checkpoint or `san convert`; {hint}")
     num_classes, in_channels, state = content["num_classes"], content.get("in_channels", 3), content["state_dict"]
     try:
-        spec = model_spec(content["name"], dict(content["overrides"]))
+        overrides = {RENAMED_FIELDS.get(field, field): value for field, value in dict(content["overrides"]).items()}
+        spec = model_spec(content["name"], overrides)
         wanted = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from san.choice import choose
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
-from san.models.spec import ModelSpec, Trunk
+from san.models.spec import RENAMED_FIELDS, ModelSpec, Trunk
 
 VARIANTS: dict[str, ModelSpec] = {
     spec.name: spec
@@ -42,7 +42,9 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     fields = [field.name for field in dataclasses.fields(spec) if field.name != "name"]
     unknown = sorted(set(overrides or {}) - set(fields))
     if unknown:
-        raise ValueError(f"{name} has no field {', '.join(unknown)}; its fields: {', '.join(fields)}")
+        renamed = [f"{old} is now {RENAMED_FIELDS[old]}" for old in unknown if old in RENAMED_FIELDS]
+        hint = ", ".join(renamed) or f"its fields: {', '.join(fields)}"
+        raise ValueError(f"{name} has no field {', '.join(unknown)}; {hint}")
     # YAML and JSON know lists only; the record is a value and holds tuples.
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]

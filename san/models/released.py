@@ -45,7 +45,7 @@ PARTS = {".": r"\.", "{stage}": r"(?P<stage>\d+)", "{block}": r"(?P<block>\d+)",
 
 # Fields of a record that the released code leaves open. The others decide what is computed, and some of them leave no
 # trace in names and shapes: a model that differs there would be loaded as another one.
-SIZES = ("name", "depths", "widths", "stages", "width_factor", "footprint")
+SIZES = ("name", "depths", "widths", "num_stages", "width_mult", "footprint")
 
 PREFIX = "module."  # DistributedDataParallel's
 
@@ -101,7 +101,7 @@ def untold(spec: ModelSpec) -> list[str]:
     """What a released file of a model does not tell, as it is given when the file is loaded: `footprint=9`."""
     seen = {"footprint"} if isinstance(spec, PatchwiseSpec) else set()
     hidden = {field: value for field, value in overrides_of(spec).items() if field not in seen}
-    name = [f"name={spec.name}"] if {"stages", "depths"} & hidden.keys() else []
+    name = [f"name={spec.name}"] if {"num_stages", "depths"} & hidden.keys() else []
     return name + [f"{field}={value}" for field, value in hidden.items()]
 
 

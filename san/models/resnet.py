@@ -30,7 +30,7 @@ class ResNetSpec(ModelSpec):
 
     def __post_init__(self) -> None:
         ModelSpec.__post_init__(self)  # slots make a new class, which a bare super() does not know
-        inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_factor)
+        inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_mult)
         if min(inner, stem) < 1:
             raise ValueError(f"{self.name}: stem and bottlenecks need a channel, not {stem} and {inner}; give larger widths")
 
@@ -78,7 +78,7 @@ class ResNetTrunk(Trunk):
     def __init__(self, spec: ResNetSpec, in_channels: int) -> None:
         super().__init__(in_channels)
         self.spec = spec
-        stem = int(spec.stem_width * spec.width_factor)
+        stem = int(spec.stem_width * spec.width_mult)
         widths = spec.scaled_widths()
         self.channels = (stem, *widths)
         self.reductions = tuple(2**step for step in range(1, len(widths) + 2))

@@ -64,7 +64,7 @@ class SANSpec(ModelSpec):
 class PairwiseSpec(SANSpec):
     """SAN with pairwise attention."""
 
-    share: int = 8
+    group_size: int = 8
     relation: str = "subtraction"
     mapping: str = "LRL"
     transformation: str = "distinct"
@@ -76,7 +76,7 @@ class PairwiseSpec(SANSpec):
             footprint,
             r1=self.r1,
             r2=self.r2,
-            share=self.share,
+            group_size=self.group_size,
             relation=self.relation,
             mapping=self.mapping,
             transformation=self.transformation,
@@ -88,7 +88,7 @@ class PairwiseSpec(SANSpec):
 class PatchwiseSpec(SANSpec):
     """SAN with patchwise attention."""
 
-    share: int = 8
+    group_size: int = 8
     relation: str = "concatenation"
     mapping: str = "LRL"
     transformation: str = "distinct"
@@ -99,7 +99,7 @@ class PatchwiseSpec(SANSpec):
             footprint,
             r1=self.r1,
             r2=self.r2,
-            share=self.share,
+            group_size=self.group_size,
             relation=self.relation,
             mapping=self.mapping,
             transformation=self.transformation,

@@ -83,19 +83,23 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+RENAMED_FIELDS = {"stages": "num_stages", "width_factor": "width_mult", "share": "group_size"}
+"""New name of each field that was renamed for version 0.1.0. `load_checkpoint` still reads files with the old names."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model by numbers: a row of the registry.
 
-    `stages` keeps only that many first stages, `width_factor` scales every width: a small profile uses both, so that each
+    `num_stages` keeps only that many first stages, `width_mult` scales every width: a small profile uses both, so that each
     named variant still differs from the others as it does at full size.
     """
 
     name: str
     depths: tuple[int, ...]
     widths: tuple[int, ...]
-    stages: int | None = None
-    width_factor: float = 1.0
+    num_stages: int | None = None
+    width_mult: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -108,10 +112,10 @@ class ModelSpec:
                 raise ValueError(f"{self.name}: {field.name} must be {words}, not {getattr(self, field.name)!r}")
         if len(self.depths) != len(self.widths):
             raise ValueError(f"{self.name}: {len(self.depths)} depths but {len(self.widths)} widths; give one per stage")
-        if self.stages is not None and not 1 <= self.stages <= len(self.depths):
-            raise ValueError(f"{self.name}: stages must be 1 to {len(self.depths)}, not {self.stages}")
-        if not 0 < self.width_factor < math.inf:
-            raise ValueError(f"{self.name}: width_factor must be positive, not {self.width_factor}")
+        if self.num_stages is not None and not 1 <= self.num_stages <= len(self.depths):
+            raise ValueError(f"{self.name}: num_stages must be 1 to {len(self.depths)}, not {self.num_stages}")
+        if not 0 < self.width_mult < math.inf:
+            raise ValueError(f"{self.name}: width_mult must be positive, not {self.width_mult}")
         if max(self.scaled_widths(), default=0) > MOST_CHANNELS:
             raise ValueError(f"{self.name}: a stage of {max(self.scaled_widths())} channels is beyond {MOST_CHANNELS}")
         if max(self.depths, default=0) > MOST_BLOCKS:
@@ -122,11 +126,11 @@ class ModelSpec:
 
     def kept_depths(self) -> tuple[int, ...]:
         """Blocks in each stage that is kept."""
-        return self.depths[: self.stages]
+        return self.depths[: self.num_stages]
 
     def scaled_widths(self) -> tuple[int, ...]:
         """Channels of each stage that is kept."""
-        return tuple(int(width * self.width_factor) for width in self.widths[: self.stages])
+        return tuple(int(width * self.width_mult) for width in self.widths[: self.num_stages])
 
     def check_input(self, size: int) -> None:
         """Raises ValueError where a square input of `size` pixels is too small for the model."""

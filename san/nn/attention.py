@@ -97,21 +97,21 @@ class SelfAttention(nn.Module):
 
 
 class VectorAttention(SelfAttention):
-    """Attention weights that vary along the channels: gamma(delta), shared by `share` value channels each.
+    """Attention weights that vary along the channels: gamma(delta), shared by `group_size` value channels each.
 
     Args:
-        share: S, value channels that share one attention weight; G = M / S.
+        group_size: S, value channels that share one attention weight; G = M / S.
     """
 
     relation: str
     mapping: str
 
-    def __init__(self, channels: int, footprint: int, r1: int, r2: int, share: int, transformation: str) -> None:
+    def __init__(self, channels: int, footprint: int, r1: int, r2: int, group_size: int, transformation: str) -> None:
         super().__init__(channels, footprint, r1, r2, transformation)
-        _check_whole(share=share)
-        if self.value_channels % share:
-            raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by share={share}")
-        self.weight_channels = self.value_channels // share
+        _check_whole(group_size=group_size)
+        if self.value_channels % group_size:
+            raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by group_size={group_size}")
+        self.weight_channels = self.value_channels // group_size
 
     def extra_repr(self) -> str:
         named = f"relation={self.relation}, mapping={self.mapping}, transformation={self.transformation}"
@@ -134,13 +134,13 @@ class PairwiseAttention(VectorAttention):
         *,
         r1: int = 16,
         r2: int = 4,
-        share: int = 8,
+        group_size: int = 8,
         relation: str = "subtraction",
         mapping: str = "LRL",
         transformation: str = "distinct",
         position: str = "relative",
     ) -> None:
-        super().__init__(channels, footprint, r1, r2, share, transformation)
+        super().__init__(channels, footprint, r1, r2, group_size, transformation)
         row = choose("relation", relation, PAIRWISE)
         self.relation, self.mapping = relation, mapping
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
@@ -193,12 +193,12 @@ class PatchwiseAttention(VectorAttention):
         *,
         r1: int = 16,
         r2: int = 4,
-        share: int = 8,
+        group_size: int = 8,
         relation: str = "concatenation",
         mapping: str = "LRL",
         transformation: str = "distinct",
     ) -> None:
-        super().__init__(channels, footprint, r1, r2, share, transformation)
+        super().__init__(channels, footprint, r1, r2, group_size, transformation)
         choose("relation", relation, PATCHWISE)
         self.relation, self.mapping = relation, mapping
         K, R, G = footprint**2, self.relation_channels, self.weight_channels

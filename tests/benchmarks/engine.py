@@ -27,7 +27,7 @@ import san
 from experiments.config import EngineConfig, RecipeConfig
 from experiments.training.engine import Engine, join_process_group
 
-RECIPE = RecipeConfig(epochs=1, batch=8, lr=0.1, momentum=0.9, weight_decay=1e-4, label_smoothing=0.1)
+RECIPE = RecipeConfig(epochs=1, batch_size=8, lr=0.1, momentum=0.9, weight_decay=1e-4, label_smoothing=0.1)
 CPU = torch.device("cpu")
 
 
@@ -68,7 +68,7 @@ def compiling(repeats: int) -> None:
     for name, dynamic in (("code for each size", False), ("torch's default", None)):
         torch.compiler.reset()
         torch.manual_seed(0)
-        model = san.create_model("san10_pairwise", num_classes=10, stages=2, width_factor=0.5)
+        model = san.create_model("san10_pairwise", num_classes=10, num_stages=2, width_mult=0.5)
         engine = Engine(model, RECIPE, 10, 32, EngineConfig())
         setattr(engine.module, "forward", torch.compile(engine.module.forward, dynamic=dynamic))  # noqa: B010 (mypy)
         batches = {images: (torch.randn(images, 3, 24, 24), torch.arange(images) % 10) for images in (32, 31)}

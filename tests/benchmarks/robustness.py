@@ -42,7 +42,7 @@ ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstan
 def untrained(setting: str) -> tuple[Opened, int]:
     variant, profile, overrides, _, batch = SETTINGS[setting]
     is_small = profile == "digits"
-    fields = {"stages": 2, "width_factor": 0.5} if is_small else {}
+    fields = {"num_stages": 2, "width_mult": 0.5} if is_small else {}
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.pt"

@@ -39,7 +39,7 @@ from tests.experiments.servers import free_port
 GRID = """\
 question: Does it run?
 rows:
-  - {id: only, model: {name: san10_pairwise, footprint: 3}, recipe: {batch: 128}}
+  - {id: only, model: {name: san10_pairwise, footprint: 3}, recipe: {batch_size: 128}}
 """
 ODD_NAME = 'it\'s; $(touch gotcha) "x" -- `y`.yaml'
 LEFT_OUT = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

@@ -18,7 +18,7 @@ from experiments.training.engine import join_process_group
 from experiments.trial import run_trial
 from experiments.workspace import Workspace
 
-HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch=64")
+HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch_size=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"
 
 

@@ -119,7 +119,7 @@ def test_rejects_an_attack_out_of_range(fields: tuple[int, int, int]) -> None:
 def test_input_gradient_in_evaluation_matches_reference(name: str) -> None:
     """With parameters that want no gradients, through the fused kernels."""
     torch.manual_seed(0)
-    model = san.create_model(name, num_classes=5, stages=2, width_factor=0.5).double().eval().requires_grad_(False)
+    model = san.create_model(name, num_classes=5, num_stages=2, width_mult=0.5).double().eval().requires_grad_(False)
     with torch.no_grad():
         for key, value in model.state_dict().items():
             if "running_var" in key:

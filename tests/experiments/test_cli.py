@@ -88,8 +88,8 @@ def test_models_are_shown_as_overrides_are_written(san: San) -> None:
         "resnet26",
         "depths=[1,2,4,1]",
         "widths=[256,512,1024,2048]",
-        "stages=null",
-        "width_factor=1.0",
+        "num_stages=null",
+        "width_mult=1.0",
         "footprint=3",
         "stem_width=64",
     ]
@@ -224,13 +224,13 @@ def test_convert_there_and_back(san: San, tmp_path: Path) -> None:
 
 def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -> None:
     ours, theirs = str(tmp_path / "ours.pth"), str(tmp_path / "theirs.pth")
-    save_checkpoint(create_model("san10_pairwise", 3, footprint=9, stages=2, width_factor=0.5), ours)
+    save_checkpoint(create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5), ours)
     code, _, err = san("convert", ours, theirs, "--to", "released")
-    hidden = "name=san10_pairwise, stages=2, width_factor=0.5, footprint=9"
+    hidden = "name=san10_pairwise, num_stages=2, width_mult=0.5, footprint=9"
     assert (code, err) == (0, f"note: the released form does not tell {hidden}; give it when {theirs} is loaded\n")
-    told = ("--name", "san10_pairwise", "stages=2", "width_factor=0.5", "footprint=9")
+    told = ("--name", "san10_pairwise", "num_stages=2", "width_mult=0.5", "footprint=9")
     assert san("convert", theirs, ours, "--force", *told)[0] == 0
-    assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, stages=2, width_factor=0.5).spec
+    assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5).spec
     needless = ("footprint=9", "--name", "san10_pairwise")
     code, _, err = san("convert", ours, theirs, "--force", *needless)
     assert (code, err) == (2, f"san: {ours}: tells its model; leave out --name, footprint=9\n")
@@ -299,10 +299,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than CPUs": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=20"],
-        ["a cell needs 20 workers with 1 CPU each", "`placement.workers=2 recipe.accumulate=10` fits here"],
+        ["a cell needs 20 workers with 1 CPU each", "`placement.workers=2 recipe.grad_accum_steps=10` fits here"],
     ),
     "more workers than images in a batch": (
-        lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch=1"],
+        lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch_size=1"],
         ["batch"],
     ),
     "footprint larger than a map": (
@@ -374,7 +374,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["resnet26: stem and bottlenecks need a channel, not 0 and 64; give larger widths"],
     ),
     "too many channels": (
-        lambda tmp: ["complexity", "san10_pairwise", "width_factor=1e9"],
+        lambda tmp: ["complexity", "san10_pairwise", "width_mult=1e9"],
         ["san10_pairwise: a stage of 2048000000000 channels is beyond 65536"],
     ),
     "weights over a file": (

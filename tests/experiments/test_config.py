@@ -73,7 +73,7 @@ def test_a_boolean_is_no_number_of_a_model(variant: str) -> None:
     [
         ("early_stopping: {grace_epochs: true}", "early_stopping.grace_epochs: a number was expected, not True"),
         ("seeds: [0, true]", "seeds[1]: a number was expected, not True"),
-        ("base: {recipe: {mixup: true}}", "row a: recipe.mixup: a number was expected, not True"),
+        ("base: {recipe: {mixup_alpha: true}}", "row a: recipe.mixup_alpha: a number was expected, not True"),
         ("base: {model: {footprint: true}}", "row a: model.footprint: a number was expected, not True"),
         ("base: {model: {depths: [2, true, 2, 4]}}", "row a: model.depths: a number was expected, not [2, True, 2, 4]"),
     ],
@@ -85,7 +85,9 @@ def test_a_grid_tells_where_a_number_was_expected(key: str, told: str, write_gri
     assert str(wrong.value) == f"{path}: {told}"
 
 
-@pytest.mark.parametrize("text", ["placement.workers=true", "engine.zero=yes", "recipe.lr=on", "data.val_split_seed=false"])
+@pytest.mark.parametrize(
+    "text", ["placement.workers=true", "engine.zero_stage=yes", "recipe.lr=on", "data.val_split_seed=false"]
+)
 def test_an_override_that_is_a_boolean_is_told(text: str, small_grid: Path) -> None:
     key, _, value = text.partition("=")
     with pytest.raises(UserError) as wrong:

@@ -150,7 +150,7 @@ def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> No
     (images / "train/cat/6.jpg").rename(images / "train/cat/a\n\x1b\udce9é.jpg")
     shown = r"train/cat/a\n\x1b\udce9é.jpg"
     (images / "train/dog/x\n").touch()
-    _, out, _ = san_data("order", images, "train", "--batch", "12")
+    _, out, _ = san_data("order", images, "train", "--batch-size", "12")
     assert f"0\t0\t{shown}" in out.splitlines()
     code, out, _ = san_data("check", images, "--split", "train")
     first, last = out.splitlines()
@@ -268,7 +268,7 @@ def test_split_lists_are_packed_under_their_names(images: Path, san_data: SanDat
 
 
 def test_order_is_that_of_training(images: Path, san_data: SanData, tmp_path: Path) -> None:
-    arguments = ("--seed", "5", "--epoch", "2", "--batch", "5", "--workers", "2")
+    arguments = ("--seed", "5", "--epoch", "2", "--batch-size", "5", "--workers", "2")
     code, out, _ = san_data("order", images, "train", *arguments)
     assert code == 0
     rows = [line.split("\t") for line in out.splitlines()]
@@ -370,7 +370,7 @@ def test_rejects_data_that_cannot_be_had(images: Path, fields: dict[str, Any], s
         (["pack", "{root}", "{root}/out", "--shard-size", "3 pages"], ["'3 pages' is no size; expected a number and one of"]),
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be written (File exists)"]),
         (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/: expected "]),
-        (["order", "{root}", "train", "--batch", "1", "--workers", "2"], ["too few for 2 ranks"]),
+        (["order", "{root}", "train", "--batch-size", "1", "--workers", "2"], ["too few for 2 ranks"]),
         (["order", "{root}", "train", "--seed", str(2**63)], ["Invalid value for '--seed'"]),
         (["check", "{root}", "--split", ""], ["'' is no name of a split: expected"]),
         (["pack", "{root}", "{root}/out", "--split", "../x"], ["'../x' is no name of a split: expected"]),
@@ -428,7 +428,7 @@ def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
 
 
 def cell(data: DataConfig) -> TrialConfig:
-    trials = expand(GRIDS_DIR / "footprint.yaml", "recipe.batch=4")
+    trials = expand(GRIDS_DIR / "footprint.yaml", "recipe.batch_size=4")
     return next(iter(trials.values())).config.model_copy(update={"data": data})
 
 

@@ -74,7 +74,7 @@ def test_reference_operators_on_a_gpu_must_be_asked_for(gpu: None, monkeypatch: 
         ((), "cuda", "true", "true"),
         ((), "cpu", "false", "false"),
         (("engine.tf32=false", "engine.channels_last=false"), "cuda", "false", "false"),
-        (("engine.zero=1",), "cuda", "true", "false"),
+        (("engine.zero_stage=1",), "cuda", "true", "false"),
         (("engine.channels_last=true",), "cpu", "false", "true"),
     ],
     ids=str,
@@ -172,12 +172,12 @@ def test_a_full_gpu_is_an_error_with_numbers_and_remedies(error: Exception, monk
     properties: Any = type("Properties", (), {"total_memory": 24 * 2**30})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 22.5 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    asked = config("placement.gpus=1", "recipe.batch=256", "recipe.accumulate=2")
+    asked = config("placement.gpus=1", "recipe.batch_size=256", "recipe.grad_accum_steps=2")
     with pytest.raises(UserError) as told, enough_memory(asked, torch.device("cuda")):
         raise error
     assert "22.5 of 24.0 GiB" in str(told.value)
     assert "128 images of" in str(told.value)
-    assert "recipe.accumulate=4 (halves the images at a time to 64" in str(told.value)
+    assert "recipe.grad_accum_steps=4 (halves the images at a time to 64" in str(told.value)
     assert "recipe.precision=bfloat16" in str(told.value)
 
 

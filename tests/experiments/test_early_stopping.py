@@ -28,7 +28,7 @@ from tests.experiments.processes import ended, reports, start
 from tests.experiments.test_grid import expand, told
 from tests.experiments.test_training import EPOCH
 
-SHORT = ("recipe.epochs=3", "recipe.batch=50", "data.train_per_class=20")
+SHORT = ("recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20")
 GRID = """
     question: Which is best?
     base: {{model: {{name: san10_pairwise}}, recipe: {{epochs: 9}}}}
@@ -209,7 +209,7 @@ def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: 
     """Real cells, two at a time: two that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?
-        base: {model: {name: resnet26}, recipe: {epochs: 4, batch: 20}, data: {train_per_class: 40}}
+        base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
         product: {recipe.lr: [0.1, 1e-9]}
         seeds: [0, 1]
         early_stopping: {grace_epochs: 2, reduction: 2}

@@ -33,7 +33,7 @@ from experiments.workspace import Workspace
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import Driver
 
-OVERRIDES = ("recipe.epochs=3", "recipe.batch=64")
+OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ class Silent:
 
 @pytest.mark.slow
 def test_two_workers_end_with_the_same_weights_and_statistics(open_small_job: Callable[..., Job]) -> None:
-    job = open_small_job("placement.workers=2", "recipe.epochs=2", "recipe.batch=64")
+    job = open_small_job("placement.workers=2", "recipe.epochs=2", "recipe.batch_size=64")
     trial = job.trials[0]
     outcomes = sweep(
         functools.partial(train_and_keep, job.workspace),
@@ -152,11 +152,11 @@ def keep_by_key(workspace: Workspace, trial: Trial, report: Callable[[Mapping[st
 
 UNLIKE = """
 question: Is a cell the same whatever its process did before?
-base: {recipe: {epochs: 1, batch: 64}, data: {train_per_class: 30}}
+base: {recipe: {epochs: 1, batch_size: 64}, data: {train_per_class: 30}}
 rows:
-  - {id: pairwise, model: {name: san10_pairwise, footprint: 3}, recipe: {precision: bfloat16, mixup: 0.2}}
-  - {id: resnet26, model: {name: resnet26}, recipe: {accumulate: 2}}
-  - {id: patchwise, model: {name: san10_patchwise, footprint: 3}, recipe: {ema: 0.9}}
+  - {id: pairwise, model: {name: san10_pairwise, footprint: 3}, recipe: {precision: bfloat16, mixup_alpha: 0.2}}
+  - {id: resnet26, model: {name: resnet26}, recipe: {grad_accum_steps: 2}}
+  - {id: patchwise, model: {name: san10_patchwise, footprint: 3}, recipe: {ema_decay: 0.9}}
 """
 
 
@@ -222,7 +222,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
 @pytest.mark.long
 def test_ray_job_submit(head: Head, tmp_path: Path) -> None:
     runtime_env = f'{{"env_vars": {{"SAN_RUNS": "{tmp_path / "runs"}"}}}}'
-    grid, overrides = SMALL_GRID.relative_to(PROJECT_DIR), ("recipe.epochs=1", "recipe.batch=128")
+    grid, overrides = SMALL_GRID.relative_to(PROJECT_DIR), ("recipe.epochs=1", "recipe.batch_size=128")
     ray = Path(sys.executable).parent / "ray"
     command = [ray, "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env-json", runtime_env, "--"]
     command += ["python", "-m", "experiments", "run", str(grid), "--profile", "digits", *overrides]

@@ -200,7 +200,7 @@ def cut(trained: Trained, tmp: Path) -> str:
 
 
 def grey(tmp_path: Path) -> str:
-    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, stages=1), tmp_path / "grey.pt")
+    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1), tmp_path / "grey.pt")
     return str(tmp_path / "grey.pt")
 
 
@@ -261,7 +261,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "an unknown profile": (lambda trained, tmp: [ours(trained, tmp), "--profile", "x"], "unknown profile 'x'; known: digits"),
     "an override without a use": (
         lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
-        "override recipe.lr: an evaluation takes data.*, recipe.batch, placement.cpus and, for some files, model.*",
+        "override recipe.lr: an evaluation takes data.*, recipe.batch_size, placement.cpus and, for some files, model.*",
     ),
     "an unknown override": (
         lambda trained, tmp: [str(trained.folder), "data.rot=x"],

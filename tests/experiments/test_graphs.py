@@ -38,7 +38,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"mixup": 0.4, "accumulate": 3}, {"ema": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"grad_accum_steps": 2}, {"mixup_alpha": 0.4, "grad_accum_steps": 3}, {"ema_decay": 0.9}], ids=str
+)
 def test_graphs_train_like_eager_steps(options: dict[str, float], captures: list[int], process_group: None) -> None:
     ours, eager = (Engine(convolution(), recipe(**options), 4, 8, how) for how in (ON, EngineConfig()))
     generator = torch.Generator().manual_seed(3)
@@ -50,7 +52,7 @@ def test_graphs_train_like_eager_steps(options: dict[str, float], captures: list
         assert torch.equal(loss, eager.train_step(*batch))
     for (name, mine), theirs in zip(ours.model.state_dict().items(), eager.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs), name
-    assert sum(captures) == 4 * recipe(**options).accumulate
+    assert sum(captures) == 4 * recipe(**options).grad_accum_steps
 
 
 def test_each_size_of_batch_is_captured_once(captures: list[int], process_group: None) -> None:

@@ -58,10 +58,10 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
     assert len(set(keys.values())) == 3
     places = ("data.source=shards", "data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
-    hows = ("placement.workers=2", "engine.zero=2", "engine.compile=true", "engine.deterministic=true")
+    hows = ("placement.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
     for same in (*places, *hows, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
         assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
-    for other in ("recipe.lr=0.01", "data.flip=true", "model.width_factor=1"):
+    for other in ("recipe.lr=0.01", "data.flip=true", "model.width_mult=1"):
         assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
     first = expand(small_grid)["pairwise_3"]
     seeds = [Trial(first.grid, first.profile, first.row, seed, first.config, "digest") for seed in (0, 1)]
@@ -74,7 +74,7 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     ("one", "other"),
     [
         ("name: san10_pairwise", "name: san10_pairwise, footprint: 7, relation: subtraction, position: relative"),
-        ("name: resnet26, footprint: 3", "name: resnet26, footprint: '3', width_factor: 0.5, stages: 2"),  # the profile's
+        ("name: resnet26, footprint: 3", "name: resnet26, footprint: '3', width_mult: 0.5, num_stages: 2"),  # the profile's
         ("name: san10_patchwise, depths: [2, 1, 2, 4, 1]", "depths: [2, 1, 2, 4, 1], name: san10_patchwise, mapping: LRL"),
     ],
 )
@@ -114,10 +114,10 @@ def test_the_papers_setting() -> None:
             assert (data.val_split_per_class, data.train_per_class) == (50, None)
             assert (data.size, data.resize, data.crop_area, data.flip) == (INPUT_SIZE, 256, (0.08, 1.0), True)
             assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))
-            assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum) == (EPOCHS, 256, 0.1, 0.9)
+            assert (recipe.epochs, recipe.batch_size, recipe.lr, recipe.momentum) == (EPOCHS, 256, 0.1, 0.9)
             assert (recipe.weight_decay, recipe.label_smoothing) == (1e-4, 0.1)
             assert (placement.workers, placement.gpus) == (8, 1)
-            assert trial.config.model.spec().stages is None and trial.config.model.spec().width_factor == 1
+            assert trial.config.model.spec().num_stages is None and trial.config.model.spec().width_mult == 1
 
 
 def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
@@ -155,7 +155,7 @@ def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]
         base: {recipe: {lr: 9.0, momentum: 0.5}}
         rows:
           - {id: pairwise, model: {name: san10_pairwise}}
-          - {id: resnet, model: {name: resnet26, width_factor: 1}}
+          - {id: resnet, model: {name: resnet26, width_mult: 1}}
         product:
           model.footprint: [3, 5]
           recipe.lr: [0.1, 0.2]
@@ -166,7 +166,7 @@ def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]
     ]
     config = configs["resnet-footprint5-lr0.1"]
     assert (config.model.name, config.model.overrides["footprint"], config.recipe.lr) == ("resnet26", 5, 0.1)
-    assert (config.model.overrides["width_factor"], config.recipe.momentum) == (1, 0.5)
+    assert (config.model.overrides["width_mult"], config.recipe.momentum) == (1, 0.5)
     assert list(expanded(path).full_size) == [row.id for row in expanded(path).grid.rows] == list(configs)
 
 
@@ -177,7 +177,7 @@ def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]
         ("model.name: [resnet26], recipe.lr: [0.1, 1e-3, '0.2']", [f"nameresnet26-lr{lr}" for lr in ("0.1", "1e-3", "0.2")]),
         ("model.name: [resnet26], data.flip: [false, true]", ["nameresnet26-flipfalse", "nameresnet26-fliptrue"]),
         ("model.name: [resnet26], model.depths: [[1, 1, 1, 1]]", ["nameresnet26-depths1-1-1-1"]),
-        ("model.name: [resnet26], model.stages: [1, 2]", ["nameresnet26-stages1", "nameresnet26-stages2"]),
+        ("model.name: [resnet26], model.num_stages: [1, 2]", ["nameresnet26-num_stages1", "nameresnet26-num_stages2"]),
     ],
 )
 def test_product_stands_without_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
@@ -196,23 +196,23 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
           recipe.lr.x: [1]
           data.flip: []
           recipe.momentum: 0.9
-          model: {stages: [1, 2]}
+          model: {num_stages: [1, 2]}
           model.footprint: [3, 5]
           model.width_facto: [0.5]
-          recipe.batch: [0, 32]
+          recipe.batch_size: [0, 32]
     """)
     lines = told(lambda: expand(path)).splitlines()
     cells = [f"{row}-width_facto0.5-batch{batch}" for row in "ab" for batch in (0, 32)]
     wanted = [
         "product.recipe.momentum: a list was expected, not 0.9",
-        "product.model: a list was expected, not {'stages': [1, 2]}",
+        "product.model: a list was expected, not {'num_stages': [1, 2]}",
         "product.lr: a path below model, data, recipe was expected, such as recipe.lr",
         "product.placement.workers: a path below model, data, recipe was expected, such as recipe.lr",
         "product.recipe.lr.x: a path below model, data, recipe was expected, such as recipe.lr",
         "product.data.flip: the list is empty; give at least one value",
         "product.model.footprint: row a gives it too; give it in one of the two places",
-        f"row {cells[0]}, {cells[2]}: recipe.batch: input should be greater than or equal to 1, not 0",
-        "every row: model.width_facto: unknown key; did you mean 'width_factor'?",
+        f"row {cells[0]}, {cells[2]}: recipe.batch_size: input should be greater than or equal to 1, not 0",
+        "every row: model.width_facto: unknown key; did you mean 'width_mult'?",
         f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean 'epochs'?",
     ]
     for start in wanted:
@@ -242,7 +242,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             ["row d: model.footprint:", "integer", "'seven'"],
             ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
-            ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: accumulate, batch, ema, epochs"],
+            ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: batch_size, ema_decay, epochs, grad_accum_steps"],
         ],
         strict=True,
     ):
@@ -293,11 +293,11 @@ def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: C
     [
         ("{name: resnet26, footprint: 4}", "a footprint must be odd and positive"),
         ("{name: resnet26, footprint: -3}", "a footprint must be odd and positive"),
-        ("{name: resnet26, width_factor: 0.5x}", "model.width_factor: input should be a valid number"),
-        ("{name: resnet26, width_factor: .inf}", "width_factor must be positive, not inf"),
-        ("{name: resnet26, stages: two}", "model.stages: input should be a valid integer"),
+        ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: input should be a valid number"),
+        ("{name: resnet26, width_mult: .inf}", "width_mult must be positive, not inf"),
+        ("{name: resnet26, num_stages: two}", "model.num_stages: input should be a valid integer"),
         ("{name: resnet26, widths: 5}", "model.widths: a list was expected, not 5"),
-        ("{name: san10_pairwise, width_factor: 0.25}", "4 value channels .* cannot be divided by share=8"),
+        ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* cannot be divided by group_size=8"),
         ("{name: san10_pairwise, r1: 0}", "r1 must be a whole number of at least 1, not 0"),
         ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
         ("{}", "model.name: missing; it must be given"),
@@ -317,7 +317,7 @@ def test_a_number_written_as_text_is_a_number(write_grid: Callable[[str], Path])
 
 def test_full_size_models_follow_row_and_override_not_profile(small_grid: Path) -> None:
     spec = expanded(small_grid, "model.footprint=5").full_size["pairwise_3"].spec()
-    assert (spec.footprint, spec.stages, spec.width_factor) == (5, None, 1.0)  # type: ignore[attr-defined]
+    assert (spec.footprint, spec.num_stages, spec.width_mult) == (5, None, 1.0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("x", "model.footprnt"), ("x", "model.name"), ("series", "nowhere.at.all")])
@@ -396,8 +396,8 @@ def test_rejects_a_missing_file(tmp_path: Path) -> None:
 def test_a_profile_extends_another(small_grid: Path) -> None:
     paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
     assert one.data == paper.data
-    assert (one.placement.workers, one.recipe.accumulate) == (1, 8)
-    assert one.recipe.batch // one.recipe.accumulate == paper.recipe.batch // paper.placement.workers == 32
+    assert (one.placement.workers, one.recipe.grad_accum_steps) == (1, 8)
+    assert one.recipe.batch_size // one.recipe.grad_accum_steps == paper.recipe.batch_size // paper.placement.workers == 32
     fast = expand(small_grid, profile="imagenet-fast")["pairwise_3"].config.recipe
     assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
 

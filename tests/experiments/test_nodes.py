@@ -23,8 +23,8 @@ LOOK = 5
 """Steps between two checkpoints."""
 EPOCHS, STEPS = 3, 12
 LONE = (
-    *(f"recipe.epochs={EPOCHS}", "recipe.batch=20", "data.train_per_class=24"),
-    *(f"reliability.look_steps={LOOK}", "reliability.checkpoint_minutes=1e-9"),
+    *(f"recipe.epochs={EPOCHS}", "recipe.batch_size=20", "data.train_per_class=24"),
+    *(f"reliability.check_every_n_steps={LOOK}", "reliability.checkpoint_every_n_minutes=1e-9"),
 )
 OVERRIDES = (*LONE, "placement.workers=2")
 GRID = """

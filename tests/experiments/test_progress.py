@@ -365,9 +365,11 @@ def never() -> None:
 
 def test_workers_tell_together_and_it_changes_no_bit(open_small_job: Callable[..., Job]) -> None:
     """Of three epochs of four steps, with a look after each step and a report after each look, or with hardly any."""
-    job = open_small_job("recipe.epochs=3", "recipe.batch=50", "data.train_per_class=20", "reliability.look_steps=1")
+    job = open_small_job(
+        "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "reliability.check_every_n_steps=1"
+    )
     often = next(trial for trial in job.trials if trial.row == "resnet26_3")
-    care = often.config.reliability.model_copy(update={"look_steps": 20})
+    care = often.config.reliability.model_copy(update={"check_every_n_steps": 20})
     seldom = replace(often, config=often.config.model_copy(update={"reliability": care}))
     assert seldom.key == often.key
     quiet = replace(job.workspace, runs=job.workspace.runs / "quiet")

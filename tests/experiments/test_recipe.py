@@ -29,22 +29,22 @@ from tests.experiments.test_grid import expand, told
 from tests.experiments.test_training import RECIPE, batches, network
 
 TINY = (
-    *("recipe.epochs=2", "recipe.batch=50", "data.train_per_class=20"),  # 4 steps an epoch
-    *("model.stages=1", "reliability.look_steps=1", "reliability.checkpoint_minutes=1e-9"),
+    *("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20"),  # 4 steps an epoch
+    *("model.num_stages=1", "reliability.check_every_n_steps=1", "reliability.checkpoint_every_n_minutes=1e-9"),
 )
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "lr_batch": ({"lr_batch": 16}, {}),
+    "lr_batch_size": ({"lr_batch_size": 16}, {}),
     "warmup_epochs": ({"warmup_epochs": 0.7}, {}),
-    "mixup": ({"mixup": 0.4}, {}),
-    "ema": ({"ema": 0.9}, {}),
-    "accumulate": ({"accumulate": 3}, {}),
+    "mixup": ({"mixup_alpha": 0.4}, {}),
+    "ema": ({"ema_decay": 0.9}, {}),
+    "grad_accum_steps": ({"grad_accum_steps": 3}, {}),
     "bfloat16": ({"precision": "bfloat16"}, {}),
-    "zero1": ({}, {"zero": 1}),
-    "zero2": ({}, {"zero": 2}),
-    "zero2_without_momentum": ({"momentum": 0.0}, {"zero": 2}),
+    "zero1": ({}, {"zero_stage": 1}),
+    "zero2": ({}, {"zero_stage": 2}),
+    "zero2_without_momentum": ({"momentum": 0.0}, {"zero_stage": 2}),
     "compile": ({}, {"compile": True}),
     "channels_last": ({}, {"channels_last": True}),
-    "much": ({"mixup": 0.4, "ema": 0.9, "accumulate": 2, "precision": "bfloat16"}, {"zero": 2}),
+    "much": ({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}),
 }
 """Options, of the recipe and of the engine."""
 
@@ -79,19 +79,19 @@ def test_the_rate_rises_linearly_then_follows_a_cosine(steps: int, epochs: int, 
 
 
 @given(st.floats(1e-4, 1e2), st.integers(1, 4096), st.integers(1, 4096))
-def test_the_rate_is_scaled_linearly(lr: float, batch: int, lr_batch: int) -> None:
-    scaled = recipe(lr=lr, batch=batch, lr_batch=lr_batch)
-    assert scaled.lr_used == pytest.approx(lr * batch / lr_batch)
-    assert (scaled.scaling is None) == (batch == lr_batch)
-    assert recipe(lr=lr, batch=batch).lr_used == lr == recipe(lr=lr, batch=batch, lr_batch=batch).lr_used
+def test_the_rate_is_scaled_linearly(lr: float, batch: int, lr_batch_size: int) -> None:
+    scaled = recipe(lr=lr, batch_size=batch, lr_batch_size=lr_batch_size)
+    assert scaled.lr_used == pytest.approx(lr * batch / lr_batch_size)
+    assert (scaled.scaling is None) == (batch == lr_batch_size)
+    assert recipe(lr=lr, batch_size=batch).lr_used == lr == recipe(lr=lr, batch_size=batch, lr_batch_size=batch).lr_used
 
 
 def test_a_scaled_rate_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = open_job(SMALL_GRID, "digits", ("recipe.batch=48",), tmp_path)
+    job = open_job(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
     assert job.trials[0].config.recipe.lr_used == pytest.approx(0.3)
     said = capsys.readouterr().err
-    assert said == "learning rate 0.3 for batches of 48: recipe.lr=0.2 is for recipe.lr_batch=32\n"
-    open_job(SMALL_GRID, "digits", ("recipe.batch=48", "recipe.lr_batch=null"), tmp_path)
+    assert said == "learning rate 0.3 for batches of 48: recipe.lr=0.2 is for recipe.lr_batch_size=32\n"
+    open_job(SMALL_GRID, "digits", ("recipe.batch_size=48", "recipe.lr_batch_size=null"), tmp_path)
     open_job(SMALL_GRID, "digits", (), tmp_path)
     assert capsys.readouterr().err == ""
 
@@ -127,7 +127,7 @@ def test_without_mixup_no_random_number_is_drawn() -> None:
 
 
 def test_the_average_is_exponential_of_weights_and_statistics(process_group: None) -> None:
-    engine = Engine(network(), recipe(ema=0.8), 3, 8)
+    engine = Engine(network(), recipe(ema_decay=0.8), 3, 8)
     mean: dict[str, Tensor] | None = None
     for step, batch in enumerate(batches()):
         engine.train_step(*batch)
@@ -151,7 +151,7 @@ def test_the_average_follows_the_model_it_is_of() -> None:
 def test_parts_of_a_step_make_the_step(parts: int, process_group: None) -> None:
     """Without BatchNorm; three parts of eight images are of different sizes."""
     plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
-    whole, cut = (Engine(copy.deepcopy(plain), recipe(accumulate=n), 3, 8 // n) for n in (1, parts))
+    whole, cut = (Engine(copy.deepcopy(plain), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, parts))
     for images, labels in batches():
         assert float(cut.train_step(images / 50, labels)) == pytest.approx(
             float(whole.train_step(images / 50, labels)), rel=1e-5
@@ -194,14 +194,14 @@ def test_each_option_trains_and_goes_on_bit_by_bit(name: str, process_group: Non
 @pytest.mark.parametrize(("before", "after", "momentum"), [(0, 2, 0.9), (2, 0, 0.9), (1, 2, 0.9), (2, 0, 0.0)])
 def test_a_checkpoint_serves_every_stage_of_zero(before: int, after: int, momentum: float, process_group: None) -> None:
     options = recipe(momentum=momentum)
-    first, plain = (Engine(network(), options, 3, 8, EngineConfig(zero=stage)) for stage in (before, 0))
+    first, plain = (Engine(network(), options, 3, 8, EngineConfig(zero_stage=stage)) for stage in (before, 0))
     for batch in batches()[:2]:
         assert torch.equal(first.train_step(*batch), plain.train_step(*batch))
     saved, expected = first.state_dict()["optimizer"], plain.state_dict()["optimizer"]
     assert saved["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
     for number, moment in expected["state"].items():
         assert torch.equal(saved["state"][number]["momentum_buffer"], moment["momentum_buffer"])
-    second = Engine(network(), options, 3, 8, EngineConfig(zero=after))
+    second = Engine(network(), options, 3, 8, EngineConfig(zero_stage=after))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for batch in batches()[2:5]:
         assert torch.equal(second.train_step(*batch), plain.train_step(*batch))
@@ -210,7 +210,7 @@ def test_a_checkpoint_serves_every_stage_of_zero(before: int, after: int, moment
 
 def test_channels_last_changes_roundings_only(process_group: None) -> None:
     first, second = (
-        Engine(convolution(), recipe(ema=0.5), 3, 8, EngineConfig(channels_last=wanted)) for wanted in (False, True)
+        Engine(convolution(), recipe(ema_decay=0.5), 3, 8, EngineConfig(channels_last=wanted)) for wanted in (False, True)
     )
     for batch in maps():
         torch.testing.assert_close(first.train_step(*batch), second.train_step(*batch))
@@ -234,15 +234,15 @@ def last(workspace: Workspace, job: Job) -> Checkpoint:
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (1, ("mixup=0.2", "ema=0.9", "warmup_epochs=0.5", "accumulate=2", "precision=bfloat16")),
-        (2, ("mixup=0.2", "ema=0.9", "accumulate=2")),
+        (1, ("mixup_alpha=0.2", "ema_decay=0.9", "warmup_epochs=0.5", "grad_accum_steps=2", "precision=bfloat16")),
+        (2, ("mixup_alpha=0.2", "ema_decay=0.9", "grad_accum_steps=2")),
     ],
 )
 def test_a_killed_trial_with_options_ends_as_the_uninterrupted_one(
     world: int, options: tuple[str, ...], open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
     """And a second run from the start has the same bits, with two threads in one worker and with two workers."""
-    how = ("engine.deterministic=true", f"placement.cpus={3 - world}", f"engine.zero={2 * world - 2}")
+    how = ("engine.deterministic=true", f"placement.cpus={3 - world}", f"engine.zero_stage={2 * world - 2}")
     job = open_small_job(*TINY, *how, *(f"recipe.{option}" for option in options))
     whole, killed, again = place("whole"), place("killed"), place("again")
     assert ended(start(whole, job.trials[1], world)) == [0] * world
@@ -265,7 +265,7 @@ def test_a_killed_trial_with_options_ends_as_the_uninterrupted_one(
 def test_a_trial_goes_on_with_fewer_workers_and_another_stage_of_zero(
     open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
-    plain, shared, alone = (open_small_job(*TINY, f"engine.zero={stage}") for stage in (0, 2, 0))
+    plain, shared, alone = (open_small_job(*TINY, f"engine.zero_stage={stage}") for stage in (0, 2, 0))
     assert plain.trials[1].key == shared.trials[1].key
     first, second = place("plain"), place("shared")
     for job, workspace in ((plain, first), (shared, second)):
@@ -284,25 +284,41 @@ def test_a_trial_goes_on_with_fewer_workers_and_another_stage_of_zero(
 
 def test_the_run_tells_the_rate_and_the_numbers_of_workers(open_small_job: Callable[..., Job]) -> None:
     for workers in (1, 1, 2, 1):
-        job = open_small_job(f"placement.workers={workers}", "recipe.batch=64")
+        job = open_small_job(f"placement.workers={workers}", "recipe.batch_size=64")
         run = job.tracker.open(job.trials[0])
     assert job.tracker.client.get_run(run.run_id).data.tags["san.workers"] == "1,2,1"
     job.tracker.client.log_param(run.run_id, "placement.workers", 7)  # of a worker that was killed while it described the run
     run.describe(job.trials[0], san.complexity(job.trials[0].config.model.spec().build(10), 24))
     params = job.tracker.client.get_run(run.run_id).data.params
-    assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema"]) == ("0.2", "0.4", "0.0")
+    assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.2", "0.4", "0.0")
     assert params["placement.workers"] == "7"
 
 
 def test_options_that_are_off_do_not_count_in_a_key() -> None:
     key = expand(SMALL_GRID)["resnet26_3"].key
-    off = ("warmup_epochs=0", "mixup=0", "ema=0", "accumulate=1", "precision=float32", "sync_batchnorm=false", "lr_batch=null")
+    off = (
+        "warmup_epochs=0",
+        "mixup_alpha=0",
+        "ema_decay=0",
+        "grad_accum_steps=1",
+        "precision=float32",
+        "sync_batchnorm=false",
+        "lr_batch_size=null",
+    )
     for option in off:
         assert expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key == key, option
-    on = ("warmup_epochs=1", "mixup=0.2", "ema=0.9", "accumulate=2", "precision=bfloat16", "lr_batch=16", "batch=64")
+    on = (
+        "warmup_epochs=1",
+        "mixup_alpha=0.2",
+        "ema_decay=0.9",
+        "grad_accum_steps=2",
+        "precision=bfloat16",
+        "lr_batch_size=16",
+        "batch_size=64",
+    )
     keys = {expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key for option in on}
     assert len(keys | {key}) == len(on) + 1
-    same_rate = expand(SMALL_GRID, "recipe.lr=0.1", "recipe.lr_batch=16")["resnet26_3"]
+    same_rate = expand(SMALL_GRID, "recipe.lr=0.1", "recipe.lr_batch_size=16")["resnet26_3"]
     assert same_rate.key == key, "the rate that is used counts, not how it is written"
 
 
@@ -311,24 +327,24 @@ def test_options_that_are_off_do_not_count_in_a_key() -> None:
     [
         (["recipe.warmup_epochs=18"], "recipe.warmup_epochs: must be less than recipe.epochs=18, not 18"),
         (["recipe.warmup_epochs=-1"], "recipe.warmup_epochs: input should be greater than or equal to 0, not -1"),
-        (["recipe.mixup=-0.1"], "recipe.mixup: input should be greater than or equal to 0, not -0.1"),
+        (["recipe.mixup_alpha=-0.1"], "recipe.mixup_alpha: input should be greater than or equal to 0, not -0.1"),
         (["recipe.epochs=10000"], "recipe.epochs: input should be less than or equal to 9999, not 10000"),
         (
-            ["reliability.hang_minutes=1e20"],
-            "reliability.hang_minutes: input should be less than or equal to 100000, not '1e20'",
+            ["reliability.hang_timeout_minutes=1e20"],
+            "reliability.hang_timeout_minutes: input should be less than or equal to 100000, not '1e20'",
         ),
-        (["recipe.ema=1"], "recipe.ema: input should be less than 1, not 1"),
-        (["recipe.accumulate=0"], "recipe.accumulate: input should be greater than or equal to 1, not 0"),
+        (["recipe.ema_decay=1"], "recipe.ema_decay: input should be less than 1, not 1"),
+        (["recipe.grad_accum_steps=0"], "recipe.grad_accum_steps: input should be greater than or equal to 1, not 0"),
         (["recipe.precision=float16"], "recipe.precision: input should be 'float32' or 'bfloat16', not 'float16'"),
-        (["recipe.lr_batch=0"], "recipe.lr_batch: input should be greater than or equal to 1, not 0"),
+        (["recipe.lr_batch_size=0"], "recipe.lr_batch_size: input should be greater than or equal to 1, not 0"),
         (
             ["recipe.sync_batchnorm=true"],
             "recipe.sync_batchnorm: torch has it for GPUs only, and placement.gpus is 0; leave it out",
         ),
-        (["engine.zero=3"], "engine.zero: input should be 0, 1 or 2, not 3"),
+        (["engine.zero_stage=3"], "engine.zero_stage: input should be 0, 1 or 2, not 3"),
         (
-            ["engine.zero=1", "engine.channels_last=true"],
-            "engine.channels_last: engine.zero=1 keeps all weights in one flat piece; leave out one of the two",
+            ["engine.zero_stage=1", "engine.channels_last=true"],
+            "engine.channels_last: engine.zero_stage=1 keeps all weights in one flat piece; leave out one of the two",
         ),
         (["engine.compil=true"], "engine.compil: unknown key; did you mean 'compile'?"),
     ],
@@ -341,14 +357,14 @@ def test_rejects_what_cannot_be(overrides: list[str], message: str) -> None:
 def test_rejects_parts_without_images(tmp_path: Path) -> None:
     """Before the images are looked at; by the steps of an epoch, whose sizes differ by one, only then."""
     wrong = (
-        "recipe.accumulate: {} parts cannot be made of the {} images that each worker has in some steps "
-        "(recipe.batch=32, placement.workers={}); make them fewer"
+        "recipe.grad_accum_steps: {} parts cannot be made of the {} images that each worker has in some steps "
+        "(recipe.batch_size=32, placement.workers={}); make them fewer"
     )
     with pytest.raises(UserError) as raised:
-        open_job(SMALL_GRID, "digits", ("recipe.accumulate=12", "placement.workers=3"), tmp_path)
-    assert str(raised.value) == f"override 'recipe.accumulate=12': {wrong.format(12, 10, 3)}"
+        open_job(SMALL_GRID, "digits", ("recipe.grad_accum_steps=12", "placement.workers=3"), tmp_path)
+    assert str(raised.value) == f"override 'recipe.grad_accum_steps=12': {wrong.format(12, 10, 3)}"
     with pytest.raises(UserError) as raised:
-        open_job(SMALL_GRID, "digits", ("recipe.accumulate=32",), tmp_path)
+        open_job(SMALL_GRID, "digits", ("recipe.grad_accum_steps=32",), tmp_path)
     assert str(raised.value) == f"{SMALL_GRID}: row patchwise_3: {wrong.format(32, 31, 1)}"
 
 
@@ -356,14 +372,14 @@ def test_tells_all_that_cannot_be_in_the_transform_with_its_places(write_grid: C
     path = write_grid("""
         question: Where is it wrong?
         base: {data: {crop_area: [0.9, 0.1]}, model: {name: resnet26}}
-        rows: [{id: a, data: {crop_ratio: [2, 1]}}, {id: b, recipe: {accumulate: 64}}]
+        rows: [{id: a, data: {crop_ratio: [2, 1]}}, {id: b, recipe: {grad_accum_steps: 64}}]
     """)
     assert told(lambda: expand(path, "data.resize=20")).splitlines() == [
         "override 'data.resize=20': data.resize: must be at least size (24), not 20",
         f"{path}: every row: data.crop_area: must be two numbers that rise within 0..1, not (0.9, 0.1)",
         f"{path}: row a: data.crop_ratio: must be two numbers that rise from above 0, not (2.0, 1.0)",
-        f"{path}: row b: recipe.accumulate: 64 parts cannot be made of the 32 images that each worker has in some steps "
-        "(recipe.batch=32, placement.workers=1); make them fewer",
+        f"{path}: row b: recipe.grad_accum_steps: 64 parts cannot be made of the 32 images that each worker has in some steps "
+        "(recipe.batch_size=32, placement.workers=1); make them fewer",
     ]
 
 

@@ -22,7 +22,7 @@ from experiments.training.checkpoint import Checkpoint, Origin, best_in
 from experiments.trial import run_trial
 from tests.experiments.test_training import silent
 
-SHORT = ("recipe.epochs=1", "recipe.batch=240")
+SHORT = ("recipe.epochs=1", "recipe.batch_size=240")
 
 
 def versions(job: Job) -> list[Any]:
@@ -35,7 +35,7 @@ def best_of(job: Job, trial: int) -> Checkpoint:
     return best
 
 
-@pytest.mark.parametrize("recipe", [(), ("recipe.ema=0.5",)], ids=["trained", "averaged"])
+@pytest.mark.parametrize("recipe", [(), ("recipe.ema_decay=0.5",)], ids=["trained", "averaged"])
 def test_the_best_weights_are_a_registered_model(
     recipe: tuple[str, ...],
     open_small_job: Callable[..., Job],

@@ -28,9 +28,9 @@ from experiments.workspace import Workspace
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.test_training import EPOCH
 
-SHORT = ("recipe.epochs=2", "recipe.batch=50", "data.train_per_class=20")  # 4 steps an epoch
+SHORT = ("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")  # 4 steps an epoch
 ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
-ALWAYS = ("reliability.look_steps=1", "reliability.checkpoint_minutes=1e-9")
+ALWAYS = ("reliability.check_every_n_steps=1", "reliability.checkpoint_every_n_minutes=1e-9")
 
 
 def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, key: str = "abc") -> Checkpoint:
@@ -301,8 +301,10 @@ def test_a_trial_goes_on_with_another_number_of_workers(
 
 
 def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[..., Job], process_group: None) -> None:
-    """Within `look_steps`, and what is told is the step that it was, not the one at which it was found."""
-    job = open_small_job(*SHORT, "recipe.lr=1e30", "reliability.look_steps=3", "reliability.checkpoint_minutes=1e-9")
+    """Within `check_every_n_steps`, and what is told is the step that it was, not the one at which it was found."""
+    job = open_small_job(
+        *SHORT, "recipe.lr=1e30", "reliability.check_every_n_steps=3", "reliability.checkpoint_every_n_minutes=1e-9"
+    )
     with pytest.raises(
         FloatingPointError,
         match=r"^the loss of step [23] in epoch 0 is not finite, at learning rate .*e\+\d\d; "
@@ -367,7 +369,7 @@ def hang_in_the_second_step() -> None:
 def test_a_worker_that_hangs_is_ended(
     world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
-    job = open_small_job(*SHORT, *ALWAYS, "reliability.hang_minutes=0.3")
+    job = open_small_job(*SHORT, *ALWAYS, "reliability.hang_timeout_minutes=0.3")
     (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
     workspace = place("hangs")
     workers = start(workspace, trial, world, body=hang_in_the_second_step)

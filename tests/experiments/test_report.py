@@ -64,7 +64,7 @@ def test_a_row_that_the_papers_table_lacks_is_told(
 
 def test_the_difference_is_to_trainings_as_the_papers(small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path) -> None:
     root = f"data.root={folder_of_1000_classes}"
-    lines = tabled(open_job(small_grid, "imagenet", [root, "recipe.batch=128"], tmp_path), {"resnet26_3": 75.0})
+    lines = tabled(open_job(small_grid, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
     assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
     assert " -1.0 |" in table.as_markdown(lines)
 
@@ -74,7 +74,7 @@ def test_the_difference_is_to_trainings_as_the_papers(small_grid: Path, folder_o
     [
         ("digits", ()),
         ("imagenet", ("data.source=synthetic",)),
-        ("imagenet", ("data.root=data/digits", "recipe.batch=64")),
+        ("imagenet", ("data.root=data/digits", "recipe.batch_size=64")),
         ("imagenet", ("data.root={folder}", "data.train_per_class=1")),
         ("imagenet", ("data.root={folder}", "data.size=160")),
         ("imagenet", ("data.root={folder}", "recipe.epochs=10")),

@@ -196,7 +196,7 @@ GRID = """
     question: Does it turn?
     table: rotation
     robustness: rotation
-    base: {data: {split: val-split, val_split_per_class: 4, train_per_class: 6}, recipe: {epochs: 1, batch: 30}}
+    base: {data: {split: val-split, val_split_per_class: 4, train_per_class: 6}, recipe: {epochs: 1, batch_size: 30}}
     rows:
       - {id: resnet26, model: {name: resnet26}}
       - {id: not_in_the_paper, model: {name: san10_pairwise, footprint: 3}}

@@ -53,7 +53,7 @@ def test_a_server_that_goes_away_costs_no_epoch(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setattr("experiments.trial.PATIENCE", 1.0)
     monkeypatch.setattr(sender, "PAUSE", 0.2)
-    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch=128"), tmp_path / "runs")
+    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch_size=128"), tmp_path / "runs")
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     trial = job.trials[1]
     waited: dict[int, float] = {}

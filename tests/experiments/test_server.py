@@ -26,7 +26,7 @@ from experiments.training.metrics import Epoch
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.servers import POOL, Server, commands, postgres
 
-OVERRIDES = ("recipe.epochs=3", "recipe.batch=128")
+OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
 TRAIN = """
 import sys
 from pathlib import Path

@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("show")
     torch.manual_seed(0)
     for name in (*KINDS.values(), "resnet26"):
-        san.save_checkpoint(san.create_model(name, 10, stages=2, width_factor=0.5), folder / f"{name}.pt")
+        san.save_checkpoint(san.create_model(name, 10, num_stages=2, width_mult=0.5), folder / f"{name}.pt")
     colours = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     Image.fromarray(colours).resize((40, 30), Image.Resampling.BICUBIC).save(folder / "colours.png")
     return folder
@@ -150,7 +150,9 @@ def test_one_channel_is_all_there_is(files: Path, tmp_path: Path) -> None:
 def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
     """And a layer whose weights are all alike, as of a fresh network."""
     torch.manual_seed(0)
-    san.save_checkpoint(san.create_model("san10_patchwise", 10, stages=2, share=1, width_factor=2.0), tmp_path / "wide.pt")
+    san.save_checkpoint(
+        san.create_model("san10_patchwise", 10, num_stages=2, group_size=1, width_mult=2.0), tmp_path / "wide.pt"
+    )
     network = open_checkpoint(tmp_path / "wide.pt", (), "digits")
     for parameter in network.model.parameters():
         parameter.data.zero_()

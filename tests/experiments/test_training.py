@@ -24,7 +24,7 @@ from experiments.training.engine import Engine
 from experiments.training.metrics import Accuracy, Epoch
 from experiments.trial import run_trial
 
-RECIPE = RecipeConfig(epochs=2, batch=8, lr=0.5, momentum=0.9, weight_decay=1e-2, label_smoothing=0.1)
+RECIPE = RecipeConfig(epochs=2, batch_size=8, lr=0.5, momentum=0.9, weight_decay=1e-2, label_smoothing=0.1)
 EPOCH = Epoch(epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0)
 
 
@@ -154,7 +154,7 @@ def test_resumed_trial_is_the_uninterrupted_one(
     open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
 ) -> None:
     """Killed after its first epoch and started again: the same bits, one run, no epoch missing or doubled."""
-    job = open_small_job("recipe.epochs=2", "recipe.batch=256")
+    job = open_small_job("recipe.epochs=2", "recipe.batch_size=256")
     whole = replace(job.workspace, runs=job.workspace.runs / "whole")
     first, second = (trial for trial in job.trials if trial.row in ("resnet26_3", "pairwise_3"))
     expected = run_trial(whole, first, silent).state_dict()
@@ -179,7 +179,7 @@ def test_resumed_trial_is_the_uninterrupted_one(
 
 
 def test_trial_logs_what_the_architecture_names(open_small_job: Callable[..., Job], process_group: None) -> None:
-    job = open_small_job("recipe.epochs=1", "recipe.batch=480")
+    job = open_small_job("recipe.epochs=1", "recipe.batch_size=480")
     reports: list[Mapping[str, float]] = []
     run_trial(job.workspace, job.trials[0], reports.append)
     run = job.tracker.client.get_run(job.tracker.results()[job.trials[0].key].run_id)
@@ -220,7 +220,7 @@ def test_system_metrics(
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", str(wanted).lower())
-    job = open_small_job("recipe.epochs=2", "recipe.batch=256")
+    job = open_small_job("recipe.epochs=2", "recipe.batch_size=256")
     run_trial(job.workspace, job.trials[1], silent)
     metrics = job.tracker.results()[job.trials[1].key].metrics
     assert ("system/cpu_utilization_percentage" in metrics) == wanted

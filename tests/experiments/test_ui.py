@@ -30,7 +30,7 @@ GRID = """
 question: Does attention beat convolution on digits?
 table: footprint
 plot: {x: model.footprint, series: model.name, label: "side of the footprint, pixels"}
-base: {recipe: {epochs: 2, batch: 60}, data: {train_per_class: 30}}
+base: {recipe: {epochs: 2, batch_size: 60}, data: {train_per_class: 30}}
 rows:
   - {id: resnet26_3, model: {name: resnet26, footprint: 3}}
   - {id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}

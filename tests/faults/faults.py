@@ -40,8 +40,8 @@ LOOK = 5
 """Steps between two checkpoints."""
 EPOCHS = 12
 SETTINGS = (
-    *(f"recipe.epochs={EPOCHS}", "recipe.batch=30"),  # 20 steps an epoch
-    *(f"reliability.look_steps={LOOK}", "reliability.checkpoint_minutes=1e-9"),
+    *(f"recipe.epochs={EPOCHS}", "recipe.batch_size=30"),  # 20 steps an epoch
+    *(f"reliability.check_every_n_steps={LOOK}", "reliability.checkpoint_every_n_minutes=1e-9"),
 )
 BEGIN, END = "<!-- faults: written by `make faults` -->", "<!-- /faults -->"
 
@@ -293,7 +293,7 @@ def hung(scene: Scene) -> str:
     os.kill(scene.step(133).pid, signal.SIGSTOP)
     seconds = scene.wait(lambda: "continues after a failure" in scene.drivers[-1].said, 100)
     scene.finish()
-    return f"SIGSTOP at step 133, `hang_minutes=0.3`; noticed and started again by the same `san run` after {seconds:.0f} s"
+    return f"SIGSTOP at step 133, `hang_timeout_minutes=0.3`; the same `san run` retried it after {seconds:.0f} s"
 
 
 def _no_two_at_once(steps: Sequence[Step]) -> None:
@@ -318,8 +318,8 @@ FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
     "driver interrupted": (interrupted, ()),
     "Ray killed": (raylet_killed, ("recipe.epochs=40",)),
     "Ray killed, two workers": (raylet_killed, ("placement.workers=2", "recipe.epochs=40")),
-    "worker hangs": (hung, ("reliability.hang_minutes=0.3",)),
-    "one of two workers hangs": (hung, ("reliability.hang_minutes=0.3", "placement.workers=2")),
+    "worker hangs": (hung, ("reliability.hang_timeout_minutes=0.3",)),
+    "one of two workers hangs": (hung, ("reliability.hang_timeout_minutes=0.3", "placement.workers=2")),
 }
 
 

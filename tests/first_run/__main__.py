@@ -107,7 +107,7 @@ SCENES = {
         "RTX 4090, the paper's profile for 8 GPUs",
         RTX_4090 | PYPI | {"usable": True},
         imagenet("imagenet"),
-        ("a cell needs 8 workers with 8 CPUs and 1 GPU each", "`placement.workers=1 recipe.accumulate=8 placement.cpus="),
+        ("a cell needs 8 workers with 8 CPUs and 1 GPU each", "`placement.workers=1 recipe.grad_accum_steps=8 placement.cpus="),
         2,
     ),
     "old nvcc": Scene(

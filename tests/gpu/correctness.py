@@ -183,7 +183,7 @@ def golden(settings: Settings) -> Iterator[Row]:
 def small_model(name: str, settings: Settings) -> tuple[nn.Module, Tensor]:
     """A network of three stages (two on the CPU) at small width, and images."""
     torch.manual_seed(0)
-    model = san.create_model(name, 10, stages=2 if settings.small else 3, width_factor=0.5).to(settings.device)
+    model = san.create_model(name, 10, num_stages=2 if settings.small else 3, width_mult=0.5).to(settings.device)
     images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(1)).to(settings.device)
     return model, images[..., :32, :32] if settings.small else images
 

@@ -26,7 +26,7 @@ def network(name: str, settings: Settings) -> nn.Module:
     """The same weights at each call. BatchNorm is in training mode."""
     torch.manual_seed(0)
     stages = 2 if settings.small else 3
-    return san.create_model(name, CLASSES, stages=stages, width_factor=0.5).to(settings.device)
+    return san.create_model(name, CLASSES, stages=stages, width_mult=0.5).to(settings.device)
 
 
 def trained(model: nn.Module, step: Step, settings: Settings) -> Found:
@@ -88,8 +88,8 @@ def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: S
     from experiments.training.graphs import StepGraphs
 
     join_process_group(torch.device(settings.device, 0) if settings.on_gpu else torch.device("cpu"))
-    values = {"epochs": 2, "batch": 8, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, "label_smoothing": 0.1}
-    recipe = RecipeConfig.model_validate(values | {"accumulate": accumulate, "precision": precision})
+    values = {"epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, "label_smoothing": 0.1}
+    recipe = RecipeConfig.model_validate(values | {"grad_accum_steps": accumulate, "precision": precision})
     config = EngineConfig(cuda_graphs=graphs, tf32=False)
     ours = Engine(network(name, settings), recipe, len(BATCHES), 8 // accumulate, config)
     assert isinstance(ours._forward_backward, StepGraphs) == graphs

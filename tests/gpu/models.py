@@ -47,7 +47,7 @@ class Network:
     """A model with its optimizer on random images."""
 
     def __init__(self, name: str, setting: Setting, settings: Settings) -> None:
-        size: dict[str, Any] = {"stages": 2, "width_factor": 0.5} if settings.small else {}
+        size: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5} if settings.small else {}
         batch, side, device = (2, 32, settings.device) if settings.small else (setting.batch, 224, settings.device)
         self.batch, self.before = batch, torch.cuda.memory_allocated() if settings.on_gpu else 0
         if settings.on_gpu:

@@ -24,10 +24,10 @@ from tests.gpu.timing import spread
 def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[str]:
     """Synthetic images, so that only computing counts; batches of 32 a worker, as in the paper."""
     if settings.small:
-        keys = ["recipe.epochs=2", f"recipe.batch={32 * workers}", "data.synthetic_per_class=16", "data.source=synthetic"]
+        keys = ["recipe.epochs=2", f"recipe.batch_size={32 * workers}", "data.synthetic_per_class=16", "data.source=synthetic"]
         keys += ["data.synthetic_classes=10", "placement.gpus=0", "placement.cpus=1"]
     else:
-        keys = ["recipe.epochs=8", f"recipe.batch={32 * workers}", "data.source=synthetic", "data.synthetic_classes=16"]
+        keys = ["recipe.epochs=8", f"recipe.batch_size={32 * workers}", "data.source=synthetic", "data.synthetic_classes=16"]
         keys += [f"data.synthetic_per_class={120 * workers}", "placement.gpus=1", "placement.cpus=4"]
     return [*keys, f"placement.workers={workers}", *(f"engine.{key}={value}" for key, value in engine.items())]
 

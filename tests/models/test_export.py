@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import san
 from san.ops.functional import Backend
 
-SMALL: dict[str, Any] = {"stages": 2, "width_factor": 0.5}
+SMALL: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairwise": ("san10_pairwise", {}),
     "pairwise hadamard absolute LRLRL": (

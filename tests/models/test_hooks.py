@@ -22,7 +22,7 @@ IMAGES = torch.randn(2, 3, 16, 18, generator=torch.Generator().manual_seed(1), d
 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = san.create_model(name, 10, stages=1, width_factor=0.5).double()
+    model = san.create_model(name, 10, num_stages=1, width_mult=0.5).double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # p_i - p_i = 0 in front of a ReLU with bias 0 would leave its gradient to rounding

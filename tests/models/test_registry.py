@@ -24,7 +24,7 @@ from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
 from san.models.spec import ModelSpec, Trunk
 from san.ops import library
 
-SMALL = {"stages": 2, "width_factor": 0.5}
+SMALL = {"num_stages": 2, "width_mult": 0.5}
 EXACT = {"san10_pairwise": (10_531_848, 2_155_268_622), "san10_patchwise": (11_841_124, 1_865_421_568)}
 TABLE = yaml.safe_load(TABLES.read_text())
 PRINTED = {row["id"]: row for row in TABLE["comparison"]["rows"]} | {"san10_scalar": TABLE["scalar_attention"]["rows"][0]}
@@ -149,15 +149,15 @@ REFUSALS = {
     "unknown relation": (("san10_patchwise", {"relation": "dot"}), "unknown relation 'dot'. Known: star, clique, concat"),
     "empty stem": (("resnet26", {"stem_width": 0}), "resnet26: stem and bottlenecks need a channel, not 0 and 64"),
     "empty bottlenecks": (("resnet26", {"widths": [2, 4, 8, 16]}), "need a channel, not 64 and 0"),
-    "too many channels": (("san10_pairwise", {"width_factor": 1e9}), "2048000000000 channels is beyond 65536"),
+    "too many channels": (("san10_pairwise", {"width_mult": 1e9}), "2048000000000 channels is beyond 65536"),
     "even convolution": (("resnet26", {"footprint": 4}), "odd and positive .* not 4"),
     "unknown field": (("resnet26", {"r1": 4}), "resnet26 has no field r1; its fields: depths, widths"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
-    "too many stages": (("san10_pairwise", {"stages": 6}), "san10_pairwise: stages must be 1 to 5, not 6"),
-    "no width": (("san10_pairwise", {"width_factor": 0}), "width_factor must be positive, not 0"),
+    "too many stages": (("san10_pairwise", {"num_stages": 6}), "san10_pairwise: num_stages must be 1 to 5, not 6"),
+    "no width": (("san10_pairwise", {"width_mult": 0}), "width_mult must be positive, not 0"),
     "channels not divided": (
-        ("san10_pairwise", {"width_factor": 0.25}),
-        r"stage 1 of san10_pairwise \(16 channels\): 4 value channels .* divided by share=8",
+        ("san10_pairwise", {"width_mult": 0.25}),
+        r"stage 1 of san10_pairwise \(16 channels\): 4 value channels .* divided by group_size=8",
     ),
 }
 

@@ -22,7 +22,7 @@ from tests.golden.fill import batch, fill
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-SMALL: dict[str, Any] = {"stages": 3, "width_factor": 0.5}
+SMALL: dict[str, Any] = {"num_stages": 3, "width_mult": 0.5}
 RELEASED = [name for name in san.list_models("san*") if "scalar" not in name]
 
 every_variant = pytest.mark.parametrize("name", san.list_models())
@@ -186,9 +186,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         "layer0.2.sam.conv2.weight, layer0.2.sam.conv2.bias and 79 more",
     ),
     "other attention asked": (unchanged, {"name": "san10_patchwise", **SMALL}, "10 left over: layer0.0.sam.conv_p.weight, "),
-    "other widths": (unchanged, {"stages": 3}, "of another shape: conv_in.weight [32, 3, 1, 1] instead of [64, 3, 1, 1], "),
+    "other widths": (unchanged, {"num_stages": 3}, "of another shape: conv_in.weight [32, 3, 1, 1] instead of [64, 3, 1, 1], "),
     "unknown depths": (
-        unchanged, {"width_factor": 0.5}, "has (2, 1, 2) blocks per stage, none of san10_pairwise (2, 1, 2, 4, 1), "
+        unchanged, {"width_mult": 0.5}, "has (2, 1, 2) blocks per stage, none of san10_pairwise (2, 1, 2, 4, 1), "
     ),
     "no released form": (
         unchanged, {"relation": "summation", **SMALL},
@@ -244,7 +244,7 @@ OTHER_FORMS = {
     "san19_pairwise": {"position": "none"},
     "san10_patchwise": {"transformation": "phi_eq_psi"},
     "san15_patchwise": {"relation": "star"},
-    "san19_patchwise": {"share": 4},
+    "san19_patchwise": {"group_size": 4},
 }
 
 

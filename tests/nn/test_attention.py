@@ -123,7 +123,7 @@ def test_seen_weights_are_those_of_the_output(kind: str, backend: ops.Backend) -
 
 @torch.no_grad()
 def test_weights_are_told_of_every_layer_and_nothing_is_left_behind() -> None:
-    model = san.create_model("san10_patchwise", 10, stages=2, width_factor=0.5).eval()
+    model = san.create_model("san10_patchwise", 10, num_stages=2, width_mult=0.5).eval()
     x = torch.randn(2, 3, 24, 24)
     before = model(x)
     weights = san.attention_weights(model, x)
@@ -134,7 +134,7 @@ def test_weights_are_told_of_every_layer_and_nothing_is_left_behind() -> None:
     }
     assert torch.equal(model(x), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    assert san.attention_weights(san.create_model("resnet26", 10, stages=1).eval(), x) == {}
+    assert san.attention_weights(san.create_model("resnet26", 10, num_stages=1).eval(), x) == {}
 
 
 @every_kind
@@ -234,9 +234,9 @@ def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     row = san.nn.relation.Relation(lambda R, K: R, absolute_difference)
     monkeypatch.setitem(PAIRWISE, "absolute_difference", row)
-    model = san.create_model("san10_pairwise", 10, relation="absolute_difference", stages=2, width_factor=0.5)
+    model = san.create_model("san10_pairwise", 10, relation="absolute_difference", num_stages=2, width_mult=0.5)
     model(torch.randn(2, 3, 24, 24)).sum().backward()
-    known = san.create_model("san10_pairwise", 10, relation="subtraction", stages=2, width_factor=0.5)
+    known = san.create_model("san10_pairwise", 10, relation="subtraction", num_stages=2, width_mult=0.5)
     assert san.complexity(model, 24).params == san.complexity(known, 24).params
 
 
@@ -251,15 +251,24 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "even footprint": (lambda: PatchwiseAttention(64, 4), "odd and positive .* not 4"),
     "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels cannot be divided by r1=16 and by r2=4"),
-    "channels not shared evenly": (lambda: PairwiseAttention(64, share=3), "16 value channels .* divided by share=3"),
+    "channels not shared evenly": (lambda: PairwiseAttention(64, group_size=3), "16 value channels .* divided by group_size=3"),
     "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels cannot be divided by 16 for the hidden"),
-    "share as a word": (lambda: PairwiseAttention(64, share="8"), "share must be a whole number of at least 1, not '8'"),  # type: ignore[arg-type]
-    "share as a float": (lambda: PatchwiseAttention(64, share=8.0), "share must be a whole number of at least 1, not 8.0"),  # type: ignore[arg-type]
-    "no share": (lambda: PatchwiseAttention(64, share=0), "share must be a whole number of at least 1, not 0"),
+    "group size as a word": (
+        lambda: PairwiseAttention(64, group_size="8"),
+        "group_size must be a whole number of at least 1, not '8'",
+    ),  # type: ignore[arg-type]
+    "group size as a float": (
+        lambda: PatchwiseAttention(64, group_size=8.0),
+        "group_size must be a whole number of at least 1, not 8.0",
+    ),  # type: ignore[arg-type]
+    "no group size": (lambda: PatchwiseAttention(64, group_size=0), "group_size must be a whole number of at least 1, not 0"),
     "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads must be a whole number of at least 1, not 2.0"),  # type: ignore[arg-type]
     "a truth for channels": (lambda: PairwiseAttention(True, 1), "channels must be a whole number of at least 1, not True"),
     "a truth for a reduction": (lambda: ScalarAttention(64, r1=True), "r1 must be a whole number of at least 1, not True"),
-    "a truth for share": (lambda: PairwiseAttention(64, share=True), "share must be a whole number of at least 1, not True"),
+    "a truth for the group size": (
+        lambda: PairwiseAttention(64, group_size=True),
+        "group_size must be a whole number of at least 1, not True",
+    ),
     "heads": (lambda: ScalarAttention(64, heads=3), "16 relation and 16 value channels cannot be divided by heads=3"),
     "weights in training": (
         lambda: san.attention_weights(nn.Sequential(PairwiseAttention(64)), torch.zeros(1)),

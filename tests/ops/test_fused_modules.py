@@ -59,7 +59,7 @@ class Setting:
     def module(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> SelfAttention:
         """In which no parameter and no statistic has a special value."""
         torch.manual_seed(seed)
-        common = {"r1": self.r1, "r2": self.r2, "share": self.share, "transformation": self.transformation}
+        common = {"r1": self.r1, "r2": self.r2, "group_size": self.share, "transformation": self.transformation}
         module: SelfAttention
         if self.kind == "pairwise":
             relation = self.relation or "subtraction"
@@ -429,7 +429,7 @@ class SharperPatchwise(PatchwiseAttention):
 
 @pytest.mark.parametrize("cls", [SharperPairwise, SharperPatchwise])
 def test_a_subclass_that_weighs_otherwise_does(cls: type[SelfAttention]) -> None:
-    module, x = cls(32, 3, share=4).double(), Setting().x()  # type: ignore[call-arg]
+    module, x = cls(32, 3, group_size=4).double(), Setting().x()  # type: ignore[call-arg]
     assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
 
 
@@ -449,7 +449,7 @@ def test_a_hook_sees_what_it_is_for(kind: str, after: str) -> None:
 @pytest.mark.parametrize("relation", ["hadamard", "dot", "star", "clique"])
 def test_other_relations_run_unfused(relation: str) -> None:
     cls = PairwiseAttention if relation in ("hadamard", "dot") else PatchwiseAttention
-    module: SelfAttention = cls(32, 3, relation=relation, share=4).double()
+    module: SelfAttention = cls(32, 3, relation=relation, group_size=4).double()
     x = Setting().x()
     assert not is_fused(module, x)
     assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
@@ -459,7 +459,7 @@ def test_other_relations_run_unfused(relation: str) -> None:
 @pytest.mark.parametrize("mapping", ["L", "LRLRL"])
 def test_other_mappings_run_unfused(kind: str, mapping: str) -> None:
     cls = PairwiseAttention if kind == "pairwise" else PatchwiseAttention
-    module: SelfAttention = cls(32, 3, mapping=mapping, share=4).double()
+    module: SelfAttention = cls(32, 3, mapping=mapping, group_size=4).double()
     x = Setting().x()
     assert not is_fused(module, x)
     assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
@@ -531,7 +531,7 @@ def test_counts_the_flops_of_what_it_fuses(kind: str, transformation: str) -> No
 def small(kind: str) -> nn.Module:
     """A whole network in which no parameter has a special value."""
     torch.manual_seed(0)
-    model = san.create_model(f"san10_{kind}", 10, stages=1, width_factor=0.5)
+    model = san.create_model(f"san10_{kind}", 10, num_stages=1, width_mult=0.5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -128,7 +128,7 @@ def test_gradients_of_parameters_are_those_of_backward(name: str) -> None:
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_a_compiled_transform_is_one_graph(transform: str) -> None:
     torch.compiler.reset()
-    module = san.PairwiseAttention(32, 3, share=4).double().eval()
+    module = san.PairwiseAttention(32, 3, group_size=4).double().eval()
     x, t = torch.randn(2, 2, 32, 5, 4, dtype=torch.float64)
 
     def transformed(x: Tensor) -> Tensor:
