@@ -1,6 +1,6 @@
 """What users see when they first run the project on a GPU, on machines that this one pretends to be.
 
-    python -m tests.first_run [--write docs/gpu.md]
+    python -m tests.first_run [--write [docs/results/first-run.md]]
 
 Each scene is a real command in its own processes, including Ray's workers. The only stubs are what torch, the driver and nvcc
 report about themselves (`stubs/sitecustomize.py`).
@@ -27,6 +27,8 @@ from tests.cluster.nodes import nodes
 ROOT = Path(__file__).parent.parent.parent
 STUBS = Path(__file__).parent / "stubs"
 BEGIN, END = "<!-- first runs: written by `python -m tests.first_run --write` -->", "<!-- /first runs -->"
+
+PAGE = ROOT / "docs" / "results" / "first-run.md"
 
 RTX_4090 = {"gpus": 1, "capability": (8, 9), "memory": 24}
 A100 = {"gpus": 8, "capability": (8, 0), "memory": 80}
@@ -210,7 +212,7 @@ def shown(scene: Scene, code: int, output: str, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="replaces the marked part of this page")
+    parser.add_argument("--write", type=Path, nargs="?", const=PAGE, help="update the marked part of this page")
     page: Path | None = parser.parse_args().write
     sections = []
     for scene in SCENES.values():
