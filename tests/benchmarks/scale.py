@@ -342,14 +342,6 @@ PICTURES = {
         Panel("writers", "writers", "epochs_per_second", "writers, full speed", "epochs per second", "workers", _at_full_speed),
         Panel("writers", "writers", "p95_seconds", "writers, full speed", "95 % answered within, s", "workers", _at_full_speed),
     ),
-    "workers": (
-        Panel("workers", "workers", "first_after", "workers of a cell", "seconds to the first cell's end"),
-        Panel("workers", "workers", "seconds_each", "workers of a cell", "seconds for each further cell"),
-    ),
-    "nodes": (
-        Panel("nodes", "nodes", "first_after", "nodes", "seconds to the first cell's end"),
-        Panel("nodes", "nodes", "seconds", "nodes", "seconds for 40 cells", "", lambda line: "all_cells" in line),
-    ),
 }
 
 

@@ -246,7 +246,7 @@ def test_the_marked_part_of_the_page_is_replaced(tmp_path: Path, records: Record
 
 
 def test_the_page_has_one_place_for_the_tables() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "performance.md").read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
 
 
