@@ -6,23 +6,28 @@ DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
 
-.PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check clean
+.PHONY: demo study faults figures docs gallery test test-long test-torch lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
 	@$(STEP) "grid footprint" $(BIN)/san run $(DEMO)
 
-# The paper's ablation tables on small images, five seeds: trains what is missing and writes docs/digits-study.md.
+# Train the paper's ablation tables on small images over five seeds and write docs/results/digits-study.md.
 study: setup
 	@$(STEP) "study" $(BIN)/san study --profile study --seeds 5
 
-# Faults on real processes, a quarter of an hour: writes the table of docs/reliability.md.
+# Inject faults into real processes (a quarter of an hour) and write the table of docs/results/faults.md.
 faults: setup
 	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
 
-# The figures of docs/operators.md.
+# Draw the figures of docs/explanation/operators.md.
 figures: setup
 	@$(BIN)/python docs/figures/draw.py
+
+# Build the documentation into site/. Fails on broken links and on pages that are not in the navigation.
+docs: setup
+	@$(BIN)/python -m docs.generate
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The pictures of docs/gallery.md, by the very commands that stand there: trains what is missing, a quarter of an hour.
 gallery: setup
@@ -85,4 +90,4 @@ $(VENV)/.installed: requirements.txt setup.py
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) .venv-torch-* build *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the reference: `python docs/generate.py`; `--check` only compares.
+"""Writes the generated parts of the reference: `python -m docs.generate`; `--check` only compares.
 
 A page keeps its text; the part between the markers comes from the code: `cli.md` from the commands, `config.md` from the
 pydantic classes, the model records and the docstrings of their fields.
@@ -105,17 +105,19 @@ def key_table(schema: type[BaseModel], prefix: str) -> str:
 
 
 def model_table() -> str:
-    """Every field of the model records, with its default in each kind of model."""
+    """Every field of the model records with its defaults, where they differ by kind of model."""
     defaults = {kind: {f.name: f.default for f in dataclasses.fields(record)} for kind, record in RECORDS.items()}
     names = dict.fromkeys(name for fields in defaults.values() for name in fields if name != "name")
     lines = []
     for name in names:
-        row = [
-            _value(fields[name], "by variant") if name in fields else "–"  # noqa: RUF001
-            for fields in defaults.values()
-        ]
-        lines.append((f"`model.{name}`", *row, MODEL_FIELDS.get(name, "")))
-    return _table(("key", *defaults, "meaning"), lines)
+        kinds: dict[str, list[str]] = {}
+        for kind, fields in defaults.items():
+            if name in fields:
+                kinds.setdefault(_value(fields[name], "by variant"), []).append(kind)
+        is_everywhere = len(kinds) == 1 and sum(map(len, kinds.values())) == len(RECORDS)
+        default = "; ".join(value if is_everywhere else f"{', '.join(who)}: {value}" for value, who in kinds.items())
+        lines.append((f"`model.{name}`", default, MODEL_FIELDS.get(name, "")))
+    return _table(("key", "default", "meaning"), lines)
 
 
 def field_docs(schema: type[BaseModel]) -> dict[str, str]:
@@ -185,7 +187,7 @@ def generated(name: str) -> str:
 def main() -> None:
     stale = [name for name in PAGES if generated(name) != (REFERENCE / name).read_text(encoding="utf-8")]
     if "--check" in sys.argv:
-        sys.exit(f"run `python docs/generate.py`: {', '.join(stale)} changed" if stale else 0)
+        sys.exit(f"run `python -m docs.generate`: {', '.join(stale)} changed" if stale else 0)
     for name in stale:
         (REFERENCE / name).write_text(generated(name), encoding="utf-8")
         print(f"wrote docs/reference/{name}")
