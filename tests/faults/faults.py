@@ -391,7 +391,7 @@ def _table(scene: Scene) -> str:
 
 def page_of(rows: Sequence[Row]) -> str:
     """The table between its marks."""
-    head = "| fault | what happened | repeated steps | MLflow runs | epochs (missing/duplicate) | unchanged | seconds |"
+    head = "| fault | what happened | repeated steps | MLflow runs | epochs (missing, duplicate) | unchanged | seconds |"
     lines = [
         f"| {row.fault} | {row.done} | {row.lost} | {row.runs} | {row.epochs} | {row.same} | {row.seconds:.0f} |"
         for row in rows
