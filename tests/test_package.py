@@ -80,12 +80,6 @@ def test_a_source_distribution_holds_the_packages_and_no_tests(dist: Path) -> No
     assert package_files() | set(TOP_FILES) <= names
     tops = {name.partition("/")[0] for name in names}
     assert tops == {*PACKAGES, *TOP_FILES, "PKG-INFO", "setup.cfg", "san_attention.egg-info"}
-        *PACKAGES,
-        *TOP_FILES,
-        "PKG-INFO",
-        "setup.cfg",
-        "san_attention.egg-info",
-    }
 
 
 def test_an_installed_command_prints_its_help(installed: Path) -> None:
