@@ -202,7 +202,7 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
           recipe.batch_size: [0, 32]
     """)
     lines = told(lambda: expand(path)).splitlines()
-    cells = [f"{row}-width_facto0.5-batch{batch}" for row in "ab" for batch in (0, 32)]
+    cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
     wanted = [
         "product.recipe.momentum: a list was expected, not 0.9",
         "product.model: a list was expected, not {'num_stages': [1, 2]}",
@@ -242,7 +242,11 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             ["row d: model.footprint:", "integer", "'seven'"],
             ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
-            ["row e: recipe.epoch:", "unknown key; did you mean 'epochs'?", "Allowed: batch_size, ema_decay, epochs, grad_accum_steps"],
+            [
+                "row e: recipe.epoch:",
+                "unknown key; did you mean 'epochs'?",
+                "Allowed: batch_size, ema_decay, epochs, grad_accum_steps",
+            ],
         ],
         strict=True,
     ):
