@@ -1,4 +1,4 @@
-"""Draws the figures of docs/explanation/operators.md: `python docs/figures/draw.py [NAME ...]` writes an SVG per row of FIGURES.
+"""Draws the figures of docs/explanation/operators.md: `python docs/figures/draw.py [NAME ...]` writes an SVG per figure.
 
 Every bar and printed number is computed from one small example, so figures agree with the formulas. The same version of
 matplotlib writes the same bytes each time.
