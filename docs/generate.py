@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import sys
 import textwrap
 import types
@@ -53,12 +54,44 @@ RECORDS = {"pairwise": PairwiseSpec, "patchwise": PatchwiseSpec, "scalar": Scala
 
 
 def cli_reference() -> str:
-    """The help of `san` and of each command."""
-    parts = []
-    for path, command in commands(cli, ("san",)):
-        context = click.Context(command, info_name=" ".join(path), terminal_width=88, max_content_width=88)
-        parts.append(f"## {' '.join(path)}\n\n```text\n{command.get_help(context)}\n```")
+    """Usage, help and options of `san` and each command."""
+    return "\n\n".join(command_reference(path, command) for path, command in commands(cli, ("san",)))
+
+
+def command_reference(path: tuple[str, ...], command: click.Command) -> str:
+    """One section; a group lists its commands."""
+    context = click.Context(command, info_name=" ".join(path))
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    text = inspect.cleandoc(command.help or "")
+    parts = [f"## {' '.join(path)}", f"```text\n{usage}\n```", *map(_paragraph, text.split("\n\n"))]
+    if isinstance(command, click.Group):
+        found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+        rows = [
+            (f"[`{name}`](#{'-'.join((*path, name))})", _text(each.get_short_help_str(200)))
+            for name, each in found.items()
+            if each is not None and not each.hidden
+        ]
+        parts.append(_table(("command", "does"), rows))
+    parameters = [each for each in command.get_params(context) if isinstance(each, click.Option)]
+    options = [record for each in parameters if (record := each.get_help_record(context))]
+    shown = [(f"`{names}`", _text(words)) for names, words in options if "--help" not in names]
+    if shown:
+        parts.append(_table(("option", "meaning"), shown))
     return "\n\n".join(parts)
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph of a help text; click marks those that keep their line breaks."""
+    if not text.startswith("\b"):
+        return _text(" ".join(text.split()))
+    return f"```text\n{textwrap.dedent(text.removeprefix(chr(8)).strip(chr(10)))}\n```"
+
+
+def _text(words: str) -> str:
+    """Words of a help text as Markdown: what looks like a tag or an emphasis is neither, outside of code."""
+    pieces = words.split("`")
+    pieces[::2] = [re.sub(r"([*_<\[])", r"\\\1", piece) for piece in pieces[::2]]
+    return "`".join(pieces)
 
 
 def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
