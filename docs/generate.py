@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import html
 import inspect
 import json
 import re
@@ -90,7 +91,7 @@ def _paragraph(text: str) -> str:
 def _text(words: str) -> str:
     """Words of a help text as Markdown: what looks like a tag or an emphasis is neither, outside of code."""
     pieces = words.split("`")
-    pieces[::2] = [re.sub(r"([*_<\[])", r"\\\1", piece) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(r"([*_\[])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
     return "`".join(pieces)
 
 
@@ -203,8 +204,14 @@ def _value(value: object, missing: str = "required") -> str:
 
 
 def _table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    cells = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (heading, *lines)]
+    cells = [" | ".join(map(_cell, line)) for line in (heading, *lines)]
     return "\n".join([f"| {cells[0]} |", "|" + " --- |" * len(heading), *(f"| {line} |" for line in cells[1:])])
+
+
+def _cell(text: str) -> str:
+    """Bars would end the cell; no escape for them within backticks works everywhere."""
+    coded = re.sub(r"`([^`]*\|[^`]*)`", lambda match: f"<code>{html.escape(match[1])}</code>", text)
+    return coded.replace("|", "&#124;")
 
 
 PAGES = {"cli.md": cli_reference, "config.md": config_reference}
