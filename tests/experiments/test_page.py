@@ -187,7 +187,7 @@ def test_the_page_in_a_browser(
     assert shown.evaluate("[...document.querySelectorAll('image')].every(i => i.getBBox().width > 0)")
     looks = shown.evaluate("document.querySelector('section[aria-labelledby=what-the-attention-looks-at]').innerText")
     assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % lies between" in looks
-    assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot be read" in looks
+    assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot read this file" in looks
 
     reproduce = "section[aria-labelledby=reproduce]"
     assert f"san run {tmp_path / 'asked.yaml'} --profile digits --seeds 2" in shown.text()
@@ -243,8 +243,8 @@ def of_a_field_of_later(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (Path.unlink, "epoch-0003-step-0000000.pt: cannot be read (No such file or directory)"),
-        (damaged, "epoch-0003-step-0000000.pt: is not a file that torch.save wrote, or it is damaged"),
+        (Path.unlink, "epoch-0003-step-0000000.pt: cannot read this file (No such file or directory)"),
+        (damaged, "epoch-0003-step-0000000.pt: not a file written by torch.save, or damaged"),
         (of_two_classes, "size mismatch"),
         (of_a_field_of_later, "late: "),
     ],

@@ -333,7 +333,7 @@ def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Pa
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, trained.job.workspace.tracking_uri)
     work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
-    with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot be read \(No such file or directory\)"):
+    with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure(work, lambda metrics: None)
 
 
@@ -427,8 +427,8 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "is of a trial, which tells its data; leave out",
     ),
     "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; for each give a file or folder"),
-    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
-    "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "is not a file that torch.save wrote, or it is damaged"),
+    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
+    "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "not a file written by torch.save, or damaged"),
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
     "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
     "no such key": (lambda *_: [12 * "0"], "000000000000: there is no such file, and no trial of that key in "),
@@ -441,7 +441,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], "has 10 class folder(s) without an image",
     ),
     "the second is no checkpoint": (
-        lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot be read",
+        lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot read this file",
     ),
 }  # fmt: skip
 

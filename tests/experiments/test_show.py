@@ -212,11 +212,11 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "a text": (
         lambda files, tmp: pairwise(files, written(tmp / "a.png", b"a text")),
-        "{tmp}/a.png: it is no JPEG or PNG image; give a sound JPEG or PNG file\n",
+        "{tmp}/a.png: not a JPEG or PNG image; give a sound JPEG or PNG file\n",
     ),
     "a picture that DALI does not know": (
         lambda files, tmp: pairwise(files, gif(files, tmp)),
-        "{tmp}/a.gif: it is a GIF image, which DALI cannot decode; give a sound JPEG or PNG file\n",
+        "{tmp}/a.gif: a GIF image, which DALI cannot decode; give a sound JPEG or PNG file\n",
     ),
     "a folder": (
         lambda files, tmp: pairwise(files, str(tmp)),
@@ -230,9 +230,9 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda files, tmp: pairwise(files, 300 * "x"),
         "xxx: there is no such file; give the file of one picture, JPEG or PNG\n",
     ),
-    "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: it is empty; give"),
-    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: it is damaged: "),
-    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: it is damaged: "),
+    "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: empty file; give"),
+    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: damaged: "),
+    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: damaged: "),
     "a number beyond the split": (
         lambda files, _: pairwise(files, "360"),
         "digits/val has 360; give a number from 0 to 359, or a file",

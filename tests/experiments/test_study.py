@@ -40,7 +40,7 @@ def test_the_study_trains_on_few_images_and_judges_on_all(tmp_path: Path) -> Non
     assert (len(train), len(val)) == (300, 360)
     assert set(train.paths) < set(open_data(usual.config.data)[0].paths)
     assert few.data_digest != usual.data_digest and few.key != usual.key
-    with pytest.raises(DataError, match=r"data\.train_per_class: .*train has too few images for 200 of each class: 0 has 142"):
+    with pytest.raises(DataError, match=r"data\.train_per_class: .*train: too few images for 200 per class: 0 has 142"):
         opened("position", tmp_path, "data.train_per_class=200")
 
 

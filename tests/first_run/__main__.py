@@ -116,7 +116,7 @@ SCENES = {
         "8 x A100, CUDA toolkit 11.8",
         A100 | PYPI | {"usable": True},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
-        ("nvcc 11.8 at ", " is too old; 12 or newer is needed"),
+        ("nvcc 11.8 at ", " is too old; install the CUDA toolkit 12 or newer"),
         2,
         nvcc="11.8",
     ),
@@ -124,7 +124,7 @@ SCENES = {
         "Tesla T4",
         PYPI | {"usable": True, "gpus": 1, "capability": (7, 5), "memory": 16},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
-        ("this GPU has compute capability 7.5; 8.0 or more is needed",),
+        ("this GPU has compute capability 7.5, but the kernels need 8.0 or higher",),
         2,
     ),
     "cluster": Scene(
