@@ -61,7 +61,7 @@ def imagenet(profile: str, *overrides: str) -> tuple[str, ...]:
 
 SCENES = {
     "driver": Scene(
-        "RTX 4090, a driver older than torch's CUDA",
+        "RTX 4090, driver older than PyTorch's CUDA",
         RTX_4090 | PYPI | {"usable": False},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("needs driver 580 or newer, but the driver is 550.54.15", "--index-url https://download.pytorch.org/whl/cu126"),
@@ -77,7 +77,7 @@ SCENES = {
         driver=None,
     ),
     "hidden": Scene(
-        "RTX 4090, hidden by a variable",
+        "RTX 4090 hidden by `CUDA_VISIBLE_DEVICES`",
         RTX_4090 | PYPI | {"usable": False},
         imagenet("imagenet-1gpu"),
         ("CUDA_VISIBLE_DEVICES='' names no usable GPU",),
@@ -92,7 +92,7 @@ SCENES = {
         2,
     ),
     "torch": Scene(
-        "RTX 4090, torch without CUDA",
+        "RTX 4090, PyTorch built without CUDA",
         RTX_4090 | {"torch": "2.13.0+cpu", "cuda": None, "usable": False},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("this torch (2.13.0+cpu) was built without CUDA; run `pip install torch==2.13.0",),
@@ -106,7 +106,7 @@ SCENES = {
         2,
     ),
     "one GPU": Scene(
-        "RTX 4090, the paper's profile for 8 GPUs",
+        "One RTX 4090, the paper's profile for 8 GPUs",
         RTX_4090 | PYPI | {"usable": True},
         imagenet("imagenet"),
         ("a cell needs 8 workers with 8 CPUs and 1 GPU each", "`placement.workers=1 recipe.grad_accum_steps=8 placement.cpus="),
@@ -128,7 +128,7 @@ SCENES = {
         2,
     ),
     "cluster": Scene(
-        "H100 cluster, joined (here two nodes with a GPU each): the nodes' driver is older than torch's CUDA",
+        "H100 cluster (two simulated nodes): driver older than PyTorch's CUDA",
         H100 | PYPI | {"usable": False},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
         ("FAILED after", "needs driver 580 or newer, but the driver is 550.54.15"),
@@ -137,7 +137,7 @@ SCENES = {
         cluster=((1, 1), (1, 1)),
     ),
     "plan": Scene(
-        "4 x 8 H100, joined: how long it will take, before anything has run (as many images as ImageNet, but synthetic)",
+        "Cluster of 4 x 8 H100: the plan before any run has finished (synthetic images, as many as ImageNet)",
         H100 | PYPI | {"usable": True},
         ("plan", *imagenet("imagenet", "data.source=synthetic", "data.synthetic_per_class=1281")[1:]),
         ("4 cells at a time, 8 workers with 8 CPUs and 1 GPU each", "a rough guess by the FLOPs of their models"),
