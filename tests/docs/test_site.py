@@ -48,6 +48,14 @@ def test_formulas_are_drawn(site: Path) -> None:
     assert len(re.findall(r'<div class="formula"><svg role="img" aria-label="', text)) >= 5
 
 
+def test_every_picture_is_shown() -> None:
+    shown = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        found = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        shown |= {(page.parent / path).resolve() for path in found}
+    assert shown >= {path for kind in ("png", "svg") for path in (ROOT / "docs").rglob(f"*.{kind}")}
+
+
 def add_broken_link(docs: Path) -> None:
     (docs / "index.md").write_text("# Home\n\n[Gone](gone.md) and [other](other.md)\n")
 
