@@ -29,9 +29,13 @@ docs: setup
 	@$(BIN)/python -m docs.generate
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The pictures of docs/gallery.md, by the very commands that stand there: trains what is missing, a quarter of an hour.
+# Make the pictures in docs/images with the commands of docs/guides/attention.md and the two below (a quarter of an hour).
 gallery: setup
-	@sed -n '/^```sh$$/,/^```$$/{/^```/!p}' docs/gallery.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
+	@sed -n '/^<!-- not run/,/^```$$/d;/^```sh$$/,/^```$$/{/^```/!p}' docs/guides/attention.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
+	@$(BIN)/san run $(DEMO)
+	@cp runs/footprint-digits/plot.png docs/images/footprint-digits.png
+	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1700 --screenshot=docs/images/report.png \
+	  runs/footprint-digits/report.html
 
 # Two processes: half of the time of one goes by in waiting for others that it started. In the order of the files' names: else
 # those with the fewest tests come last, which are the longest.
