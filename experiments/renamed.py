@@ -37,7 +37,7 @@ def new_key(path: str) -> str | None:
 def with_new_keys(record: Mapping[str, Any]) -> dict[str, Any]:
     """A config as a checkpoint stored it, with every old key replaced."""
     return {
-        section: {RENAMED.get(section, {}).get(key, key): value for key, value in values.items()}
+        section: {RENAMED.get(section, {}).get(key, key): value for key, value in dict(values).items()}
         for section, values in record.items()
     }
 

@@ -466,7 +466,7 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.environment(["PASSWORD=hunter2"])
     assert "hunter2" not in str(caught.value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
-    with pytest.raises(UserError, match="must not hold a user's password"):
+    with pytest.raises(UserError, match="contains a password, but addresses are printed and stored"):
         submit.environment([])
     for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

@@ -347,7 +347,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "complexity at a size that is too small": (
         lambda tmp: ["complexity", "--grid", str(SMALL_GRID), "--size", "20"],
-        ["pairwise_3: stage 4 of san10_pairwise with images of 20 x 20", "resnet26_3: resnet26 needs images of at least 32 x 32"],
+        ["pairwise_3: stage 4 of san10_pairwise with images of 20 x 20", "resnet26 needs images of at least 32 x 32"],
     ),
     "complexity of a broken grid": (
         lambda tmp: ["complexity", "--grid", bad_grid(tmp)],
