@@ -204,7 +204,8 @@ def shown(scene: Scene, code: int, output: str, folder: Path) -> str:
     """The scene as a section of a page; only what is the same on every machine."""
     text = output.replace(str(folder), "/home/me").replace(os.uname().nodename, "gpu-node").replace(str(ROOT), "/home/me/san")
     command = " ".join(("san", *scene.arguments)).replace("IMAGES", "/data/imagenet")
-    text = re.sub(r"^W\d+ .*triton.*\n", "", text, flags=re.MULTILINE)  # by a torch without CUDA only
+    text = re.sub(r"^W\d+ .*triton.*\n", "", text, flags=re.MULTILINE)  # only by a torch without CUDA
+    text = re.sub(r"^san: (building the|built in) .*\n", "", text, flags=re.MULTILINE)  # only the first time on a machine
     lines = [line for line in text.splitlines() if line.strip()]
     screen = "\n".join([f"$ {command}", *lines, f"(exit code {code})"])
     return f"**{scene.title}**\n\n```\n{screen}\n```\n"
