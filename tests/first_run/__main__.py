@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def shown(scene: Scene, code: int, output: str, folder: Path) -> str:
     command = " ".join(("san", *scene.arguments)).replace("IMAGES", "/data/imagenet")
     text = re.sub(r"^W\d+ .*triton.*\n", "", text, flags=re.MULTILINE)  # only by a torch without CUDA
     text = re.sub(r"^san: (building the|built in) .*\n", "", text, flags=re.MULTILINE)  # only the first time on a machine
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 110, break_on_hyphens=False)]
     screen = "\n".join([f"$ {command}", *lines, f"(exit code {code})"])
     return f"**{scene.title}**\n\n```\n{screen}\n```\n"
 
