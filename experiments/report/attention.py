@@ -81,7 +81,7 @@ def in_words(attention: Attention) -> str:
     G, K, n = attention.weight_GKn.shape
     k, (H, W), (row, column), side = attention.footprint, attention.map, attention.pixels[0], math.isqrt(n)
     one = f"the footprint of the pixel in row {row}, column {column}"
-    whose = one if n == 1 else f"the footprints of {n} pixels, {side} x {side} of them"
+    whose = one if n == 1 else f"the footprints of a {side} x {side} grid of pixels"
     g, j, p = np.unravel_index(np.abs(attention.weight_GKn).argmax(), (G, K, n))
     down, right = int(j) // k - k // 2, int(j) % k - k // 2
     steps = [f"{abs(down)} {'down' if down > 0 else 'up'}"] if down else []

@@ -160,14 +160,14 @@ def test_the_page_in_a_browser(
     ended = max(result.ended for result in known_results(job).values())
     assert f"7 of 10 cells finished\nlast cell finished {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
 
-    assert cells(shown, "resnet26_3") == ["76.0", "90.5 ± 6.4", "100.0", "13.7", "13.7", "2.4", "2.4"]
+    assert cells(shown, "resnet26_3") == ["76.0", "90.5 (90.0, 91.0)", "100.0", "13.7", "13.7", "2.4", "2.4"]
     assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
     assert cells(shown, "patchwise_5")[:3] == ["78.7", "not finished", "not finished"]
 
     charts = shown.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.getAttribute('aria-label'))")
     assert len(charts) == 2 + 4 + 2 * 3  # the grid's own and the cost, ours and the paper's; accuracy and loss of 3 families
     assert charts[0].startswith(
-        "Top-1 accuracy over side of the footprint, pixels, ours, digits. resnet26: resnet26_3: 90.5 ± 6.4 %"
+        "Top-1 accuracy against side of the footprint, pixels, ours, digits. resnet26: resnet26_3: 90.5 %"
     )
     assert shown.evaluate("document.querySelectorAll('svg.chart path.curve').length") == 2 * 4
     ends = "[...document.querySelectorAll('svg.chart path.curve')].map(p => (p.getAttribute('d').match(/L/g) || []).length)"
@@ -186,7 +186,7 @@ def test_the_page_in_a_browser(
     ]
     assert shown.evaluate("[...document.querySelectorAll('image')].every(i => i.getBBox().width > 0)")
     looks = shown.evaluate("document.querySelector('section[aria-labelledby=attention-weights]').innerText")
-    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % lies between" in looks
+    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % of the variance" in looks
     assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot read this file" in looks
 
     reproduce = "section[aria-labelledby=reproduce]"
@@ -389,7 +389,7 @@ def test_the_answer_of_a_protocol_is_its_table(
     assert "90.0 1 of 2 seeds" in rows[0][1]
 
 
-def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+def test_two_seeds_are_shown_instead_of_an_interval(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     """Both seeds lose as much, at accuracies that differ."""
     job = answered(grid=GRID_OF_PROTOCOL.format("rotation"))
     results = known_results(job)
@@ -400,16 +400,14 @@ def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], show
     write_page(job, known_results(job), tmp_path / "page.html")
     shown.open((tmp_path / "page.html").as_uri())
     turned = "[...document.querySelectorAll('[aria-labelledby=results] tbody')][1].rows[1].cells"
-    assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 ± 6.4", "24.5", "10.0 ± 0.0"]
-    assert "The interval of a drop is over the drops of single seeds." in shown.text()
+    assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 (80.0, 79.0)", "24.5", "10.0"]
+    assert "The interval of a drop" not in shown.text()
     told = shown.evaluate(
         "[...document.querySelectorAll('[aria-labelledby=accuracy-that-remains] svg.chart')].map(c => c.ariaLabel)"
     )
-    assert told[0] == (
-        "Top-1 under cw90 over top-1 without disturbance, ours, digits. resnet: resnet26: 79.5 ± 6.4 % of 89.5 %."
-    )
+    assert told[0] == ("Top-1 under cw90 against top-1 on clean images, ours, digits. resnet: resnet26: 79.5 % of 89.5 %.")
     assert told[1].startswith(
-        "Top-1 under cw90 over top-1 without disturbance, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
+        "Top-1 under cw90 against top-1 on clean images, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
     )
     assert len(told) == 5  # ours under one condition, the paper's under four
 
@@ -440,7 +438,7 @@ def test_the_difference_is_to_trainings_as_the_papers(
     job = answered(f"data.root={folder_of_1000_classes}", "recipe.epochs=100", profile="imagenet")
     write_page(job, known_results(job), tmp_path / "page.html")
     shown.open((tmp_path / "page.html").as_uri())
-    assert cells(shown, "resnet26_3")[:3] == ["76.0", "90.5 ± 6.4", "+14.5"]
+    assert cells(shown, "resnet26_3")[:3] == ["76.0", "90.5 (90.0, 91.0)", "+14.5"]
     assert "other images" not in shown.text()
 
 

@@ -53,7 +53,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "whose"),
-    [(("--pixel", "2,20"), "row 0, column 5"), (("--grid", "3"), "3 x 3 spread")],
+    [(("--pixel", "2,20"), "row 0, column 5"), (("--grid", "3"), "3 x 3 grid of pixels")],
     ids=["pixel", "grid"],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +144,7 @@ def test_one_channel_is_all_there_is(files: Path, tmp_path: Path) -> None:
     attention = looked(files, "pairwise", layer="0")
     draw(attention, tmp_path / "one.png")
     assert "attention, 1 weight channel) " in in_words(attention)
-    assert in_words(attention).endswith("There is one channel, so one map of weights is all that its values are weighed by.")
+    assert in_words(attention).endswith("There is only one channel, so all values share one map of weights.")
 
 
 def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
