@@ -1,4 +1,4 @@
-"""The pictures of the guide to attention, of the quick start and of the README: each exists, describes itself, and has a command."""
+"""The pictures of the README and the guides: each exists, has a description, and is made by a command."""
 
 from __future__ import annotations
 

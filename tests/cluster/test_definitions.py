@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import pytest
 import yaml
 
 from cuda_ext import build
-from experiments.cli import cli
 from tests.cluster.definitions import (
     CLUSTER,
     COMPOSE,

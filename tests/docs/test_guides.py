@@ -1,8 +1,8 @@
 """The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
 
 Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
-`KEY`, and a key after `san show`, become that of the cell that the page trained last. A block after `<!-- not run: REASON -->` is
-only checked: its commands and options exist, and its overrides are valid.
+`KEY`, and a key after `san show`, become that of the last trained cell. A block after `<!-- not run: REASON -->` is only
+checked: its commands and options exist, and its overrides are valid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = sorted(
     page.relative_to(ROOT).as_posix()
     for page in (ROOT / "README.md", ROOT / "docs/index.md", *ROOT.glob("docs/start/*.md"), *ROOT.glob("docs/guides/*.md"))
 )
-BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): .* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): [^\n]* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"recipe.epochs": "1", "data.train_per_class": "4"}
 KEY = re.compile(r"\bKEY\b|(?<=san show )[0-9a-f]{12}\b")
 
@@ -176,7 +176,11 @@ def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Reade
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
-    for block in blocks((ROOT / page).read_text(encoding="utf-8")):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = list(blocks(text))
+    assert len(found) == len(re.findall(r"^```(?:sh|python|yaml)", text, re.MULTILINE))
+    assert text.count("<!--") == sum(block.note is not None for block in found)
+    for block in found:
         reader.follow(block)
 
 
