@@ -9,27 +9,36 @@ STEP = ./.ci/step
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check clean
+.PHONY: demo study faults figures docs gallery test test-long test-torch lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
 	@$(STEP) "grid footprint" $(BIN)/san run $(DEMO)
 
-# The paper's ablation tables on small images, five seeds: trains what is missing and writes docs/digits-study.md.
+# Train the paper's ablation tables on small images over five seeds and write docs/results/digits-study.md.
 study: setup
 	@$(STEP) "study" $(BIN)/san study --profile study --seeds 5
 
-# Faults on real processes, a quarter of an hour: writes the table of docs/reliability.md.
+# Inject faults into real processes (a quarter of an hour) and write the table of docs/results/faults.md.
 faults: setup
 	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
 
-# The figures of docs/operators.md.
+# Draw the figures of docs/explanation/operators.md.
 figures: setup
 	@$(BIN)/python docs/figures/draw.py
 
-# The pictures of docs/gallery.md, by the very commands that stand there: trains what is missing, a quarter of an hour.
+# Build the documentation into site/. Fails on broken links and on pages that are not in the navigation.
+docs: setup
+	@$(BIN)/python -m docs.generate
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Make the pictures in docs/images with the commands of docs/guides/attention.md and the two below (a quarter of an hour).
 gallery: setup
-	@sed -n '/^```sh$$/,/^```$$/{/^```/!p}' docs/gallery.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
+	@sed -n '/^<!-- not run/,/^```$$/d;/^```sh$$/,/^```$$/{/^```/!p}' docs/guides/attention.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
+	@$(BIN)/san run $(DEMO)
+	@cp runs/footprint-digits/plot.png docs/images/footprint-digits.png
+	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1700 --screenshot=docs/images/report.png \
+	  runs/footprint-digits/report.html
 
 # Two processes: half of the time of one goes by in waiting for others that it started. In the order of the files' names: else
 # those with the fewest tests come last, which are the longest.
@@ -88,4 +97,4 @@ $(VENV)/.installed: requirements.txt setup.py
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) .venv-torch-* build *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info

@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import jsonschema
 import ray
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from referencing import Registry, Resource
+
+from experiments.cli import cli
+from experiments.expand import expand
+from experiments.report.paper import table_names
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "cluster"
@@ -281,3 +286,25 @@ def dockerfile() -> list[tuple[str, str]]:
     text = re.sub(r"^#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def require_known(command: list[str]) -> None:
+    """Raises where a command of Ray, MLflow or ours does not take these arguments, or a grid not these overrides."""
+    if command[:3] == ["python", "-m", "experiments"] or command[0] == "san":
+        group: Any = cli
+        arguments = command[3:] if command[0] == "python" else command[1:]
+    elif command[0] == "ray":
+        from ray.scripts.scripts import cli as group
+
+        arguments = command[1:]
+    else:
+        assert command[0] == "mlflow", command
+        from mlflow.cli import cli as group
+
+        arguments = command[1:]
+    while isinstance(group, click.Group):
+        group, arguments = group.commands[arguments[0]], arguments[1:]
+    filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # as Compose does
+    context = group.make_context(command[0], filled)
+    if group in (cli.commands["plan"], cli.commands["run"], cli.commands["submit"]):
+        expand(ROOT / context.params["grid"], context.params["profile"], context.params["overrides"], table_names())

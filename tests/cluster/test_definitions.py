@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ import pytest
 import yaml
 
 from cuda_ext import build
-from experiments.cli import cli
-from experiments.config import TrialConfig, keys_at
 from tests.cluster.definitions import (
     CLUSTER,
     COMPOSE,
@@ -30,6 +27,7 @@ from tests.cluster.definitions import (
     misspelt,
     pods,
     read,
+    require_known,
     validate,
     weaknesses,
 )
@@ -74,32 +72,6 @@ def test_what_a_definition_starts_exists(name: str) -> None:
     for document in read(name):
         for command in commands(name, document):
             require_known(command)
-
-
-def require_known(command: list[str]) -> None:
-    """Raises where a command of Ray, MLflow or ours does not take these arguments."""
-    if command[:3] == ["python", "-m", "experiments"] or command[0] == "san":
-        group: Any = cli
-        arguments = command[3:] if command[0] == "python" else command[1:]
-    elif command[0] == "ray":
-        from ray.scripts.scripts import cli as group
-
-        arguments = command[1:]
-    else:
-        assert command[0] == "mlflow", command
-        from mlflow.cli import cli as group
-
-        arguments = command[1:]
-    while isinstance(group, click.Group):
-        group, arguments = group.commands[arguments[0]], arguments[1:]
-    filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # as Compose does
-    context = group.make_context(command[0], filled)
-    if group in (cli.commands["run"], cli.commands["submit"]):
-        assert (ROOT / context.params["grid"]).is_file(), context.params["grid"]
-        assert (ROOT / f"experiments/profiles/{context.params['profile']}.yaml").is_file()
-        for override in context.params["overrides"]:
-            section, _, key = override.partition("=")[0].rpartition(".")
-            assert key in keys_at(TrialConfig, (section,)), override
 
 
 def test_what_a_manifest_points_to_exists() -> None:
@@ -240,33 +212,11 @@ def test_values_that_are_the_users_are_marked() -> None:
                 assert "FILL" in line or "FILL" in before or before.strip().startswith("#"), f"{name}: {line}"
 
 
-def documented() -> list[str]:
-    """The command lines of docs/cluster.md."""
-    found: list[str] = []
-    fence: str | None = None
-    for line in (ROOT / "docs/cluster.md").read_text().splitlines():
-        if line.startswith("```"):
-            fence = line if fence is None else None
-        elif fence == "```":
-            found.append(line)
-    return found
-
-
-def test_the_guide_tells_of_every_command_whether_it_was_tried() -> None:
-    assert [line for line in documented() if not re.search(r" # (not )?tried$", line)] == []
-
-
-def test_the_guides_commands_exist() -> None:
-    ours = [line for line in documented() if re.match(r"(san|ray) |.* python -m experiments ", line)]
-    assert ours
-    for line in ours:
-        command = shlex.split(line, comments=True)
-        if command[0] == "ray":
-            require_known(command)
-        if "python" in command:
-            require_known(command[command.index("python") :])
-        if command[0] == "san" and command[1] in cli.commands:
-            require_known(command)
-    guide = (ROOT / "docs/cluster.md").read_text()
-    for path in set(re.findall(r"(?<![\w/])(?:cluster|tests)/[\w./-]+\w", guide)):
+@pytest.mark.parametrize("page", ["cluster.md", "cloud-and-kubernetes.md"])
+def test_files_that_a_guide_names_exist(page: str) -> None:
+    """Its commands are checked by tests/docs/test_guides.py."""
+    guide = (ROOT / "docs/guides" / page).read_text()
+    named = set(re.findall(r"(?<![\w/.])(?:cluster|tests)/[\w./-]*\w", guide))
+    assert named
+    for path in named:
         assert (ROOT / path).exists(), path

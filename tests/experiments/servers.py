@@ -21,7 +21,7 @@ from typing import ClassVar
 import pytest
 
 LOOPBACK = "127.0.0.1"
-# What docs/tracking.md tells: a worker of the server has 40 threads, and a request takes two connections.
+# As docs/guides/tracking.md says: a worker of the server has 40 threads, and a request takes two connections.
 POOL = {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "40", "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "40"}
 
 

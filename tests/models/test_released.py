@@ -259,7 +259,7 @@ def test_models_without_a_released_form(name: str, tmp_path: Path) -> None:
 
 def test_the_images_that_are_told_are_those_of_the_profile() -> None:
     data = yaml.safe_load(profile_path("imagenet").read_text())["data"]
-    told = (san.load_released_checkpoint.__doc__, san.create_model.__doc__, (ROOT / "README.md").read_text())
+    told = (san.load_released_checkpoint.__doc__, san.create_model.__doc__, (ROOT / "docs/guides/fine-tuning.md").read_text())
     for text in told:
         words = " ".join((text or "").split())
         assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words

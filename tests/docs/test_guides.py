@@ -1,0 +1,210 @@
+"""The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
+
+Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
+`KEY`, and a key after `san show`, become that of the last trained cell. A block after `<!-- not run: REASON -->` is only
+checked: its commands and options exist, and its overrides are valid.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.cli import main
+from experiments.expand import expand
+from experiments.report.paper import table_names
+from tests.cluster.definitions import require_known
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in (ROOT / "README.md", ROOT / "docs/index.md", *ROOT.glob("docs/start/*.md"), *ROOT.glob("docs/guides/*.md"))
+)
+BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): [^\n]* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SMALL = {"recipe.epochs": "1", "data.train_per_class": "4"}
+KEY = re.compile(r"\bKEY\b|(?<=san show )[0-9a-f]{12}\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    note: str | None
+    before: str
+    """The page's text between the block before and this one."""
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The command lines of a shell block, split; a quoted argument may have several lines."""
+        found, rest = list[list[str]](), ""
+        for line in self.text.splitlines():
+            rest += line + "\n"
+            try:
+                found.append(shlex.split(rest.replace("\\\n", " "), comments=True))
+            except ValueError:  # an open quotation
+                continue
+            rest = ""
+        return [command for command in found if command]
+
+
+class Reader:
+    """Somebody who follows a page in an empty folder."""
+
+    def __init__(self, folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        (folder / "runs").symlink_to(runs)
+        self.names: dict[str, Any] = {}
+        self.monkeypatch = monkeypatch
+        for path in (*ROOT.glob("experiments/grids/*.yaml"), ROOT / "docs/gallery.yaml"):
+            grid = yaml.safe_load(path.read_text())
+            # The first pairwise row, else the first.
+            row = next((row for row in grid["rows"] if "pairwise" in row["id"]), grid["rows"][0])
+            target = folder / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(yaml.safe_dump(grid | {"rows": [row]}))
+
+    def follow(self, block: Block) -> None:
+        """Does what a block says."""
+        if block.language == "yaml":
+            self.read_yaml(block)
+        elif block.note is not None:
+            self.check(block)
+        elif block.language == "python":
+            exec(compile(self.with_key(block.text), "<guide>", "exec"), self.names)
+        else:
+            for command in block.commands:
+                assert command[0] == "san", f"mark the block with {command} as not run"
+                self.run(self.arguments(command))
+
+    def with_key(self, text: str) -> str:
+        """The text with the key of the cell that was trained last in place of the guide's."""
+        if not KEY.search(text):
+            return text
+        trained = (self.folder / "runs/checkpoints").glob("*/epoch-*.pt")
+        return KEY.sub(max(trained, key=lambda path: path.stat().st_mtime).parent.name, text)
+
+    def arguments(self, command: list[str]) -> list[str]:
+        """A `san` command's arguments, with the small settings where it takes a grid."""
+        _, name, *rest = shlex.split(self.with_key(shlex.join(os.path.expandvars(part) for part in command)))
+        if name in ("plan", "run", "report"):
+            rest = [part for part in rest if part.partition("=")[0] not in SMALL] + [f"{key}={SMALL[key]}" for key in SMALL]
+        for option in (part for before, part in pairwise(rest) if before == "--out"):
+            Path(option).parent.mkdir(parents=True, exist_ok=True)
+        return [name, *rest]
+
+    def run(self, arguments: list[str]) -> None:
+        """Runs `san`; an exit code other than 0 fails. In this process, except for `run`: Ray cannot send pytest's output."""
+        command = f"san {shlex.join(arguments)}"
+        if arguments[0] == "run":
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run(
+                [sys.executable, "-m", "experiments", *arguments], env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            return
+        self.monkeypatch.setattr(sys, "argv", ["san", *arguments])
+        try:
+            main()
+        except SystemExit as stop:
+            assert not stop.code, f"exit code {stop.code} of {command}"
+
+    def read_yaml(self, block: Block) -> None:
+        """Validates a grid, and saves it where the page says so."""
+        if block.note is not None:
+            yaml.safe_load(block.text)
+            return
+        named = re.findall(r"Save this as `([\w.-]+)`", block.before)
+        path = self.folder / (named[-1] if named else "grid.yaml")
+        path.write_text(block.text)
+        expand(path, "digits", ["data.root=images"], table_names())
+
+    def check(self, block: Block) -> None:
+        """Commands of ours, Ray's and MLflow's exist and take these arguments; Python compiles; overrides are valid."""
+        if block.language == "python":
+            compile(block.text, "<guide>", "exec")
+            return
+        for command in block.commands:
+            if "experiments" in command:
+                require_known(["san", *command[command.index("experiments") + 1 :]])
+            if "--" in command:
+                command = command[: command.index("--") + 2]
+            if command[0] in ("san", "ray") or command[:2] == ["mlflow", "server"]:
+                require_known(command)
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The blocks of a page in order."""
+    end = 0
+    for match in BLOCK.finditer(text):
+        yield Block(match[2], match[3], match[1], text[end : match.start()])
+        end = match.end()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of runs for all pages, with one cell of the footprint grid."""
+    with pytest.MonkeyPatch.context() as patch:
+        runs = tmp_path_factory.mktemp("runs")
+        patch.setenv("SAN_RUNS", str(runs))
+        for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+            patch.delenv(name, raising=False)
+        first = Reader(tmp_path_factory.mktemp("first"), runs, patch)
+        patch.chdir(first.folder)
+        first.run(first.arguments(["san", "run", "experiments/grids/footprint.yaml"]))
+        yield runs
+
+
+@pytest.fixture
+def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    return Reader(tmp_path, runs, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = list(blocks(text))
+    assert len(found) == len(re.findall(r"^```(?:sh|python|yaml)", text, re.MULTILINE))
+    assert text.count("<!--") == sum(block.note is not None for block in found)
+    for block in found:
+        reader.follow(block)
+
+
+@pytest.mark.parametrize(
+    "typo",
+    [
+        "```sh\nsan evaluat KEY\n```\n",
+        "```sh\nmake demo\n```\n",
+        "```sh\nsan plan experiments/grids/footprint.yaml recipe.epoch=3\n```\n",
+        "```python\nimport san\nsan.create_modell('san10_pairwise')\n```\n",
+        "```yaml\nquestion: A typo?\nbase: {model: {name: san10_pairwise, footprints: 3}}\nrows: [{id: a}]\n```\n",
+        "<!-- not run: needs a GPU -->\n```sh\nsan run experiments/grids/footprint.yaml --profil imagenet\n```\n",
+        "<!-- not run: needs a GPU -->\n```sh\nsan run experiments/grids/footprint.yaml engine.zero=1\n```\n",
+        "<!-- not run: needs a cluster -->\n```sh\nray start --heads\n```\n",
+    ],
+)
+def test_a_typo_in_a_guide_fails(typo: str, reader: Reader) -> None:
+    (block,) = blocks(typo)
+    with pytest.raises((Exception, SystemExit)):
+        reader.follow(block)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "guides/" in page])
+def test_a_guide_is_short_and_ends_with_troubleshooting(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if line.startswith("## ")][-1] == "## Troubleshooting"
