@@ -5,24 +5,32 @@ BIN := $(VENV)/bin
 DEMO := experiments/grids/footprint.yaml --profile digits
 # Runs a step and prints and records how long it took.
 STEP = ./.ci/step
+# -qq below: errors only. Without these two, pip advises on itself in every step.
+export PIP_ROOT_USER_ACTION := ignore
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study faults figures gallery test test-long test-torch lint audit format setup gpu-check clean
+.PHONY: demo study faults figures docs gallery test test-long test-torch lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
 	@$(STEP) "grid footprint" $(BIN)/san run $(DEMO)
 
-# The paper's ablation tables on small images, five seeds: trains what is missing and writes docs/digits-study.md.
+# Train the paper's ablation tables on small images over five seeds and write docs/results/digits-study.md.
 study: setup
 	@$(STEP) "study" $(BIN)/san study --profile study --seeds 5
 
-# Faults on real processes, a quarter of an hour: writes the table of docs/reliability.md.
+# Inject faults into real processes (a quarter of an hour) and write the table of docs/results/faults.md.
 faults: setup
 	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
 
-# The figures of docs/operators.md.
+# Draw the figures of docs/explanation/operators.md.
 figures: setup
 	@$(BIN)/python docs/figures/draw.py
+
+# Build the documentation into site/. Fails on broken links and on pages that are not in the navigation.
+docs: setup
+	@$(BIN)/python -m docs.generate
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Make the pictures in docs/images with the commands of docs/guides/attention.md and the two below (a quarter of an hour).
 gallery: setup
@@ -51,7 +59,7 @@ test-torch: $(TORCH_VENV)/.installed
 # numpy, setuptools and onnxscript as that torch wants them; the others as pinned.
 $(TORCH_VENV)/.installed: requirements.txt
 	@$(STEP) "environment $(TORCH_VENV)" $(PYTHON) -m venv $(TORCH_VENV)
-	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -q torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
+	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -qq torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
 	  $$(grep -E '^(click|hypothesis|pydantic|pytest|PyYAML)==' requirements.txt)
 	@touch $@
 
@@ -82,11 +90,11 @@ setup: $(VENV)/.installed
 # fail on a machine with a GPU but no CUDA toolkit: DS_IGNORE_CUDA_DETECTION.
 $(VENV)/.installed: requirements.txt setup.py
 	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
-	@$(STEP) "torch" $(BIN)/pip install -q $$(grep -E '^(torch|setuptools|wheel)==' requirements.txt)
-	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 $(BIN)/pip install -q --no-build-isolation -r requirements.txt
-	@$(STEP) "the project itself" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	@$(STEP) "torch" $(BIN)/pip install -qq $$(grep -E '^(torch|setuptools|wheel)==' requirements.txt)
+	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 $(BIN)/pip install -qq --no-build-isolation -r requirements.txt
+	@$(STEP) "the project itself" $(BIN)/pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) .venv-torch-* build *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info

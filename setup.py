@@ -1,6 +1,6 @@
-"""Packaging. `pip install .` gives the library `san`, which needs only torch; the extra `experiments` gives the system.
+"""Packaging. `pip install .` installs the library `san`, which needs only PyTorch; the extra `experiments` adds the system.
 
-The kernels are compiled once, at first use, for the torch that is installed then (see cuda_ext/build.py).
+The kernels are compiled once, at first use, for the installed PyTorch (see cuda_ext/build.py).
 """
 
 import re
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parent
 
 setup(
     name="san-attention",
-    # Read, not imported: torch may come later.
+    # Read from the file, because importing san needs torch.
     version=re.findall(r'^__version__ = "(.+)"', (ROOT / "san" / "__init__.py").read_text(), re.MULTILINE)[0],
-    description="Self-attention networks for image recognition: fast operators, models, and studies with them",
+    description="Vector self-attention networks for image recognition: operators, models and experiments",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     project_urls={"Paper": "https://arxiv.org/abs/2004.13621"},
@@ -24,6 +24,7 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: C++",
         "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: Scientific/Engineering :: Image Recognition",
         "Typing :: Typed",
     ],
@@ -52,16 +53,17 @@ setup(
             "scipy",
             "pillow",
             "psutil",
-            "nvidia-ml-py",  # MLflow reads the GPUs' load through it
+            "nvidia-ml-py",  # for MLflow's GPU metrics
         ],
         "onnx": ["onnxscript>=0.7"],
         "dev": [
             *("pytest", "pytest-xdist", "hypothesis", "jsonschema", "ruff", "mypy", "types-PyYAML", "clang-format"),
             *("onnxscript", "onnxruntime"),
-            "moto[s3,server]>=5",  # an S3 server, for runs in a bucket
-            "foolbox>=3.3.4",  # what the paper's authors attacked with: the other opinion on our attack
+            *("build", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"),
+            "moto[s3,server]>=5",  # an S3 server for tests with buckets
+            "foolbox>=3.3.4",  # to compare the attack with the library that the paper's authors used
         ],
-        "server": ["mlflow[auth]>=3.17", "psycopg[binary]>=3.2"],  # a tracking server with users, on PostgreSQL
+        "server": ["mlflow[auth]>=3.17", "psycopg[binary]>=3.2"],  # a tracking server with accounts on PostgreSQL
     },
     entry_points={"console_scripts": ["san=experiments.__main__:main"]},
 )

@@ -43,7 +43,7 @@ class Placement:
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
             if (asked := getattr(self, name)) < least:
-                raise ClusterError(f"placement.{name} is {asked}: it must be at least {least}")
+                raise ClusterError(f"placement.{name} must be at least {least}, not {asked}")
 
     def __str__(self) -> str:
         workers = _count(self.workers, "worker")
@@ -63,8 +63,8 @@ def concurrency(placement: Placement, resources: Resources) -> int:
         nodes = _count(len(resources.nodes), "node")
         has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
         raise ClusterError(
-            f"a cell needs {placement}, the cluster has {has}, room for {_count(workers, 'such worker')}: "
-            "lower placement.workers, placement.cpus or placement.gpus, or join a larger cluster"
+            f"a cell needs {placement}, but the cluster has {has}, enough for {_count(workers, 'such worker')}; "
+            "lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
         )
     return cells
 

@@ -104,7 +104,7 @@ def _connect(address: str | None) -> None:
         return
     if address.startswith(("http://", "https://")):
         raise ClusterError(
-            f"{address} is a job server: submit to it with `san submit`, or join the cluster at its head's host:6379"
+            f"{address} is the address of a job server; submit to it with `san submit`, or join the cluster at HEAD:6379"
         )
     try:
         try:
@@ -120,10 +120,10 @@ def _connect(address: str | None) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         if str(error).startswith("Version mismatch"):
             said = " ".join(str(error).split())
-            raise ClusterError(f"{address}: {said} Install the same releases on both sides.") from None
+            raise ClusterError(f"{address}: {said} Install the same versions of Ray and Python on both sides.") from None
         raise ClusterError(
-            f"no Ray cluster answers at {address!r}: check the address, or give none and unset RAY_ADDRESS "
-            "to run on this machine"
+            f"no Ray cluster answers at {address!r}; check the address. To run on this machine, leave --address out and "
+            "unset RAY_ADDRESS"
         ) from error
 
 

@@ -81,12 +81,14 @@ class JobServer:
         except ValueError:
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ClusterError(f"{self.address!r} is not the address of a job server, which is written http://head:8265")
+            raise ClusterError(
+                f"{self.address!r} is not the address of a job server; expected http://HOST:PORT, such as http://head:8265"
+            )
         try:
             reach(parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
         except (OSError, ValueError):  # the latter for a port that is no number
             raise ClusterError(
-                f"nothing answers at {self.address}: check the address, and that the head's dashboard listens there"
+                f"nothing answers at {self.address}; check the address and that the head's dashboard listens there"
             ) from None
         self._client = self._connect()
 
@@ -98,10 +100,14 @@ class JobServer:
         except AuthenticationError:
             raise refused(self.address) from None
         except (KeyError, OSError, RuntimeError, TypeError, ValueError):  # requests' own are OSError
-            raise ClusterError(f"{self.address} is not the job server of a Ray head: check host and port") from None
+            raise ClusterError(
+                f"{self.address} answers, but is not the job server of a Ray head; check host and port"
+            ) from None
         theirs, ours = str(client._server_ray_version), ray.__version__
         if theirs.split(".")[:2] != ours.split(".")[:2]:
-            raise ClusterError(f"{self.address} runs Ray {theirs}, here is Ray {ours}: install the same release on both sides")
+            raise ClusterError(
+                f"{self.address} runs Ray {theirs}, but this machine has Ray {ours}; install the same version on both"
+            )
         return client
 
     def submit(self, job: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -191,7 +197,9 @@ class JobServer:
         limit = time.monotonic() + STOP_SECONDS + 30
         while not (state := self.job(job)).over:
             if time.monotonic() > limit:
-                raise ClusterError(f"{job} was asked to stop {STOP_SECONDS + 30} s ago and is still {state.state}")
+                raise ClusterError(
+                    f"job {job} is still {state.state}, {STOP_SECONDS + 30} s after the request to stop it; see san logs"
+                )
             time.sleep(0.5)
         return state
 
@@ -203,14 +211,18 @@ class JobServer:
         except AuthenticationError:
             raise refused(self.address) from None
         except requests.RequestException as error:
-            raise UnreachableError(f"{self.address} does not answer: {type(error).__name__}") from None
+            raise UnreachableError(
+                f"{self.address} does not answer ({type(error).__name__}); check the network and the head"
+            ) from None
         except RuntimeError as error:  # any status but 200, with what the server said
             if "status code 404" in str(error):
                 raise self._unknown(job) from None
             raise UnreachableError(f"{self.address}: {_line(str(error).strip().rpartition(chr(10))[2])}") from None
 
     def _unknown(self, job: str) -> ClusterError:
-        return ClusterError(f"{self.address} knows no job {job!r}; `san status` lists them, and a restarted head forgets them")
+        return ClusterError(
+            f"{self.address} has no job {job!r}; list its jobs with `san status` (a restarted head has lost them)"
+        )
 
 
 def _address_of_environment() -> str:
@@ -218,7 +230,9 @@ def _address_of_environment() -> str:
     other = os.environ.get("RAY_ADDRESS", "")
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or (other if other.startswith("http") else "")
     if not address:
-        raise ClusterError("no job server is named: give --address http://head:8265, or set RAY_API_SERVER_ADDRESS")
+        raise ClusterError(
+            "the address of the job server is missing; give --address http://head:8265 or set RAY_API_SERVER_ADDRESS"
+        )
     return address
 
 
@@ -244,7 +258,7 @@ def _job(details: JobDetails) -> Job:
         started=(details.start_time or 0) / 1000,
         ended=details.end_time / 1000 if details.end_time else None,
         # Ray's message holds the end of the log, which `log` tells.
-        message=_line(details.message or "") if code in (None, 0) else f"its command ended with exit code {code}",
+        message=_line(details.message or "") if code in (None, 0) else f"the command exited with code {code}",
         exit_code=code,
     )
 

@@ -324,8 +324,8 @@ class _NodeWatch(ray.tune.Callback):
         self._looked_at = time.monotonic()
         if self._node not in alive():
             raise ClusterLostError(
-                "Ray on this machine has died (its raylet was killed, perhaps for lack of memory: see `dmesg`), so no cell can "
-                "run; finished epochs are kept, and the same command continues"
+                "Ray died on this machine: its raylet process was killed, perhaps because memory ran out (see `dmesg`). "
+                "Finished epochs are kept; rerun the same command to resume"
             )
 
 
@@ -393,9 +393,9 @@ def _is_lost(error: Exception | None) -> bool:
 def _reason(error: Exception | None, text: str) -> str:
     """One line that says why a cell failed, from what Ray wrapped around it and its text."""
     if _is_lost(error):
-        return f"more than {_LOSSES} nodes were lost under this cell: it may be what brings them down"
+        return f"this cell lost more than {_LOSSES} nodes and may be crashing them; check its memory use"
     if "Worker exit type" in text:
-        return "a worker process died without an exception: it ran out of memory, was killed or crashed"
+        return "a worker process died without an exception; it ran out of memory, was killed, or crashed"
     return _line("".join(traceback.format_exception_only(_cause(error))) if error else text.strip().splitlines()[-1])
 
 

@@ -23,20 +23,21 @@ def token() -> str | None:
         except OSError:
             return None
     if not re.fullmatch("[!-~]*", found):
-        raise ClusterError(f"{_place()} holds no token, which is one word of ASCII; `ray get-auth-token --generate` makes one")
+        raise ClusterError(
+            f"{_place()} does not hold a valid token (one word in ASCII); create one with `ray get-auth-token --generate`"
+        )
     return found or None
 
 
 def refused(address: str) -> ClusterError:
     """What to say when a cluster has refused what `token` has, or that it has nothing."""
     if token() is not None:
-        return ClusterError(f"{address} refuses the token in {_place()}: it is not the one that this cluster was started with")
+        return ClusterError(f"{address} rejected the token in {_place()}; use the token that the cluster was started with")
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
-        return ClusterError(f"{address} asks for a token, and RAY_AUTH_MODE={mode} sends none: set RAY_AUTH_MODE=token")
+        return ClusterError(f"{address} requires a token, but RAY_AUTH_MODE={mode} sends none; set RAY_AUTH_MODE=token")
     return ClusterError(
-        f"{address} asks for a token, and there is none: put the cluster's into {_file()}, or set RAY_AUTH_TOKEN or "
-        "RAY_AUTH_TOKEN_PATH"
+        f"{address} requires a token; save the cluster's token to {_file()}, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     )
 
 

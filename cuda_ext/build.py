@@ -86,11 +86,11 @@ def find_cxx() -> str:
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
-        raise BuildError(f"{name} was not found; install g++ {OLDEST_GCC} or newer or set CXX")
+        raise BuildError(f"{name} was not found; install g++ {OLDEST_GCC} or newer, or set CXX")
     first_line, _, others = version_text(path).partition("\n")
     version = re.search(r"\d+\.\d+", re.sub(r"\(.*?\)", "", first_line))
     if "Free Software Foundation" in others and version and int(version[0].split(".")[0]) < OLDEST_GCC:
-        raise BuildError(f"g++ {version[0]} at {path} is too old; {OLDEST_GCC} or newer is needed")
+        raise BuildError(f"g++ {version[0]} at {path} is too old; install g++ {OLDEST_GCC} or newer")
     return path
 
 
@@ -113,21 +113,21 @@ def find_nvcc() -> str:
         if version is None or OLDEST_NVCC <= int(version[1]) <= newest:
             return path
         if int(version[1]) < OLDEST_NVCC:
-            problem = f"is too old; {OLDEST_NVCC} or newer is needed"
+            problem = f"is too old; install the CUDA toolkit {OLDEST_NVCC} or newer"
         else:
             problem = f"is newer than torch's CUDA {torch.version.cuda}; install the CUDA toolkit {newest}"
         unfit = unfit or f"nvcc {version[0].split()[1]} at {path} {problem}"
-    raise BuildError(unfit or f"nvcc was not found; install the CUDA toolkit {OLDEST_NVCC} or newer or set CUDA_HOME")
+    raise BuildError(unfit or f"nvcc was not found; install the CUDA toolkit {OLDEST_NVCC} or newer, or set CUDA_HOME")
 
 
 def cuda_refusal() -> str | None:
     """Why the CUDA kernels are not wanted, whatever compilers there are: SAN_CUDA (`auto`, `0` or `1`) and torch decide."""
     choice = os.environ.get("SAN_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
-        return f"SAN_CUDA is {choice!r}; expected auto, 0 or 1"
+        return f"SAN_CUDA must be auto, 0 or 1, not {choice!r}"
     if choice == "0":
-        return "SAN_CUDA=0 turns them off; unset it"
-    return "this torch was built without CUDA; install one with CUDA" if torch.version.cuda is None else None
+        return "SAN_CUDA=0 disables them; unset it"
+    return "this torch was built without CUDA; install a CUDA build of torch" if torch.version.cuda is None else None
 
 
 def cuda_folders(nvcc: str, kind: str, file: str) -> list[Path]:
@@ -238,8 +238,10 @@ def build(part: str, output: Path, toolchain: Toolchain) -> None:
 def failure(log: Path) -> BuildError:
     """The error of a build that left this log: the first line that is one."""
     lines = log.read_text().splitlines()[1:]  # behind the command
-    first = next((line for line in lines if re.search(r"\b(error|fatal|cannot|undefined)\b", line)), "no error was printed")
-    return BuildError(f"compiling failed: {first.strip()}; see {log}")
+    first = next(
+        (line for line in lines if re.search(r"\b(error|fatal|cannot|undefined)\b", line)), "the compiler printed no error"
+    )
+    return BuildError(f"compilation failed: {first.strip()}; the full log is {log}")
 
 
 def digest() -> str:
@@ -294,7 +296,7 @@ def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]]) -> dict
                 else:
                     found[part] = _build_aloud(part, library, toolchain)
     except OSError as error:
-        reason = f"{folder} cannot be written ({error}); set SAN_CACHE to another folder"
+        reason = f"cannot write to {folder} ({error}); set SAN_CACHE to a writable folder"
         found |= {part: BuildError(reason) for part in wanted.keys() - found.keys()}
     return found
 
@@ -309,7 +311,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _build_aloud(part: str, library: Path, toolchain: Toolchain) -> Path | BuildError:
     kind = {"cpu": "CPU", "resample": "image", "cuda": "CUDA"}[part]
-    print(f"san: building the {kind} kernels, once, into {library.parent} ...", file=sys.stderr, flush=True)
+    print(f"san: building the {kind} kernels in {library.parent} (only once) ...", file=sys.stderr, flush=True)
     start = time.monotonic()
     try:
         build(part, library, toolchain)
@@ -334,7 +336,7 @@ def load() -> dict[str, str]:
         try:
             torch.ops.load_library(library)
         except OSError as error:
-            missing[part] = f"loading failed: {error}; delete {library}"
+            missing[part] = f"cannot load the kernels: {error}; delete {library} to rebuild them"
     return missing
 
 
@@ -346,7 +348,7 @@ def main() -> None:
         if isinstance(library, Path):
             print(library)
         elif part != "cuda" or insists_on_cuda or cuda_refusal() is None:  # silent where nobody expects CUDA
-            print(f"san: no {part} kernels: {library}", file=sys.stderr)
+            print(f"san: the {part} kernels are missing: {library}", file=sys.stderr)
             failed = failed or part != "cuda" or insists_on_cuda
     sys.exit(failed)
 

@@ -26,7 +26,7 @@ inline void check_map(const Tensor& x, const char* name) {
 }
 
 inline void check_same(const Tensor& a, const Tensor& b, const char* names) {
-  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), names, " must have one dtype");
+  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), names, " must have the same dtype");
   STD_TORCH_CHECK(a.device() == b.device(), names, " must be on one device");
 }
 
@@ -40,7 +40,7 @@ inline void check_unfolded(const Tensor& x, const Footprint& footprint, const ch
 inline void check_dot(const Tensor& phi, const Tensor& psi, int64_t groups) {
   check_map(phi, "phi");
   check_same(phi, psi, "phi and psi");
-  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have one shape");
+  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have the same shape");
   STD_TORCH_CHECK(groups > 0 && phi.size(1) > 0 && phi.size(1) % groups == 0, "phi's ", phi.size(1),
                   " channels must be a positive multiple of the ", groups, " groups");
 }
@@ -58,7 +58,7 @@ inline void check_pairwise(const Tensor& center, const Tensor& around, const Ten
                            std::initializer_list<const Tensor*> norm1, const Tensor& weight1,
                            std::initializer_list<const Tensor*> norm2, const Tensor& weight2) {
   check_map(center, "center"), check_map(around, "around"), check_map(beta, "beta");
-  STD_TORCH_CHECK(center.sizes().vec() == around.sizes().vec(), "center and around must have one shape");
+  STD_TORCH_CHECK(center.sizes().vec() == around.sizes().vec(), "center and around must have the same shape");
   for (int axis = 0; axis < 3; ++axis) {
     STD_TORCH_CHECK(beta.size(axis) == center.size(axis), "beta and center must be maps of one size");
   }

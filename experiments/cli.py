@@ -202,14 +202,17 @@ def report(
 @RUNS
 @ADDRESS
 @click.option(
-    "--page", type=click.Path(path_type=Path), help="the page to write, plots beside it  [default: docs/digits-study.md]"
+    "--page",
+    type=click.Path(path_type=Path),
+    help="the page to write, plots beside it  [default: docs/results/digits-study.md]",
 )
 def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
     """Train the paper's ablation tables over several seeds, and tell which of its orderings show; continues like `run`."""
     from experiments.config import base_folder
     from experiments.run import study as run_study
 
-    sys.exit(0 if run_study(profile, seeds, runs, address, page or base_folder() / "docs" / "digits-study.md") else 1)
+    page = page or base_folder() / "docs" / "results" / "digits-study.md"
+    sys.exit(0 if run_study(profile, seeds, runs, address, page) else 1)
 
 
 @cli.command("runs")

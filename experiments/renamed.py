@@ -36,10 +36,12 @@ def new_key(path: str) -> str | None:
 
 def with_new_keys(record: Mapping[str, Any]) -> dict[str, Any]:
     """A config as a checkpoint stored it, with every old key replaced."""
-    return {
-        section: {RENAMED.get(section, {}).get(key, key): value for key, value in values.items()}
-        for section, values in record.items()
+    new = {
+        section: {names.get(key, key): value for key, value in dict(record[section]).items()}
+        for section, names in RENAMED.items()
+        if section in record
     }
+    return {**record, **new}
 
 
 def with_old_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:

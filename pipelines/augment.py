@@ -65,8 +65,8 @@ class Transform:
         demands = (
             ("size", self.size >= 1, "at least 1 pixel"),
             ("resize", self.resize >= self.size, f"at least size ({self.size})"),
-            ("crop_area", 0 < area[0] <= area[1] <= 1, "two numbers that rise within 0..1"),
-            ("crop_ratio", 0 < ratio[0] <= ratio[1], "two numbers that rise from above 0"),
+            ("crop_area", 0 < area[0] <= area[1] <= 1, "two increasing numbers between 0 and 1"),
+            ("crop_ratio", 0 < ratio[0] <= ratio[1], "two increasing numbers above 0"),
             ("mean", len(self.mean) == 3, "three numbers (red, green, blue)"),
             ("std", len(self.std) == 3 and min(self.std) > 0, "three numbers above 0"),
             ("manipulation", self.manipulation in MANIPULATIONS, f"one of {', '.join(MANIPULATIONS)}"),

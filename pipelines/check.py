@@ -24,7 +24,7 @@ AT_ONCE = 64
 """Images that a process is given at a time."""
 FAILED_STARTS = 3
 """Processes in a row that may be lost before they begin; a system without memory may end one."""
-UNLISTABLE = "its name holds a line break, which a list cannot: rename it"
+UNLISTABLE = "its name contains a line break, which image lists cannot store; rename it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class _Pieces:
             self.failed_starts += 1
             if self.failed_starts > FAILED_STARTS:
                 raise DataError(
-                    f"The processes that decode images end before they begin (exit code {exit_code}): free some memory, "
-                    'or give fewer --workers; a script must call this below `if __name__ == "__main__":`.'
+                    f"decoding processes exit before they start (exit code {exit_code}); free some memory or lower --workers. "
+                    'In a script, call this below `if __name__ == "__main__":`'
                 )
             self.waiting.append(piece)
         elif len(piece) > 1:
@@ -110,7 +110,7 @@ class _Pieces:
             self._suspect.add(piece[0])
             self.waiting.append(piece)
         else:
-            yield 1, [Broken(piece[0], f"it ends the process that decodes it (exit code {exit_code})")]
+            yield 1, [Broken(piece[0], f"decoding it crashes the process (exit code {exit_code})")]
 
 
 class _Worker:
@@ -136,9 +136,7 @@ class _Worker:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except OSError as error:
-            raise DataError(
-                f"A process that decodes images cannot be started ({error.strerror}): give fewer --workers."
-            ) from None
+            raise DataError(f"cannot start a decoding process ({error.strerror}); lower --workers") from None
         theirs.close()
 
     def give(self, piece: list[tuple[int, Source]]) -> None:
@@ -198,10 +196,10 @@ class _Decoder:
             encoded = source.read()
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                return f"it cannot be read ({error.strerror})"
-            return "it is a symbolic link to nothing" if os.path.islink(source.file) else "it is missing"
+                return f"cannot read it ({error.strerror})"
+            return "broken symbolic link" if os.path.islink(source.file) else "missing file"
         if not encoded:
-            return "it is empty"
+            return "empty file"
         with _stderr_held_back() as drop:
             try:
                 self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
@@ -211,7 +209,7 @@ class _Decoder:
                 self._pipeline = _decoding_pipeline()  # The old one does not work any more.
             fault = _fault(encoded)
             if fault is None:  # What the decoder has said is all that anybody knows.
-                return "DALI cannot decode it, though Pillow can"
+                return "DALI cannot decode it, but Pillow can"
             drop()
             return fault
 
@@ -250,7 +248,7 @@ def _fault(encoded: bytes) -> str | None:
         with Image.open(BytesIO(encoded)) as image:
             image.load()
     except UnidentifiedImageError:
-        return "it is no JPEG or PNG image"
+        return "not a JPEG or PNG image"
     except Exception as error:
-        return f"it is damaged: {error}"
-    return None if image.format in ("JPEG", "PNG") else f"it is a {image.format} image, which DALI cannot decode"
+        return f"damaged: {error}"
+    return None if image.format in ("JPEG", "PNG") else f"a {image.format} image, which DALI cannot decode"

@@ -84,7 +84,7 @@ class Dataset:
         """
         _require_name(split)
         if lists is not None and not Path(lists).is_dir():
-            raise DataError(f"There is no folder of lists {lists}: make one with `san data check {root} --lists {lists}`.")
+            raise DataError(f"{lists}: no such folder of image lists; create it with `san data check {root} --lists {lists}`")
         for folder in (root if lists is None else lists, root):
             path = list_path(Path(folder), split)
             if os.path.lexists(path):  # A link to nothing is a list that cannot be read.
@@ -149,9 +149,7 @@ class Dataset:
         root = Path(root)
         path = index_path(root, split)
         if not os.path.lexists(path):
-            raise DataError(
-                f"There are no shards of {split} in {root}: expected {path}, so give the folder that `san data pack` wrote."
-            )
+            raise DataError(f"{root}: no shards of {split!r}; expected {path}, in a folder that `san data pack` wrote")
         index = read_index(path)
         classes, labels = _classes_of(path, split, index.paths)
         shards = Shards(root, index.shards)
@@ -166,8 +164,8 @@ class Dataset:
         """
         path = Path(path)
         if not os.path.isfile(path):
-            what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "there is no such file"
-            raise DataError(f"{path}: {what}; give the file of one picture, JPEG or PNG")
+            what = "a folder" if os.path.isdir(path) else "not a regular file" if os.path.exists(path) else "no such file"
+            raise DataError(f"{path}: {what}; expected one JPEG or PNG image")
         return cls(path.parent, "", ("",), Paths.of([path.name]), (0,), (path.stat().st_size,))
 
     @classmethod
@@ -179,8 +177,8 @@ class Dataset:
         """
         if classes * per_class > SYNTHETIC_AT_MOST:
             raise DataError(
-                f"{classes} classes of {per_class} synthetic images are {classes * per_class} images: "
-                f"ask for {SYNTHETIC_AT_MOST} at most."
+                f"{classes} classes with {per_class} synthetic images each make {classes * per_class} images; "
+                f"the maximum is {SYNTHETIC_AT_MOST}; lower data.synthetic_classes or data.synthetic_per_class"
             )
         names = tuple(f"{label:04d}" for label in range(classes))
         paths = Paths.of(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
@@ -195,11 +193,11 @@ class Dataset:
             folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
             found = _class_names(folder)
         gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
-        lacks = [f"{where} lacks {spelled(lost)}" for where, lost in gaps if lost]
+        lacks = [f"{where} has no {spelled(lost)}" for where, lost in gaps if lost]
         if lacks:
             raise DataError(
-                f"The list {path} does not fit its folder: {' and '.join(lacks)}; "
-                "give the folder that it was made for, or write it again with `san data check`."
+                f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder it was made for, "
+                "or write the list again with `san data check`"
             )
         return cls(root, split, classes, rows.paths, labels, rows.sizes)
 
@@ -239,17 +237,18 @@ class Dataset:
         for index, size in zip(indices, sizes, strict=True):
             if size != self.sizes[index]:
                 raise DataError(
-                    f"The image {self.name_of(index)} has {size} bytes, but {self.sizes[index]} when it was listed: "
-                    f"put the old one back, or run `san data check {self.root}` and {self.renewal}."
+                    f"{self.name_of(index)}: {size} bytes, but {self.sizes[index]} when it was listed; "
+                    f"restore the old file, or {self.renewal}"
                 )
 
     @property
     def renewal(self) -> str:
-        """What is to be done after `san data check`."""
+        """How to leave an image out of this data set."""
         if self.packed:
-            return "pack its folder again without it"
-        where = "(--lists, where data.lists is given)"
-        return f"`san data split {self.root}` again {where}" if self.split in PARTS_OF else f"train on its list {where}"
+            return "run `san data check` on the source folder and pack it again"
+        check = f"run `san data check {self.root}`"
+        again = f" and `san data split {self.root}` again" if self.split in PARTS_OF else ", which lists the other images"
+        return f"{check}{again} (if you set data.lists, add --lists)"
 
     def name_of(self, index: int) -> str:
         """How an error names an image: its path, or its shard and its names in there and before."""
@@ -297,8 +296,8 @@ class Dataset:
         empty = {name for label, name in enumerate(self.classes) if label not in kept}
         if empty:
             raise DataError(
-                f"{self.root / self.split} would have no image left of {spelled(empty)}: add images that can be decoded, "
-                "or remove the class from all splits."
+                f"{self.root / self.split}: no readable image left in {spelled(empty)}; add images that can be decoded, "
+                "or remove the class from all splits"
             )
         return left
 
@@ -308,12 +307,10 @@ class Dataset:
         small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
         if small:
             listed = spelled({f"{name} has {count}" for name, count in small.items()})
-            left = f" and {kept} to be left" if kept else ""
+            left = f" plus {kept} to keep" if kept else ""
             most = min(small.values()) - kept
-            remedy = f"ask for at most {most} or add images" if most > 0 else "add images, or remove the class from all splits"
-            raise DataError(
-                f"{self.root / self.split} has too few images for {per_class} of each class{left}: {listed}; {remedy}."
-            )
+            remedy = f"use at most {most}, or add images" if most > 0 else "add images, or remove the class from all splits"
+            raise DataError(f"{self.root / self.split}: too few images for {per_class} per class{left}: {listed}; {remedy}")
 
     def only(self, indices: Iterable[int]) -> "Dataset":
         """The same data with these images alone, in their order here."""
@@ -336,8 +333,8 @@ class Dataset:
         """Raises `DataError` where `other` has an image of this one."""
         if shared := set(self.paths) & set(other.paths):
             raise DataError(
-                f"The splits {self.split} and {other.split} share {len(shared)} image(s), such as {min(shared)}: "
-                "make both anew, with one call of `san data split`."
+                f"splits {self.split} and {other.split} share {len(shared)} image(s), such as {min(shared)}; "
+                "write both again with one `san data split` command"
             )
 
     def require_same_classes(self, other: "Dataset") -> None:
@@ -346,10 +343,10 @@ class Dataset:
             return
         mine, theirs = set(self.classes), set(other.classes)
         gaps = ((other, mine - theirs), (self, theirs - mine))
-        lacks = [f"{data.root / data.split} lacks {spelled(lost)}" for data, lost in gaps if lost]
+        lacks = [f"{data.root / data.split} has no {spelled(lost)}" for data, lost in gaps if lost]
         raise DataError(
-            f"The splits must have the same class folders, but {' and '.join(lacks)}: "
-            "add the missing folders or remove their counterparts."
+            f"both splits must have the same class folders, but {' and '.join(lacks)}; "
+            "add the missing folders or remove the others"
         )
 
 
@@ -382,12 +379,14 @@ def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[
     first_seen = np.array([numbers.setdefault(path.rpartition("/")[0], len(numbers)) for path in paths])
     folders = sorted(numbers)
     if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
-        raise DataError(f"{listing} names no images of one folder: expected rows <folder>/<class>/<image>; write it again.")
+        raise DataError(
+            f"{listing}: expected rows of the form <folder>/<class>/<image>, all with one folder; write the list again"
+        )
     of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
     if of not in (split, expected):
         raise DataError(
-            f"{listing} names images of {of}/, but for {split} those of {expected}/ were expected: "
-            "it is of another split, so write it again."
+            f"{listing}: lists images of {of}/, but {split} needs images of {expected}/; "
+            "it belongs to another split, so write it again"
         )
     labels = np.argsort([numbers[folder] for folder in folders])[first_seen]
     return tuple(folder.split("/")[1] for folder in folders), array("q", labels.tobytes())
@@ -400,7 +399,7 @@ def _short_hash(names: Iterable[str]) -> str:
 
 def _require_name(split: str) -> None:
     if split in ("", ".", "..") or set(split) & set("/\n"):
-        raise DataError(f"{split!r} is no name of a split: expected that of a folder of classes, such as train or val.")
+        raise DataError(f"{split!r} is not a valid split; expected the name of a folder of classes, such as train or val")
 
 
 @contextmanager
@@ -410,22 +409,22 @@ def _readable(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"The data folder {root} cannot be read ({error.strerror}: {error.filename}): "
-            "give yourself the right to read it, or give another data folder."
+            f"{root}: cannot read this data folder ({error.strerror}: {error.filename}); "
+            "change its permissions or use another data folder"
         ) from None
 
 
 def _split_folder(root: Path, split: str) -> Path:
     if not root.is_dir():
         raise DataError(
-            f"There is no data folder {root}: expected {root}/{split}/<class>/<image>, "
-            f"so give the folder that contains {split}/."
+            f"{root}: no such data folder; expected {root}/{split}/<class>/<image>; set data.root to the folder that "
+            f"contains {split}/"
         )
     folder = root / split
     if not folder.is_dir():
         raise DataError(
-            f"The data folder {root} has no folder {split}/: expected {folder}/<class>/<image>, "
-            f"so create it, give a folder with a list {split}.txt, or give another data folder."
+            f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create it, "
+            f"provide a list {split}.txt, or use another data folder"
         )
     return folder
 
@@ -435,8 +434,8 @@ def _class_names(folder: Path) -> list[str]:
         names = sorted(entry.name for entry in entries if os.path.isdir(entry.path) and not entry.name.startswith("."))
     if not names:
         raise DataError(
-            f"{folder} has no class folders: expected {folder}/<class>/<image>, "
-            "so put the images of each class into a folder of its own."
+            f"{folder}: no class folders; expected {folder}/<class>/<image>; "
+            "put the images of each class into a separate folder"
         )
     return names
 
@@ -465,6 +464,6 @@ def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> No
     empty = [name for name, listed in files.items() if not listed]
     if empty:
         raise DataError(
-            f"{folder} has {len(empty)} class folder(s) without an image ({', '.join(SUFFIXES)}), "
-            f"so add their images or remove the folders: {spelled(empty)}."
+            f"{folder}: {len(empty)} class folder(s) without an image ({', '.join(SUFFIXES)}): {spelled(empty)}; "
+            "add images or remove the folders"
         )

@@ -83,8 +83,8 @@ def _require_complete(root: Path, name: str) -> None:
         complete = False
     if not complete:
         raise DataError(
-            f"{root} exists but is not a complete {name} data set as described by {manifest.name} in it: "
-            "remove it or choose another folder."
+            f"{root}: exists, but does not hold the complete {name} data set that {manifest.name} describes; "
+            "remove it or choose another folder"
         )
 
 

@@ -18,7 +18,7 @@ class TransformError(DataError):
         self.fields = fields
 
     def __str__(self) -> str:
-        return f"The image transform cannot be used: {'; '.join(f'{name} {what}' for name, what in self.fields.items())}."
+        return f"invalid image transform: {'; '.join(f'{name} {what}' for name, what in self.fields.items())}"
 
 
 def spelled(names: Iterable[str]) -> str:

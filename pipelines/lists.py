@@ -92,8 +92,8 @@ def require_listable(paths: Iterable[str]) -> None:
     for path in paths:
         if "\n" in path:
             raise DataError(
-                f"The image {path!r} has a line break in its name, which a list cannot hold: "
-                "rename it, or leave it out with `san data check`."
+                f"{path!r}: this file name contains a line break, which image lists cannot store; "
+                "rename it, or leave it out with `san data check`"
             )
 
 
@@ -102,11 +102,11 @@ def require_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{path.parent} cannot be made ({error.strerror}): give another folder of lists.") from None
+        raise DataError(f"{path.parent}: cannot create this folder ({error.strerror}); use another folder for lists") from None
     if not os.access(path.parent, os.W_OK):
-        raise DataError(f"{path.parent} cannot be written: give another folder of lists.")
+        raise DataError(f"{path.parent}: cannot write to this folder; use another folder for lists")
     if path.exists() and not read_lines(path)[0].startswith(HEADER):
-        raise DataError(f"{path} is there already and no list of images: keep lists in another folder (--lists, data.lists).")
+        raise DataError(f"{path}: already exists and is not an image list; keep lists in another folder (--lists, data.lists)")
 
 
 def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
@@ -129,8 +129,8 @@ def read_list(path: Path) -> Rows:
     header, _, rows = read_bytes(path).partition(b"\n")
     if not header.startswith(encode(HEADER)):
         raise DataError(
-            f"{path} is no list of images: expected a digest of the rows in its first line, as `san data check` and "
-            "`san data split` write it; move it away, or keep lists in another folder (--lists, data.lists)."
+            f"{path}: not an image list; expected a digest in its first line, as `san data check` and `san data split` "
+            "write it; move the file away, or keep lists in another folder (--lists, data.lists)"
         )
     text = np.frombuffer(rows, np.uint8)
     tabs, ends = np.flatnonzero(text == ord("\t")), np.flatnonzero(text == ord("\n"))
@@ -142,16 +142,16 @@ def read_list(path: Path) -> Rows:
         hashed[middles] = 0
     if not whole or (middles < begins).any() or header != encode(HEADER + hashlib.sha256(hashed.data).hexdigest()[:16]):
         raise DataError(
-            f"{path} is damaged, or was changed by hand: its digest is not that of its rows; "
-            "write it again with `san data check` or `san data split`."
+            f"{path}: damaged or edited by hand, since its digest does not match its rows; "
+            "write it again with `san data check` or `san data split`"
         )
     places = zip(middles.tolist(), ends.tolist(), strict=True)
     sizes = [rows[middle + 1 : end] for middle, end in places]
     if not all(map(bytes.isdigit, sizes)):
         wrong = next(row for row, size in enumerate(sizes) if not size.isdigit())
         raise DataError(
-            f"{path} has the row {decode(rows[begins[wrong] : ends[wrong]])!r}, but its last part must be a size in bytes: "
-            "write it again with `san data check` or `san data split`."
+            f"{path}: row {decode(rows[begins[wrong] : ends[wrong]])!r} must end with a size in bytes; "
+            "write the list again with `san data check` or `san data split`"
         )
     return Rows(Paths(rows, begins, middles), array("q", map(int, sizes)))
 
@@ -178,7 +178,7 @@ def write_whole(path: Path, lines: Sequence[str]) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}): give another folder, or make room there.") from None
+        raise DataError(f"{path}: cannot write this file ({error.strerror}); free some space or use another folder") from None
     finally:
         with suppress(OSError):
             unfinished.unlink()
@@ -198,7 +198,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): give a file that can, or remove it.") from None
+        raise DataError(f"{path}: cannot read this file ({error.strerror}); make it readable or remove it") from None
 
 
 def encode(text: str) -> bytes:

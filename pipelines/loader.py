@@ -73,8 +73,8 @@ class Loader:
         whole = all(map(_is_whole, (self.batch, self.threads, self.seed, self.rank, self.world)))
         if not whole or self.batch < 1 or self.threads < 1 or not 0 <= self.seed < 2**63 or not 0 <= self.rank < self.world:
             raise DataError(
-                "A loader needs whole numbers, batch >= 1, threads >= 1, 0 <= seed < 2**63 and 0 <= rank < world, not "
-                f"batch={self.batch}, threads={self.threads}, seed={self.seed}, rank={self.rank}, world={self.world}."
+                "a loader needs integers with batch >= 1, threads >= 1, 0 <= seed < 2**63 and 0 <= rank < world, not "
+                f"batch={self.batch}, threads={self.threads}, seed={self.seed}, rank={self.rank}, world={self.world}"
             )
         if self.train:
             order.require_full_ranks(len(self.dataset), self.batch, self.world)
@@ -114,9 +114,9 @@ class Loader:
     def _shares(self, number: int, seen: int) -> list[order.Indices]:
         count = len(self.dataset)
         if not _is_whole(number) or number < 0:
-            raise DataError(f"Epochs have whole numbers from 0 on, not {number}.")
+            raise DataError(f"the epoch must be an integer of at least 0, not {number}")
         if not _is_whole(seen) or not 0 <= seen <= count:
-            raise DataError(f"An epoch of {count} images can go on after 0 to {count} of them, not after {seen}.")
+            raise DataError(f"an epoch of {count} images can resume after 0 to {count} images, not after {seen}")
         if self.train:
             order.require_full_ranks(count - seen, self.batch, self.world)
             sequence = order.epoch_order(count, self.seed, number)
@@ -239,8 +239,8 @@ class Loader:
 
     def _named(self, broken: Broken) -> DataError:
         return DataError(
-            f"The image {self.dataset.name_of(broken.index)} cannot be used: {broken.reason}; replace it with a JPEG or PNG "
-            f"image or remove it, or run `san data check {self.dataset.root}` and {self.dataset.renewal}."
+            f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove it, "
+            f"or {self.dataset.renewal}"
         )
 
 

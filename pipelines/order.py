@@ -47,6 +47,6 @@ def require_full_ranks(count: int, batch: int, world: int) -> None:
     smallest = count // max(steps(count, batch), 1)
     if 0 < smallest < world:
         raise DataError(
-            f"Training on {count} images with a global batch of {batch} has steps of only {smallest} "
-            f"image(s), too few for {world} ranks: use a larger global batch, more images, or fewer ranks."
+            f"{count} images with batch size {batch} give steps of only {smallest} image(s), too few for {world} workers; "
+            "increase recipe.batch_size, add images, or lower placement.workers"
         )

@@ -59,7 +59,9 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
             job.write_index()
             journal.truncate(0)
     except OSError as error:
-        raise DataError(f"{out} cannot be written ({error.strerror}): give another folder, or make room there.") from None
+        raise DataError(
+            f"{out}: cannot write to this folder ({error.strerror}); free some space or use another folder"
+        ) from None
 
 
 def _plan(dataset: Dataset, shard_bytes: int) -> list[range]:
@@ -84,7 +86,7 @@ def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
             if os.fstat(journal.fileno()).st_nlink == 0:  # Another process has just removed it.
                 raise BlockingIOError
         except BlockingIOError:
-            raise DataError(f"Another process is packing {split} into {out}: wait for it or stop it.") from None
+            raise DataError(f"{out}: another process is already packing {split} here; wait for it or stop it") from None
         try:
             yield journal
         finally:
@@ -167,8 +169,8 @@ class _Job:
         others = sorted(name for name in os.listdir(self.out) if shard_name.fullmatch(name) and name not in self._known)
         if others:
             raise DataError(
-                f"{self.out} holds {len(others)} shard(s) of {self.dataset.split} made from other images or with another "
-                f"--shard-size, such as {others[0]}: remove them, or give another folder."
+                f"{self.out}: already holds {len(others)} shard(s) of {self.dataset.split} made from other images or with "
+                f"another --shard-size, such as {others[0]}; remove them or use another folder"
             )
 
     def _require_room(self) -> None:
@@ -177,7 +179,7 @@ class _Job:
         free = shutil.disk_usage(self.out).free
         if needed > free:
             raise DataError(
-                f"{self.out} has room for {free} bytes, but the shards need {needed}: make room there or give another folder."
+                f"{self.out}: {free} bytes are free, but the shards need {needed}; free some space or use another folder"
             )
 
     def _write(self, piece: range, path: Path) -> str:
@@ -206,12 +208,12 @@ class _Job:
             content = self.dataset.source(index).read()
         except OSError as error:
             raise DataError(
-                f"The image {name} cannot be read ({error.strerror}): leave out what is broken with `san data check`."
+                f"{name}: cannot read this image ({error.strerror}); exclude broken images with `san data check`"
             ) from None
         if not content or len(content) != size:
             raise DataError(
-                f"The image {name} has {len(content)} bytes, but {size} when it was listed: leave out what is broken with "
-                "`san data check`, or wait until nobody writes there."
+                f"{name}: {len(content)} bytes, but {size} when it was listed; exclude broken images with `san data check`, "
+                "or wait until no other program writes there"
             )
         return content
 

@@ -39,7 +39,7 @@ def _has_operator() -> bool:
     """Whether the operator runs; warns once if it does not."""
     reason = load_kernels().get("resample")
     if reason is not None:
-        warnings.warn(f"images are resized by slower torch operators: {reason}", stacklevel=2)
+        warnings.warn(f"images are resized with slower torch operators: {reason}", stacklevel=2)
     return reason is None
 
 

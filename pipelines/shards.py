@@ -119,8 +119,8 @@ class Shards:
             try:
                 found = sha256_of(self._folder / shard.name)
             except OSError as error:
-                return f"cannot be read ({error.strerror})"
-            return None if found == shard.sha256 else f"has the checksum {found}, not {shard.sha256}: copy or pack it again"
+                return f"cannot read it ({error.strerror})"
+            return None if found == shard.sha256 else f"checksum {found} instead of {shard.sha256}; copy or pack it again"
 
         pool = ThreadPoolExecutor(workers)
         try:
@@ -148,8 +148,8 @@ class Shards:
         path = self._folder / self._shards[number].name
         if error.errno == errno.EMFILE:
             return DataError(
-                f"The shard {path} cannot be read ({error.strerror}): "
-                "raise the number of open files (ulimit -n), or pack with a larger --shard-size."
+                f"{path}: cannot open this shard ({error.strerror}); "
+                "raise the limit on open files (ulimit -n), or pack with a larger --shard-size"
             )
         return self._wrong([f"{path.name} ({error.strerror})"])
 
@@ -166,11 +166,11 @@ class Shards:
             raise self._wrong(wrong)
 
     def _wrong(self, shards: list[str]) -> DataError:
-        return DataError(f"Shards in {self._folder} are not as they were packed: {spelled(shards)}; copy or pack them again.")
+        return DataError(f"{self._folder}: shards changed since they were packed: {spelled(shards)}; copy or pack them again")
 
 
 def _lengths(found: os.stat_result, shard: Shard) -> str:
-    return f"{found.st_size} bytes, not {shard.bytes}"
+    return f"{found.st_size} bytes instead of {shard.bytes}"
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -188,16 +188,14 @@ def read_index(path: Path) -> Index:
     """Raises `DataError` where the file cannot be read or is no index that `write_index` wrote."""
     header, *lines = read_lines(path)
     if header != f"{HEADER}{_checksum(lines)}":
-        raise DataError(f"The index {path} is damaged, or was changed by hand: copy it again, or pack again.")
+        raise DataError(f"{path}: this index is damaged or was edited by hand; copy it or pack again")
     shards = tuple(shards_in(lines))
     starts = [0, *accumulate(shard.bytes for shard in shards)]
     paths, sizes, offsets = [], array("q"), array("q")
     for line in lines[len(shards) :]:
         image, *place = line.rsplit("\t", 3)
         if len(place) < 3 or not all(map(is_number, place)) or not _is_in(shards, *map(int, place)):
-            raise DataError(
-                f"The index {path} has the row {line!r}, which is no place in its shards: copy it again, or pack again."
-            )
+            raise DataError(f"{path}: row {line!r} of this index does not point into its shards; copy it or pack again")
         size, number, offset = map(int, place)
         paths.append(image)
         sizes.append(size)

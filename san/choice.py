@@ -29,5 +29,5 @@ def choose(field: str, name: str, registry: Mapping[str, Row]) -> Row:
     if not isinstance(name, str) or name not in registry:
         near = difflib.get_close_matches(str(name), registry, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ChoiceError(field, f"unknown {field} {name!r}{hint} Known: {', '.join(registry)}")
+        raise ChoiceError(field, f"unknown {field} {name!r}{hint} Choose from: {', '.join(registry)}")
     return registry[name]

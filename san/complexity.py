@@ -88,7 +88,7 @@ def _height_and_width(input_size: object) -> tuple[int, int]:
     sides = (input_size, input_size) if isinstance(input_size, int) else input_size
     if isinstance(sides, tuple | list) and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides):
         return sides[0], sides[1]
-    raise ValueError(f"input_size must be a side or (height, width) in whole pixels, not {input_size!r}")
+    raise ValueError(f"input_size must be an integer or (height, width) in pixels, not {input_size!r}")
 
 
 def _softmax_flops(shape: Any, *args: Any, **options: Any) -> int:

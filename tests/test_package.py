@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,20 +18,28 @@ import torch
 from cuda_ext import build
 
 ROOT = Path(__file__).parent.parent
+TOP_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "requirements.txt")
 PACKAGES = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
 TINY = "san.create_model('san10_pairwise', 10, num_stages=1, width_mult=0.5).eval()(torch.ones(1, 3, 8, 8)).shape"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built in a copy: setuptools leaves folders behind, and takes files from those that it finds."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with wheel and source distribution, built in a copy, because setuptools leaves folders behind."""
     copy = tmp_path_factory.mktemp("project")
-    for name in PACKAGES:
+    for name in (*PACKAGES, "tests/golden"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in TOP_FILES:
         shutil.copy(ROOT / name, copy)
-    _pip("wheel", "--no-build-isolation", "--wheel-dir", str(copy / "dist"), str(copy))
-    return next((copy / "dist").iterdir())
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return next(dist.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +62,29 @@ def _python(code: str, installed: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+def package_files() -> set[str]:
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()]
-    wanted = {path.relative_to(ROOT).as_posix() for path in files if path.parent.name != "__pycache__"}
+    return {path.relative_to(ROOT).as_posix() for path in files if path.parent.name != "__pycache__"}
+
+
+def test_a_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+    wanted = package_files()
     assert {"cuda_ext/cpu/simd/vector.h", "cuda_ext/cuda/sums.cuh", "experiments/report/page/page.html"} < wanted
     with zipfile.ZipFile(wheel) as archive:
         assert wanted <= set(archive.namelist()), wanted - set(archive.namelist())
+
+
+def test_a_source_distribution_holds_the_packages_and_no_tests(dist: Path) -> None:
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()} - {""}
+    assert package_files() | set(TOP_FILES) <= names
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {*PACKAGES, *TOP_FILES, "PKG-INFO", "setup.cfg", "san_attention.egg-info"}
+
+
+def test_an_installed_command_prints_its_help(installed: Path) -> None:
+    code = "import sys; from experiments.__main__ import main; sys.argv = ['san', '--help']; main()"
+    assert _python(code, installed).startswith("Usage: san ")
 
 
 def test_an_installed_library_runs_and_finds_the_sources_of_its_kernels(installed: Path) -> None:

@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
   const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
   check_aggregation(beta, weight, f);
   check_same(grad, beta, "grad and beta");
-  STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have one shape");
+  STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have the same shape");
   const Tensor grads = torch::stable::contiguous(grad), values = torch::stable::contiguous(beta);
   const Tensor weights = torch::stable::contiguous(weight);
   Tensor grad_beta = torch::stable::empty_like(values), grad_weight = torch::stable::empty_like(weights);

@@ -172,7 +172,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
   const Contiguous p({&gain, &bias, &mean, &var}, x.scalar_type() == ScalarType::Double);
   check_norm(x, p);
   check_same(grad, x, "grad and x");
-  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have one shape");
+  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have the same shape");
   const Tensor map = torch::stable::contiguous(x), grads = torch::stable::contiguous(grad);
   const int64_t C = x.size(3), pixels = x.numel() / C;
   Tensor grad_x = torch::stable::empty_like(map);

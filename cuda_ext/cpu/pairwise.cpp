@@ -464,7 +464,7 @@ Backward pairwise_backward(const Tensor& grad_y, const Tensor& center, const Ten
                      is_double);
   const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5]};
   check_inputs(in, x[6], x[7], x[8], x[9]);
-  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
+  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have the same shape");
   STD_TORCH_CHECK(logsumexp.numel() == beta.numel() / beta.size(3) * weight2.size(0), "logsumexp must be [N, H, W, G]");
   if (is_double) return backward<double>(grad_y, in, x[6], x[7], x[8], x[9], x[10], kernel_size, training, eps);
   return backward<float>(grad_y, in, x[6], x[7], x[8], x[9], x[10], kernel_size, training, eps);

@@ -571,7 +571,7 @@ Backward patchwise_backward(const Tensor& grad_y, const Tensor& center, const Te
       {&gain1, &bias1, &weight1, &gain2, &bias2, &weight2, &bias3, &mean1, &var1, &mean2, &var2, &hidden}, is_double);
   const Inputs in{center, around, beta, x[0], x[1], x[2], x[3], x[4], x[5], x[6]};
   check_inputs(in, x, kernel_size);
-  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
+  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have the same shape");
   STD_TORCH_CHECK(hidden.numel() == beta.numel() / beta.size(3) * weight1.size(0), "hidden must be [N, H, W, E]");
   if (is_double) return backward<double>(grad_y, in, x, x[11], kernel_size, training, eps);
   return backward<float>(grad_y, in, x, x[11], kernel_size, training, eps);

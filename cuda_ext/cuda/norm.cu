@@ -355,7 +355,7 @@ Three norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& gain
                          const Tensor& mean, const Tensor& var, bool training, double eps) {
   const Norm norm(x, gain, bias, mean, var, eps);
   check_same(grad, x, "grad and x");
-  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have one shape");
+  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have the same shape");
   const OperatorGuard guard("norm_relu_backward", x);
   const Tensor map = torch::stable::contiguous(x), grads = torch::stable::contiguous(grad);
   Tensor grad_x = torch::stable::empty_like(map);

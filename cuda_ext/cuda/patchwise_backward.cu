@@ -495,7 +495,7 @@ Backward patchwise_backward(const Tensor& grad_y, const Tensor& center, const Te
                            bias2,  weight2, bias3, mean1, var1,  mean2,   var2};
   check_patchwise(in, kernel_size);
   check_devices(beta, {&grad_y, &hidden});
-  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have one shape");
+  STD_TORCH_CHECK(grad_y.sizes().vec() == beta.sizes().vec(), "grad_y and beta must have the same shape");
   STD_TORCH_CHECK(hidden.numel() == beta.numel() / beta.size(3) * weight1.size(0), "hidden must be [N, H, W, E]");
   const OperatorGuard guard("patchwise_backward", beta);
   std::optional<Backward> result;

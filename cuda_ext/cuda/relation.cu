@@ -105,7 +105,7 @@ Tensor unfold_backward(const Tensor& grad, int64_t height, int64_t width, int64_
 Tensor subtraction(const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
   check_map(phi, "phi");
   check_same(phi, psi, "phi and psi");
-  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have one shape");
+  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have the same shape");
   const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
   const OperatorGuard guard("subtraction", phi);
   Tensor out = torch::stable::new_empty(phi, {phi.size(0), phi.size(1), f.positions(), f.pixels()});

@@ -1,7 +1,7 @@
-"""Draws the figures of docs/operators.md: `python docs/figures/draw.py [NAME ...]` writes one SVG per row of FIGURES.
+"""Draws the figures of docs/explanation/operators.md: `python docs/figures/draw.py [NAME ...]` writes an SVG per figure.
 
-Every bar and every printed number is computed from one small example, so a figure cannot say what its formula does not. One
-version of matplotlib writes the same bytes each time.
+Every bar and printed number is computed from one small example, so figures agree with the formulas. The same version of
+matplotlib writes the same bytes each time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def footprint() -> Page:
     page.text(left + 7 * side, 378, r"orange: the footprint $\mathcal{R}(i)$, $7 \times 7$", SMALL, GREY)
 
     side, left, top = 34, 436, 134  # of the map's corner
-    page.text(521, 28, "at the border: mirrored pixels (pale)\nstand in for those that are missing")
+    page.text(521, 28, "at the border: mirrored pixels (pale)\nreplace the missing ones")
     for row in range(-2, 6):
         for column in range(-2, 6):
             outside, covered = row < 0 or column < 0, row <= 4 and column <= 4
@@ -68,7 +68,7 @@ def footprint() -> Page:
             page.text(x + side / 2, y + side / 2, words, LARGE if is_center else SMALL, "white" if is_center else INK)
     page.line((left, top + 6 * side), (left, top), (left + 6 * side, top), width=2.6)
     page.rectangle(left - 2 * side, top - 2 * side, 7 * side, 7 * side, edge=PSI, line=2.2)
-    page.text(521, 362, "numbers: row, column of the pixel that is read;\nthick black: the edge of the map", SMALL, GREY)
+    page.text(521, 362, "numbers: row, column of the source pixel;\nthick black: the edge of the map", SMALL, GREY)
     return page
 
 
@@ -300,7 +300,7 @@ def position() -> Page:
             page.heat(488 + 102 * channel, y, maps[channel, row, column] - patch[channel] + 0.0, cell, DELTA, 0.4, 1)
     page.text(370, 316, "differs from pixel to pixel", SMALL)
     page.text(588, 316, "the same for A and B", SMALL)
-    page.text(350, 344, r"Drawn with $p$ = the coordinates; in a network, $p$ is a trained Linear of them.", SMALL, GREY)
+    page.text(350, 344, r"Drawn with $p$ = the coordinates; in a network, $p$ is a learned linear layer.", SMALL, GREY)
     return page
 
 
@@ -485,7 +485,7 @@ def block() -> Page:
 def stage(page: Page) -> None:
     """The right half of the block's figure."""
     page.text(576, 20, "stage: transition and blocks", LARGE)
-    steps = ("map of the stage before", "max pool 2 x 2, stride 2", "Linear", "self-attention blocks", "BN, ReLU")
+    steps = ("map of the previous stage", "max pool 2 x 2, stride 2", "Linear", "self-attention blocks", "BN, ReLU")
     sizes = ("C, H, W", "C, H/2, W/2", r"C$^\prime$, H/2, W/2", r"C$^\prime$, H/2, W/2", "")
     for n, (words, size) in enumerate(zip(steps, sizes, strict=True)):
         y = 56 + n * 72

@@ -81,18 +81,20 @@ def in_words(attention: Attention) -> str:
     G, K, n = attention.weight_GKn.shape
     k, (H, W), (row, column), side = attention.footprint, attention.map, attention.pixels[0], math.isqrt(n)
     one = f"the footprint of the pixel in row {row}, column {column}"
-    whose = one if n == 1 else f"the footprints of {n} pixels, {side} x {side} spread"
+    whose = one if n == 1 else f"the footprints of a {side} x {side} grid of pixels"
     g, j, p = np.unravel_index(np.abs(attention.weight_GKn).argmax(), (G, K, n))
     down, right = int(j) // k - k // 2, int(j) % k - k // 2
     steps = [f"{abs(down)} {'down' if down > 0 else 'up'}"] if down else []
     steps += [f"{abs(right)} {'right' if right > 0 else 'left'}"] if right else []
-    most, compared = ("strongest", "zero is white") if attention.is_signed else ("largest", f"even ones are {1 / K:.3g}")
+    most, compared = (
+        ("strongest", "zero is white") if attention.is_signed else ("largest", f"uniform weights would be {1 / K:.3g}")
+    )
     sentences = (
-        f"{attention.model} takes {attention.picture} for {attention.answer}.",
-        f"{attention.layer}, {attention.kind} attention, weighs {whose} on its {H} x {W} map,",
-        f"{k} x {k} pixels of it, in {attention.channels}.",
-        f"The {most} weight, {attention.weight_GKn[g, j, p]:.3g}, is that of {attention.channel} {g} for the pixel",
-        f"{' and '.join(steps) + ' from it' if steps else 'itself'}; {compared}.",
+        f"{attention.model} predicts {attention.answer} for {attention.picture}.",
+        f"The picture shows the weights of {attention.layer} ({attention.kind} attention, {attention.channels}) for {whose}",
+        f"of its {H} x {W} map; each footprint has {k} x {k} pixels.",
+        f"The {most} weight, {attention.weight_GKn[g, j, p]:.3g}, belongs to {attention.channel} {g} and the pixel",
+        f"{' and '.join(steps) if steps else 'itself'}; {compared}.",
         between_in_words(attention),
     )
     return " ".join(sentences)
@@ -101,12 +103,12 @@ def in_words(attention: Attention) -> str:
 def between_in_words(attention: Attention) -> str:
     G, one = len(attention.weight_GKn), len(attention.pixels) == 1
     if G == 1:
-        return f"There is one {attention.channel}, so one map of weights is all that its values are weighed by."
+        return f"There is only one {attention.channel}, so all values share one map of weights."
     whose = "this pixel's" if one else "these pixels'"
     here, everywhere, unlike = (f"{share:.0f} %" for share in (attention.between, attention.between_everywhere, 100 - 100 / G))
     return (
-        f"Of the variation of {whose} weights, {here} lies between the {attention.channel}s, where one map for all of them "
-        f"cannot tell it ({everywhere} over the whole map; with nothing in common they would have {unlike})."
+        f"{here} of the variance of {whose} weights is between {attention.channel}s, which one shared map could not express "
+        f"({everywhere} over the whole feature map; unrelated {attention.channel}s would give {unlike})."
     )
 
 
@@ -137,15 +139,15 @@ def draw(attention: Attention, path: Path) -> None:
     page.text(MARGIN, MARGIN, _title(attention), LARGE)
     page.text(MARGIN, MARGIN + 0.24, _subtitle(attention), NORMAL, GREY)
     left = [MARGIN + place * (top_side + GAP) for place in range(4)]
-    _draw_image(page.axes(left[0], top + HEADING, top_side, "the image, as the\nnetwork sees it"), attention)
-    patches = page.axes(left[1], top + HEADING, top_side, f"what lies in\nthe footprint{'s' * (len(attention.pixels) > 1)}")
+    _draw_image(page.axes(left[0], top + HEADING, top_side, "the image as the\nnetwork sees it"), attention)
+    patches = page.axes(left[1], top + HEADING, top_side, f"pixels in\nthe footprint{'s' * (len(attention.pixels) > 1)}")
     _show(patches, attention, np.stack([_picture(*seen) for seen in zip(*footprints(attention), strict=True)]), {})
 
     weight_GKn, scale = attention.weight_GKn, _scale(attention)
-    mean = page.axes(left[2], top + HEADING, top_side, f"mean of the {attention.channel}s\n(all one map could tell)")
+    mean = page.axes(left[2], top + HEADING, top_side, f"mean over {attention.channel}s (what\nscalar attention could express)")
     drawn = _draw_weights(mean, attention, weight_GKn.mean(0), scale)
     spread_Kn = weight_GKn.std(0)
-    spread = page.axes(left[3], top + HEADING, top_side, f"spread of the {attention.channel}s\n(standard deviation)")
+    spread = page.axes(left[3], top + HEADING, top_side, f"standard deviation\nover {attention.channel}s")
     spreads = _draw_weights(spread, attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
     page.bar(spreads, left[3], top + HEADING + top_side + 0.06, top_side, {0: "0", spread_Kn.max(): f"{spread_Kn.max():.2g}"})
 
@@ -161,7 +163,7 @@ def draw(attention: Attention, path: Path) -> None:
     try:
         figure.savefig(path, format="png", dpi=DPI, metadata=metadata)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file with --out") from None
+        raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
 
 
 def _side(columns: int) -> float:
@@ -170,24 +172,24 @@ def _side(columns: int) -> float:
 
 def _title(attention: Attention) -> str:
     n, k = len(attention.pixels), attention.footprint
-    whose = "the footprint of a pixel" if n == 1 else f"the footprints of {n} pixels"
-    return f"{attention.model}: how {attention.kind} attention weighs {whose}, {k} × {k}"  # noqa: RUF001
+    whose = "the footprint of one pixel" if n == 1 else f"the footprints of {n} pixels"
+    return f"{attention.model}: {attention.kind} attention over {whose}, {k} × {k}"  # noqa: RUF001
 
 
 def _subtitle(attention: Attention) -> str:
     H, W = attention.map
     where = f"{attention.layer}, map of {H} × {W}, {attention.channels}"  # noqa: RUF001
-    return f"{attention.picture}, taken for {attention.answer}  |  {where}"
+    return f"{attention.picture}, predicted {attention.answer}  |  {where}"
 
 
 def _legend(attention: Attention, shown: int) -> str:
     scale = "one scale" if attention.is_signed else "one square-root scale"
-    lines = [f"weights, all on {scale}; orange: the pixel itself"]
+    lines = [f"weights on {scale}; orange: the pixel itself"]
     is_mirrored = bool(footprints(attention)[1].any())
     if len(attention.pixels) > 1:
-        lines.append(f"white: the footprint of the first pixel{'; pale: mirrored' * is_mirrored}")
+        lines.append(f"white: the footprint of the first pixel{'; pale: reflected' * is_mirrored}")
     elif is_mirrored:
-        lines.append("dashed: border of the image; beyond it, pixels are mirrored")
+        lines.append("dashed: border of the image; pixels beyond it are reflected")
     if shown < len(attention.weight_GKn):
         lines.append(f"{attention.channel}s 0 to {shown - 1} of {len(attention.weight_GKn)}")
     return "\n".join(lines)

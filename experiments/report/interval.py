@@ -31,8 +31,9 @@ class Interval:
 
 
 def of_mean(values: Sequence[float]) -> Interval | None:
-    """Where the mean lies (Student's t); None for fewer than two values."""
-    if len(values) < 2:
+    """The interval of the mean (Student's t). None for fewer than three values: two are clearer than an interval with a
+    t quantile of 12.7."""
+    if len(values) < 3:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values))
     return Interval(statistics.fmean(values), _quantile(len(values) - 1) * error)
@@ -50,6 +51,14 @@ def of_difference(better: Sequence[float], worse: Sequence[float]) -> Interval |
         return None
     freedom = square**2 / sum(part**2 / freedom for part, freedom in parts)
     return Interval(difference, _quantile(freedom) * math.sqrt(square))
+
+
+def in_words(mean: float, values: Sequence[float], half_width: float | None, form: str = ".1f") -> str:
+    """`93.0 ± 1.2` for three seeds or more, `93.0 (92.1, 93.9)` for two, `93.0` for one."""
+    text = format(mean, form)
+    if half_width is not None:
+        return f"{text} ± {half_width:.1f}"
+    return f"{text} ({', '.join(format(value, form) for value in values)})" if len(values) == 2 else text
 
 
 def _quantile(freedom: float) -> float:

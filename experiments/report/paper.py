@@ -62,7 +62,7 @@ def unprinted(table: str | None, rows: Iterable[str]) -> str:
     lacking = [row for row in dict.fromkeys(rows) if table and row not in printed]
     if not lacking:
         return ""
-    return f", which has no row {', '.join(lacking[:3])}{f' and no {len(lacking) - 3} others' if lacking[3:] else ''}"
+    return f" (which lacks {', '.join(lacking[:3])}{f' and {len(lacking) - 3} more rows' if lacking[3:] else ''})"
 
 
 def paper_numbers(table: str) -> dict[str, dict[str, float]]:

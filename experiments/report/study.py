@@ -1,6 +1,6 @@
-"""The study: which of the paper's orderings show on data that anybody can train on, as one page with its pictures.
+"""The digits study: which of the paper's orderings hold on small images, as one page with plots.
 
-Values in, files out: whoever calls this knows where runs are kept.
+The functions take values and write files; the caller knows where runs are kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from experiments.report.table import ACCURACY, Line, as_markdown, finished_metri
 from experiments.report.text import markdown
 from experiments.tracking import Result
 
-SHOWS, REVERSED, CANNOT_BE_TOLD = "shows", "reversed", "cannot be told"
+CONFIRMED, REVERSED, INCONCLUSIVE = "confirmed", "reversed", "inconclusive"
 """Verdicts."""
-HEADINGS = {
-    SHOWS: "Shown here",
-    REVERSED: "Reversed here",
-    CANNOT_BE_TOLD: "Cannot be told from these runs",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +42,19 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What our numbers say of one ordering; gaps are differences of top-1 in points, above 0 where the paper is right."""
+    """Our result for one ordering; gaps are differences of top-1 in points, positive if they agree with the paper."""
 
     claim: Claim
     paper_gap: float
     gap: Interval | None
-    """None while either row has fewer than two finished seeds, or where no seed differs from another."""
+    """None if either row has fewer than two finished seeds, or if all seeds are equal."""
 
     @property
     def verdict(self) -> str:
-        """Told by the 95 % interval alone."""
+        """Follows from the 95 % interval alone."""
         if self.gap is None or self.gap.low <= 0 <= self.gap.high:
-            return CANNOT_BE_TOLD
-        return SHOWS if self.gap.low > 0 else REVERSED
+            return INCONCLUSIVE
+        return CONFIRMED if self.gap.low > 0 else REVERSED
 
 
 def section_of(grid: Grid, trials: Sequence[Trial], results: Mapping[str, Result]) -> Section:
@@ -96,7 +91,7 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
         if any(line.top1 is not None for line in section.lines):
             files.append(path.with_name(f"study-{section.table}.png"))
             figures.draw(section.grid.plot, section.trials, section.lines, section.grid.question, files[-1])
-            page.append(f"![{section.grid.question} Ours beside the paper's]({files[-1].name})")
+            page.append(f"![{section.grid.question} Our results and the paper's]({files[-1].name})")
         page += [as_markdown(section.lines, ACCURACY), _orderings(findings(section))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
@@ -110,51 +105,52 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     seconds = {key: spent for section in sections for key, spent in section.seconds.items()}
     placement, model = config.placement, config.model.spec()
     kept = len(model.kept_depths())
-    missing = f" Of {len(trials)} cells {len(trials) - done} are not trained yet." if done < len(trials) else ""
+    cpus, gpus = placement.workers * placement.cpus, placement.workers * placement.gpus
+    hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
+    missing = f" {len(trials) - done} of {len(trials)} cells are not trained yet." if done < len(trials) else ""
     text = f"""\
-The tables of the paper's controlled experiments, trained with profile `{first.profile}`
-(`experiments/profiles/{first.profile}.yaml`): {train_images} training and {val_images} validation images of
-`{config.data.source}` at {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs, {seeds} seeds for every
-row.{missing} `san study --profile {first.profile} --seeds {seeds}` trains what is missing and writes this page again. Its
-{len(seconds)} different cells took {sum(seconds.values()) / 3600:.1f} hours together, each with {placement.workers} x
-{placement.cpus} CPU and {placement.workers} x {placement.gpus} GPU.
+The paper's controlled experiments, repeated on small images. `san study --profile {first.profile} --seeds {seeds}` trains
+missing cells and rewrites this page.{missing}
 
-`±` is half of a 95 % interval over seeds: of a mean by Student's t, of a gap between two means by Welch's t. It covers the
-chance of training, not that of other images. An ordering of the paper *shows* where the whole interval of our gap lies above
-0, is *reversed* where it lies below 0, and *cannot be told* where 0 is in it. By chance alone, one interval in twenty misses
-the true gap: of some thirty one or two do, and those that end next to 0 are the likeliest. That one setting is *much* better
-than another is tested as better. Rows with equal models in several tables are the same runs.
+The profile `{first.profile}` has {train_images} training and {val_images} validation images of `{config.data.source}` at
+{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row. The {len(seconds)}
+distinct cells took {sum(seconds.values()) / 3600:.1f} hours of training in total; each used {hardware}. Rows with the same
+model in several tables share their runs.
 
-The models keep {kept} stages of the paper's five, of which SAN's first always has a 3x3 footprint, as in the paper: footprints
-differ behind it alone. The last map is {config.data.size >> kept} pixels wide: a footprint of twice that less one reaches over
-all of it from everywhere. Images are not the paper's: an ordering that is reversed here says
-nothing against the paper on ImageNet. Where the paper calls settings similar, or accuracy saturated, there is no ordering to
-test."""
+**How to read the results.** `±` is half of a 95 % interval over seeds: Student's t for a mean, Welch's t for a gap between two
+means. It covers the randomness of training, not the choice of images. An ordering of the paper is *confirmed* if the whole
+interval of our gap is above 0, *reversed* if it is below 0, and *inconclusive* otherwise. By chance alone about one interval in
+twenty misses the true gap, most likely one that ends near 0. "Much better" is tested as "better". If the paper calls settings
+similar, no ordering is tested.
+
+**Limits.** The models keep {kept} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint, so
+footprints differ only after it. The last map is {config.data.size >> kept} pixels wide; larger footprints soon cover all of it.
+The images differ from the paper's, so a reversed ordering does not contradict the paper's result on ImageNet."""
     paragraphs = [textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n")]
-    return "\n\n".join(["# What of the paper shows on small images", *paragraphs])
+    return "\n\n".join(["# Digits study", *paragraphs])
 
 
 def _summary(sections: Sequence[Section]) -> str:
     found = [(section.table, finding) for section in sections for finding in findings(section)]
     text = sum(finding.claim.source == "text" for _, finding in found)
-    parts = ["## Summary", f"{len(found)} orderings, {text} stated in the paper's text, the others in its tables alone."]
-    for verdict, words in HEADINGS.items():
+    parts = ["## Summary", f"{len(found)} orderings: {text} from the paper's text, {len(found) - text} from its tables only."]
+    for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE):
         listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in found if f.verdict == verdict]
-        parts.append(f"{words}: {len(listed)}.")
+        parts.append(f"{verdict.capitalize()}: {len(listed)}.")
         if listed:
             parts.append("\n".join(listed))
     return "\n\n".join(parts)
 
 
 def _orderings(found: Sequence[Finding]) -> str:
-    heading = ("ordering", "stated in", "verdict", "gap paper", "gap ours")
+    heading = ("ordering", "source", "result", "gap paper", "gap ours")
     rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in found)
     return markdown([heading, *rows], words=3)
 
 
 def _gap(gap: Interval | None) -> str:
-    """One digit more than accuracies have, so that an interval that ends near 0 is seen on the right side of it."""
+    """Has one digit more than accuracies, and two more if the interval would seem to end at 0."""
     if gap is None:
         return "not enough seeds"
-    digits = 2 if f"{abs(gap.middle):.2f}" != f"{gap.half_width:.2f}" else 3  # the reader should see what the verdict saw
+    digits = 2 if f"{abs(gap.middle):.2f}" != f"{gap.half_width:.2f}" else 3
     return f"{gap.middle:+.{digits}f} ± {gap.half_width:.{digits}f}"

@@ -26,7 +26,9 @@ class Line:
     top1: float | None
     """Mean over the finished seeds."""
     top1_half_width: float | None
-    """Half of the 95 % confidence interval of `top1`; None for fewer than two seeds."""
+    """Half of the 95 % confidence interval of `top1`; None for fewer than three seeds."""
+    top1_by_seed: tuple[float, ...]
+    """Top-1 of each finished seed."""
     difference: float | None
     """Only where the training is the paper's: `is_papers_setting`."""
     top5: float | None
@@ -53,14 +55,15 @@ def lines(
     for row in grid.rows:
         finished = finished_metrics(row.id, trials, results)
         top1, top5 = _mean(finished, "val/top1"), _mean(finished, "val/top5")
-        spread = interval.of_mean([metrics["val/top1"] for metrics in finished])
+        by_seed = tuple(metrics["val/top1"] for metrics in finished)
+        spread = interval.of_mean(by_seed)
         printed = paper.get(row.id, PaperRow())
         difference = None
         if top1 is not None and printed.top1 is not None and is_papers_setting(row.id, trials):
             difference = top1 - printed.top1
         ours = counts.get(row.id)
         params, flops = (ours.params / 1e6, ours.flops_paper / 1e9) if ours else (None, None)
-        accuracy = (printed.top1, top1, spread.half_width if spread else None, difference, top5, len(finished))
+        accuracy = (printed.top1, top1, spread.half_width if spread else None, by_seed, difference, top5, len(finished))
         note = _told(row.id, trials, stopped) if stopped else None
         table.append(Line(row.id, *accuracy, printed.params, params, printed.flops, flops, note))
     return table
@@ -142,8 +145,9 @@ def _tells(field: str, table: Sequence[Line]) -> bool:
 
 def _text(line: Line, field: str, form: str) -> str:
     value = getattr(line, field)
-    text = "-" if value is None else format(value, form)
-    return f"{text} ± {line.top1_half_width:.1f}" if field == "top1" and line.top1_half_width is not None else text
+    if value is None:
+        return "-"
+    return interval.in_words(value, line.top1_by_seed, line.top1_half_width, form) if field == "top1" else format(value, form)
 
 
 def as_text(table: Sequence[Line]) -> str:
@@ -166,7 +170,7 @@ def as_csv(table: Sequence[Line]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, [field.name for field in fields(Line)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(line) for line in table)
+    writer.writerows(asdict(line) | {"top1_by_seed": " ".join(map(str, line.top1_by_seed))} for line in table)
     return out.getvalue()
 
 

@@ -35,7 +35,7 @@ def tiles(attention: Attention, name: str) -> str:
         _tile("image", _image(attention, name), "seen"),
         _tile("footprint", _footprint(attention, name), "seen"),
         _tile("mean", _weights(attention, weight_GK.mean(0), limit)),
-        _tile(f"spread, to {spread_K.max():.2g}", _spread(attention, spread_K)),
+        _tile(f"spread, up to {spread_K.max():.2g}", _spread(attention, spread_K)),
         *(_tile(f"{attention.channel} {number}", _weights(attention, row_K, limit)) for number, row_K in enumerate(shown)),
     ]
     alternative = escape(in_words(attention))
@@ -107,7 +107,7 @@ def _scale(attention: Attention, limit: float) -> str:
     K = attention.weight_GKn.shape[1]
     levels = np.arange(-LEVELS if attention.is_signed else 0, LEVELS + 1, dtype=np.float32)
     least = f"\N{MINUS SIGN}{limit:.2g}" if attention.is_signed else "0"
-    told = "one scale for all" if attention.is_signed else f"square-root scale; even ones are 1/{K}"
+    told = "one scale for all maps" if attention.is_signed else f"square-root scale; uniform weights would be 1/{K}"
     bar = f'<svg viewBox="0 0 {len(levels)} 1" preserveAspectRatio="none">{_squares(levels[None], POSITIVE)}</svg>'
     return f'<p class="scale" aria-hidden="true"><span>{least} {bar} {limit:.2g}</span> {told}</p>'
 

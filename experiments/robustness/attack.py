@@ -123,6 +123,6 @@ PROTOCOL = Protocol(
     ),
     caption=(
         "White-box targeted PGD, L-inf, epsilon 8/255: n2 is 2 steps of 4/255, n4 is 4 steps of 2/255. Success: images "
-        "that are taken for their target. Drop: percentage points of top-1 lost against `clean`."
+        "classified as the target class. Drop: percentage points of top-1 lost compared with `clean`."
     ),
 )

@@ -35,9 +35,9 @@ def measure_all(
         UserError, DataError: as `open_checkpoint` and `open_images`; none is given, or one twice.
     """
     if not names:
-        raise UserError(f"no checkpoint is given; for each give {CHECKPOINT}")
+        raise UserError(f"no checkpoint given; expected {CHECKPOINT}")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{twice[0]}: is given twice; leave out one")
+        raise UserError(f"{twice[0]}: given twice; remove one of them")
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
         paths = {name: reached.enter_context(reach(name, runs))[0] for name in names}

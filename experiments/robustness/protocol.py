@@ -89,6 +89,6 @@ def measured(
 
 def _halved(batch: int, what: str) -> int:
     if batch == 1:
-        raise UserError(f"{what}: memory does not suffice for one image; use another machine") from None
-    _log.warning("%s: memory does not suffice for batches of %d images; goes on with %d", what, batch, batch // 2)
+        raise UserError(f"{what}: not enough memory for a single image; use a machine with more memory") from None
+    _log.warning("%s: not enough memory for batches of %d images; continuing with %d", what, batch, batch // 2)
     return batch // 2

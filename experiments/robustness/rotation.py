@@ -38,5 +38,6 @@ PROTOCOL = Protocol(
         _condition("cw270", "rotate270"),
         _condition("upside_down", "upside_down"),
     ),
-    caption="Images turned clockwise (cw) or upside down, zero-shot. Drop: percentage points lost against `none`.",
+    caption="Zero-shot accuracy on images rotated clockwise (cw) or flipped upside down. "
+    "Drop: percentage points lost compared with `none`.",
 )

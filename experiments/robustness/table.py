@@ -28,7 +28,9 @@ class Cell:
     ours: float | None
     """Mean over the seeds of which it is known."""
     half_width: float | None
-    """Half of the 95 % confidence interval of `ours`; None for fewer than two seeds."""
+    """Half of the 95 % confidence interval of `ours`; None for fewer than three seeds."""
+    by_seed: tuple[float, ...]
+    """The number for each seed of which it is known."""
     difference: float | None
     """Only where the training is the paper's: `is_papers_setting`."""
     paper_drop: float | None
@@ -36,7 +38,7 @@ class Cell:
     """Percentage points lost against the first condition, mean over the seeds that have both; None for that, and for what it
     does not have."""
     drop_half_width: float | None
-    """Half of the 95 % confidence interval of `drop`, by the drops of single seeds; None for fewer than two."""
+    """Half of the 95 % confidence interval of `drop`, by the drops of single seeds; None for fewer than three."""
     seeds: int
 
 
@@ -82,6 +84,7 @@ def cells(
                     paper=printed,
                     ours=mean,
                     half_width=spread.half_width if spread else None,
+                    by_seed=tuple(values),
                     difference=_minus(mean, printed) if row in comparable else None,
                     paper_drop=_minus(before.paper, printed) if before else None,
                     drop=statistics.fmean(drops) if before and drops else None,
@@ -125,9 +128,10 @@ def _rows(table: Sequence[Cell]) -> list[tuple[str, ...]]:
 
 def _text(cell: Cell | None, field: str, form: str) -> str:
     value = None if cell is None else getattr(cell, field)
-    text = "-" if value is None else format(value, form)
-    half_width = getattr(cell, HALF_WIDTHS[field]) if cell and field in HALF_WIDTHS else None
-    return text if half_width is None else f"{text} ± {half_width:.1f}"
+    if cell is None or value is None:
+        return "-"
+    half_width = getattr(cell, HALF_WIDTHS[field]) if field in HALF_WIDTHS else None
+    return interval.in_words(value, cell.by_seed if field == "ours" else (), half_width, form)
 
 
 def as_text(table: Sequence[Cell]) -> str:
@@ -150,7 +154,7 @@ def as_csv(table: Sequence[Cell]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, [field.name for field in fields(Cell)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(cell) for cell in table)
+    writer.writerows(asdict(cell) | {"by_seed": " ".join(map(str, cell.by_seed))} for cell in table)
     return out.getvalue()
 
 

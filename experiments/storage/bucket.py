@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 OPTIONS = ("endpoint_override", "region", "scheme", "tls_ca_file_path", "tls_verify_certificates")
 """What may follow the `?` of a URI: nothing that is secret."""
-CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in ~/.aws/credentials, or by the role of the machine"
+CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the role of the machine"
 REFUSED = re.compile("ACCESS_DENIED|ACCESS_KEY|SIGNATURE|TOKEN|CREDENTIALS|HTTP status 40[13]")
 """In what the store says to credentials that it does not take."""
 PAUSE = 2.0
@@ -53,9 +53,9 @@ def patiently(ask: Callable[[], T], seconds: float) -> T:
             if seconds == 0:
                 raise
             if time.monotonic() > limit:
-                raise StorageError(f"{error}; tried for {seconds:.0f} s") from None
+                raise StorageError(f"{error}; gave up after {seconds:.0f} s") from None
             if not told:
-                _log.warning("%s; it is waited for, %.0f s at most", error, seconds)
+                _log.warning("%s; retrying for up to %.0f s", error, seconds)
             told = True
             time.sleep(PAUSE)
 
@@ -85,23 +85,27 @@ class Bucket:
         try:
             parts = urlsplit(uri)
         except ValueError as error:  # brackets that are no IPv6 address
-            raise UserError(f"{uri}: {error}; write it as s3://bucket/prefix?endpoint_override=http://host:9000") from None
+            raise UserError(
+                f"{uri}: not a valid address ({error}); expected s3://bucket/prefix?endpoint_override=http://host:9000"
+            ) from None
         kind = uri.partition("://")[0]
         if kind != "s3":
-            raise UserError(f"{kind}://...: is no place to keep runs; give a folder, or a bucket as s3://bucket/prefix")
+            raise UserError(
+                f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix"
+            )
         options = parse_qsl(parts.query, keep_blank_values=True)
         secret = any(re.search("key|secret|token|passw", name.lower()) for name, _ in options)
         if secret or "@" in unquote(uri) or ":" in parts.netloc:
             raise UserError(
-                "s3://...: this address holds a key or a password, and addresses are printed and kept; leave it out, and give "
-                f"credentials in {CREDENTIALS}"
+                "s3://...: this address contains a key or password, but addresses are printed and stored; remove it and put "
+                f"the credentials in {CREDENTIALS}"
             )
         if not parts.netloc or parts.fragment:
             raise UserError(
-                f"{uri}: names no bucket; write s3://bucket/prefix?endpoint_override=http://host:9000, as far as needed"
+                f"{uri}: the name of the bucket is missing; expected s3://bucket/prefix?endpoint_override=http://host:9000"
             )
         if unknown := [name for name, _ in options if name not in OPTIONS]:
-            raise UserError(f"{uri}: {unknown[0]} is no option of a bucket; there are {', '.join(OPTIONS)}")
+            raise UserError(f"{uri}: unknown option {unknown[0]}; choose from {', '.join(OPTIONS)}")
         query = f"?{urlencode(options, safe=':/')}" if options else ""
         return Bucket(f"s3://{parts.netloc}{parts.path.rstrip('/')}{query}")
 
@@ -198,13 +202,13 @@ class Bucket:
 
     def _sentence(self, said: str) -> str:
         if "NO_SUCH_BUCKET" in said:
-            return f"{self}: there is no such bucket; make it, or correct its name"
+            return f"{self}: no such bucket; create it or correct the name"
         if REFUSED.search(said):
-            return f"{self}: the store does not take our credentials; they are looked for in {CREDENTIALS}"
+            return f"{self}: the store rejected the credentials; check {CREDENTIALS}"
         if "NETWORK_CONNECTION" in said:
             reason = said.partition("operation: ")[2].partition("; Details")[0]
-            return f"{self}: the store does not answer ({reason}); check the address, and that it runs"
-        return f"{self}: the store cannot be used: {said[:300]}"
+            return f"{self}: the store does not answer ({reason}); check the address and that the server is running"
+        return f"{self}: request failed: {said[:300]}"
 
 
 @functools.cache

@@ -147,8 +147,8 @@ class Lease:
 
     def _lose(self) -> None:
         self._lost = LeaseError(
-            f"{self.bucket}: {self.what} was taken over by another process, because this one ({who()}) did not renew its lease "
-            f"for {LIFE:.0f} s; this one stops, and leaves it to the other"
+            f"{self.bucket}: another process took over {self.what}, because this process ({who()}) did not renew its lease "
+            f"for {LIFE:.0f} s; this process stops"
         )
 
     def _put(self) -> None:
@@ -173,13 +173,13 @@ class Lease:
             if _is_holder(other) and renewed is not None:
                 note = self._read(other)[0]
                 if not seen:
-                    _log.warning("%s is held by %s; waits for its end, %.0f s where it was lost", self.what, note, LIFE)
+                    _log.warning("%s is locked by %s; waiting until it finishes, or %.0f s if it died", self.what, note, LIFE)
                 if time.monotonic() - start < seconds:
                     seen[other] = renewed
                 elif renewed > seen.setdefault(other, renewed):  # it is alive now, and was not only so at first
                     raise LeaseError(
-                        f"{self.bucket}: another process is at work on {self.what} ({note}); wait for it or end it, then the "
-                        "same command continues"
+                        f"{self.bucket}: another process is working on {self.what} ({note}); wait for it or stop it, "
+                        "then rerun the same command"
                     )
             time.sleep(_pause())
 

@@ -59,7 +59,7 @@ class Mirror:
                 if path.name not in there and (path.name < newest or not continues):
                     path.unlink()
         except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror}); see to the disk") from None
+            raise UserError(f"{self.folder}: cannot write to this folder ({error.strerror}); check the disk") from None
 
     def send(self) -> None:
         """Makes the copy what the folder is: first what is new, then what is to be gone.
@@ -72,8 +72,8 @@ class Mirror:
             patiently(self._send, self.seconds)
         except StorageError as error:
             newest = max(self.folder.glob("epoch-*.pt"), default=None)
-            stays = f"; {newest} stays on this node ({who()})" if newest else ""
-            raise StorageError(f"{error}{stays}; see to the store, then the same command continues") from None
+            stays = f"; {newest} is kept on this node ({who()})" if newest else ""
+            raise StorageError(f"{error}{stays}; repair the store, then rerun the same command to resume") from None
 
     def _send(self) -> None:
         self.lease.renew()

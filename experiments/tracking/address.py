@@ -28,6 +28,6 @@ def require_no_secret(uri: str) -> None:
         return
     way = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     raise UserError(
-        f"MLFLOW_TRACKING_URI={scheme}://...: an address must not hold a user's password, for it is printed and kept; leave it "
-        f"out and give {way if server else 'it as the database wants it, such as PGPASSWORD or ~/.pgpass'}"
+        f"MLFLOW_TRACKING_URI={scheme}://...: this address contains a password, but addresses are printed and stored; "
+        f"remove it and set {way if server else 'the password as the database expects it, such as in PGPASSWORD or ~/.pgpass'}"
     )

@@ -49,7 +49,7 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
         if grid is not None:
             experiments = [experiment for experiment in experiments if experiment.name == grid]
             if not experiments:
-                raise TrackerError(f"MLflow at {uri} has no runs of a grid {grid!r}; `san runs` lists those of all grids")
+                raise TrackerError(f"MLflow at {uri} has no runs of grid {grid!r}; list the runs of all grids with `san runs`")
         everywhere = [experiment.experiment_id for experiment in experiments]
         runs = pages(tracker.client.search_runs, everywhere, "tags.`san.role` = 'trial'")
     return sorted(map(_listed, runs), key=lambda listed: listed.age)
@@ -70,9 +70,7 @@ def trial_key(uri: str, run_id: str) -> str:
                 raise
             key = None
     if key is None:
-        raise TrackerError(
-            f"{run_id}: MLflow at {uri} has no run of a trial with that id; `san runs` lists keys, which do as well"
-        )
+        raise TrackerError(f"{run_id}: MLflow at {uri} has no run of a cell with this id; use a key that `san runs` lists")
     return key
 
 

@@ -46,7 +46,7 @@ def register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
     except MlflowException as error:
         if error.error_code in AWAY:
             raise
-        _log.warning("the model is not registered: %s", str(error).splitlines()[0])
+        _log.warning("the model was not registered: %s", str(error).splitlines()[0])
 
 
 def _register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
@@ -74,7 +74,7 @@ def model_key(uri: str, name: str) -> str:
     """
     parts = re.fullmatch(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))", name)
     if parts is None:
-        raise TrackerError(f"{name}: a registered model is written models:/NAME/VERSION or models:/NAME@ALIAS")
+        raise TrackerError(f"{name}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS")
     model, version, alias = parts.groups()
     client = Tracker(uri, "", "").client
     with usable(uri):
@@ -86,7 +86,7 @@ def model_key(uri: str, name: str) -> str:
                 raise
             key = None
     if key is None:
-        raise TrackerError(f"{name}: MLflow at {uri} has no such model of a trial; the page Models of `san ui` lists them")
+        raise TrackerError(f"{name}: MLflow at {uri} has no such registered model; see the Models page of `san ui`")
     return str(key)
 
 
@@ -130,13 +130,14 @@ def _description(best: Checkpoint) -> str:
     config, origin, epoch = _config(best), best.origin, best.history[-1]
     data = config.data
     return (
-        f"{config.model.name}: row {origin.row} of grid {origin.grid} under profile {origin.profile}, seed {origin.seed}, "
-        f"after epoch {epoch.epoch + 1} of {config.recipe.epochs}; top-1 {epoch.top1:.2f} %, top-5 {epoch.top5:.2f} % of the "
+        f"{config.model.name}: row {origin.row} of grid {origin.grid}, profile {origin.profile}, seed {origin.seed}, "
+        f"after epoch {epoch.epoch + 1} of {config.recipe.epochs}; top-1 {epoch.top1:.2f} %, top-5 {epoch.top5:.2f} % on the "
         f"validation images.\n\n"
-        f"Input: RGB images, float32, [N, 3, {data.size}, {data.size}]: values in 0..1, minus {list(data.mean)}, divided by "
-        f"{list(data.std)}. In validation the shorter side was resized to {data.resize} pixels (linear, antialiased), and the "
-        f"centre taken. Output: logits [N, {len(origin.classes)}]; the classes are in the model's metadata.\n\n"
-        f"Needs the package `san`; {WEIGHTS} is a file for `san.load_checkpoint`."
+        f"Input: RGB images, float32, [N, 3, {data.size}, {data.size}]: values from 0 to 1, normalized with mean "
+        f"{list(data.mean)} and std {list(data.std)}. For validation, the shorter side was resized to {data.resize} pixels "
+        f"(linear, antialiased), followed by a center crop. Output: logits [N, {len(origin.classes)}]; the class names are "
+        f"in the model's metadata.\n\n"
+        f"Requires the package `san`; `san.load_checkpoint` reads the file {WEIGHTS}."
     )
 
 

@@ -35,13 +35,13 @@ def usable(uri: str) -> Iterator[None]:
         code = getattr(error, "error_code", None)
         if code == "UNAUTHENTICATED":
             raise TrackerError(
-                f"MLflow at {uri} does not take this user and password; check MLFLOW_TRACKING_USERNAME and "
+                f"MLflow at {uri} rejected the user name and password; check MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             ) from None
         if code == "PERMISSION_DENIED":
             user = os.environ.get("MLFLOW_TRACKING_USERNAME", "this user")
             raise TrackerError(
-                f"MLflow at {uri} does not let {user} do this; ask whoever runs it for the right to edit"
+                f"MLflow at {uri} does not allow {user} to do this; ask its administrator for permission to edit"
             ) from None
         reason = str(error).splitlines()[0][:200]
-        raise TrackerError(f"MLflow at {uri} cannot be used: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
+        raise TrackerError(f"cannot use MLflow at {uri}: {reason}; check MLFLOW_TRACKING_URI and --runs") from None

@@ -39,15 +39,16 @@ def read(path: str | Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise CheckpointError(f"{path}: cannot read this file ({error.strerror or error})") from None
     except Exception as error:  # bytes that are no pickle can raise anything
         code = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if code is None:
-            raise CheckpointError(f"{path}: is not a file that torch.save wrote, or it is damaged") from None
-        reason = f"reading it would run code that it names ({code[1]}), and torch.load is told weights_only=True"
-        raise CheckpointError(f"{path}: is refused, because {reason}; save its tensors alone") from None
+            raise CheckpointError(f"{path}: not a file written by torch.save, or damaged") from None
+        raise CheckpointError(
+            f"{path}: rejected because loading it would run code ({code[1]}); save only its tensors (the state dict)"
+        ) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no dict of weights but {type(content).__name__}")
+        raise CheckpointError(f"{path}: expected a dict of weights, not {type(content).__name__}")
     return content
 
 
@@ -62,7 +63,7 @@ def write(content: dict[str, Any], path: str | Path) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointError(f"{path}: is not a file, and cannot be replaced by one")
+        raise CheckpointError(f"{path}: exists and is not a regular file; choose another path")
     try:
         with open(partial, "wb") as file:
             file.write(buffer.getbuffer())
@@ -70,7 +71,7 @@ def write(content: dict[str, Any], path: str | Path) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
+        raise CheckpointError(f"{path}: cannot write this file ({error.strerror})") from None
     finally:
         if os.path.exists(partial):
             partial.unlink()
@@ -97,7 +98,7 @@ def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state:
     """
     told = _misfits(wanted, state)
     if told:
-        raise CheckpointError(f"{path}: does not fit {model}; {told}")
+        raise CheckpointError(f"{path}: does not match {model}; {told}")
 
 
 def check_own(path: str | Path, model: Trunk) -> None:
@@ -110,7 +111,9 @@ def check_own(path: str | Path, model: Trunk) -> None:
     told = _misfits(on_meta(model.spec, num_classes, model.in_channels), model.state_dict())
     if told:
         built = f"{model.spec.name} with {num_classes} classes"
-        raise CheckpointError(f"{path}: is not written, for it could not be loaded: the model does not fit {built}; {told}")
+        raise CheckpointError(
+            f"{path}: not saved, because the model no longer matches {built} and could not be loaded again; {told}"
+        )
 
 
 def _misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
@@ -118,9 +121,9 @@ def _misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     kinds = {key: (state[key].is_floating_point(), state[key].layout) for key in wanted if key in state}
     mistakes = {
         "missing": [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")],
-        "left over": [key for key in state if key not in wanted],
-        "of another shape": [f"{key} {seen} instead of {due}" for key, seen, due in shapes if seen != due],
-        "of another kind": [
+        "unexpected": [key for key in state if key not in wanted],
+        "of the wrong shape": [f"{key} {seen} instead of {due}" for key, seen, due in shapes if seen != due],
+        "of the wrong type": [
             f"{key} {state[key].dtype}" for key in kinds if kinds[key] != (wanted[key].is_floating_point(), torch.strided)
         ],
     }
@@ -139,9 +142,9 @@ def classes(model: Trunk) -> int:
         CheckpointError: a backbone, which has no head, or a module that is none of ours.
     """
     if not isinstance(model, Trunk):
-        raise CheckpointError(f"{type(model).__name__}: only models of create_model have such a file")
+        raise CheckpointError(f"{type(model).__name__}: only models from san.create_model can be saved in this format")
     if not model.num_classes:
-        raise CheckpointError(f"{model.spec.name}: only a classifier with its Linear head has a file, not a backbone")
+        raise CheckpointError(f"{model.spec.name}: this model has no Linear head; only classifiers can be saved, not backbones")
     return model.num_classes
 
 
@@ -176,16 +179,17 @@ def load_checkpoint(path: str | Path) -> Trunk:
     """
     content = read(path)
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
-        hint = "the authors' files are read by load_released_checkpoint"
-        raise CheckpointError(f"{path}: was not written by save_checkpoint or `san convert`; {hint}")
+        hint = "use load_released_checkpoint for the authors' files"
+        raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
     num_classes, in_channels, state = content["num_classes"], content.get("in_channels", 3), content["state_dict"]
     try:
-        overrides = {RENAMED_FIELDS.get(field, field): value for field, value in dict(content["overrides"]).items()}
+        stored: dict[str, object] = dict(content["overrides"])
+        overrides = {RENAMED_FIELDS.get(field, field): value for field, value in stored.items()}
         spec = model_spec(content["name"], overrides)
         wanted = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
-        raise CheckpointError(f"{path}: names a model that cannot be built ({said})") from None
+        raise CheckpointError(f"{path}: the model it describes cannot be built ({said})") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
     model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero

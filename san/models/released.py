@@ -81,20 +81,22 @@ def own_key(key: str) -> str:
     """
     ours = _renamed(key, ((theirs, ours) for ours, theirs in RENAMES))
     if ours is None:
-        raise ValueError(f"{key!r} is not a parameter of the released network")
+        raise ValueError(f"{key!r} is not a parameter of the authors' network")
     return ours
 
 
 def _check_form(spec: ModelSpec) -> None:
     """Raises CheckpointError where the released code has no such network."""
     if not isinstance(spec, PairwiseSpec | PatchwiseSpec):
-        raise CheckpointError(f"{spec.name} has no released form; the released code has pairwise and patchwise SANs")
+        raise CheckpointError(
+            f"{spec.name} cannot be converted to the authors' format, which has only pairwise and patchwise SANs"
+        )
     fixed = [field for field in dataclasses.fields(spec) if field.name not in SIZES]
     other = [field for field in fixed if getattr(spec, field.name) != field.default]
     if other:
         asked = ", ".join(f"{field.name}={getattr(spec, field.name)!r}" for field in other)
         theirs = ", ".join(f"{field.name}={field.default!r}" for field in other)
-        raise CheckpointError(f"{spec.name} with {asked} has no released form; the released code has {theirs}")
+        raise CheckpointError(f"{spec.name} with {asked} cannot be converted to the authors' format, which requires {theirs}")
 
 
 def untold(spec: ModelSpec) -> list[str]:
@@ -114,7 +116,7 @@ def released_state_dict(model: Trunk) -> dict[str, Tensor]:
     _check_form(model.spec)
     if model.in_channels != 3:
         other = f"{model.spec.name} with in_channels={model.in_channels}"
-        raise CheckpointError(f"{other} has no released form; the released code has in_channels=3")
+        raise CheckpointError(f"{other} cannot be converted to the authors' format, which requires in_channels=3")
     return {released_key(key): value for key, value in model.state_dict().items()}
 
 
@@ -168,10 +170,10 @@ def _read_state(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a file, without the prefix."""
     content = read(path)
     if is_checkpoint(content):
-        raise CheckpointError(f"{path}: is a file of ours, not of the released code; load_checkpoint reads it")
+        raise CheckpointError(f"{path}: in this project's format, not the authors'; use load_checkpoint")
     state = content.get("state_dict", content)
     if not is_state(state):
-        raise CheckpointError(f"{path}: holds no state dict, neither as 'state_dict' nor as a whole")
+        raise CheckpointError(f"{path}: no state dict found, neither at the top level nor under 'state_dict'")
     has_prefix = all(key.startswith(PREFIX) for key in state)
     return {key.removeprefix(PREFIX): value for key, value in state.items()} if has_prefix else dict(state)
 
@@ -181,7 +183,7 @@ def _seen_variant(path: str | Path, state: Mapping[str, Tensor], overrides: dict
     matches = [re.match(r"layer(\d+)\.(\d+)\.sam\.", key) for key in state]
     blocks = sorted({(int(match[1]), int(match[2])) for match in matches if match})
     if not blocks:
-        raise CheckpointError(f"{path}: is no SAN of the released code, which has keys such as layer0.0.sam.conv1.weight")
+        raise CheckpointError(f"{path}: not one of the authors' SANs; expected keys such as layer0.0.sam.conv1.weight")
     depths = tuple({stage: block + 1 for stage, block in blocks}.values())
     kind = PairwiseSpec if any(".sam.conv_p." in key for key in state) else PatchwiseSpec
     variants = {name: model_spec(name, overrides).kept_depths() for name, row in VARIANTS.items() if isinstance(row, kind)}
@@ -189,7 +191,7 @@ def _seen_variant(path: str | Path, state: Mapping[str, Tensor], overrides: dict
         if kept == depths:
             return name
     known = ", ".join(f"{name} {kept}" for name, kept in variants.items())
-    raise CheckpointError(f"{path}: has {depths} blocks per stage, none of {known}; give a name, or depths, to say what it is")
+    raise CheckpointError(f"{path}: {depths} blocks per stage match none of {known}; pass the name of a model, or depths")
 
 
 def _seen_footprint(state: Mapping[str, Tensor]) -> dict[str, object]:

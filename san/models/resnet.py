@@ -32,14 +32,16 @@ class ResNetSpec(ModelSpec):
         ModelSpec.__post_init__(self)  # slots make a new class, which a bare super() does not know
         inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_mult)
         if min(inner, stem) < 1:
-            raise ValueError(f"{self.name}: stem and bottlenecks need a channel, not {stem} and {inner}; give larger widths")
+            raise ValueError(
+                f"{self.name}: stem and bottlenecks need at least 1 channel, not {stem} and {inner}; increase widths"
+            )
 
     def check_input(self, size: int) -> None:
         """Zero padding takes any odd footprint; the stem and the stages only need a pixel to be left."""
         check_side(self.footprint)
         least = 2 ** (len(self.kept_depths()) + 1)
         if size < least:
-            raise ValueError(f"{self.name} needs an input of at least {least} pixels, not {size}")
+            raise ValueError(f"{self.name} needs images of at least {least} x {least} pixels, not {size} x {size}")
 
     def build_classifier(self, num_classes: int, in_channels: int) -> ResNet:
         return ResNet(self, num_classes, in_channels)

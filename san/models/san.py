@@ -47,7 +47,7 @@ class SANSpec(ModelSpec):
             try:
                 check_footprint(footprint, side, side)
             except ValueError as error:
-                raise ValueError(f"stage {stage} of {self.name} at input size {size}: {error}") from None
+                raise ValueError(f"stage {stage} of {self.name} with images of {size} x {size} pixels: {error}") from None
 
     def attention(self, channels: int, footprint: int) -> SelfAttention:
         """The attention of one block."""

@@ -52,7 +52,7 @@ class Trunk(nn.Module):
         """
         check_count("num_classes", num_classes)
         if "head" not in self.parts():
-            raise ValueError(f"{self.spec.name} is a backbone, without a head; build it without features_only")
+            raise ValueError(f"{self.spec.name} was built with features_only=True and has no classifier; build it without")
         *_, old = self.parts()["head"]
         (name,) = (name for name, module in self.named_children() if module is old)
         weight = next(self.parameters())
@@ -70,16 +70,16 @@ def _is_whole(value: object) -> bool:
 def check_count(name: str, count: int) -> None:
     """Raises ValueError where it is no number of classes or channels."""
     if not _is_whole(count) or count < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
 
 
 # What a field of a record may hold, by its annotation.
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str), "a name"),
-    "int": (_is_whole, "a whole number"),
-    "int | None": (lambda value: value is None or _is_whole(value), "a whole number or None"),
+    "int": (_is_whole, "an integer"),
+    "int | None": (lambda value: value is None or _is_whole(value), "an integer or None"),
     "float": (lambda value: _is_whole(value) or isinstance(value, float), "a number"),
-    "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(_is_whole, value)), "a list of whole numbers"),
+    "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(_is_whole, value)), "a list of integers"),
 }
 
 
@@ -117,12 +117,12 @@ class ModelSpec:
         if not 0 < self.width_mult < math.inf:
             raise ValueError(f"{self.name}: width_mult must be positive, not {self.width_mult}")
         if max(self.scaled_widths(), default=0) > MOST_CHANNELS:
-            raise ValueError(f"{self.name}: a stage of {max(self.scaled_widths())} channels is beyond {MOST_CHANNELS}")
+            raise ValueError(f"{self.name}: a stage may have at most {MOST_CHANNELS} channels, not {max(self.scaled_widths())}")
         if max(self.depths, default=0) > MOST_BLOCKS:
-            raise ValueError(f"{self.name}: a stage of {max(self.depths)} blocks is beyond {MOST_BLOCKS}")
+            raise ValueError(f"{self.name}: a stage may have at most {MOST_BLOCKS} blocks, not {max(self.depths)}")
         if not self.depths or min(self.depths) < 1 or min(self.scaled_widths()) < 1:
             shape = f"depths {self.depths} and widths {self.scaled_widths()}"
-            raise ValueError(f"{self.name}: each stage needs a block and a channel, not {shape}")
+            raise ValueError(f"{self.name}: each stage needs at least one block and one channel, not {shape}")
 
     def kept_depths(self) -> tuple[int, ...]:
         """Blocks in each stage that is kept."""

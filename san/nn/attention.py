@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         _check_whole(channels=channels, footprint=footprint, r1=r1, r2=r2)
         check_side(footprint)
         if channels % r1 or channels % r2:
-            raise ValueError(f"{channels} channels cannot be divided by r1={r1} and by r2={r2}")
+            raise ValueError(f"{channels} channels are not divisible by r1={r1} and by r2={r2}")
         self.footprint = footprint
         self.relation_channels = channels // r1
         self.value_channels = channels // r2
@@ -110,7 +110,7 @@ class VectorAttention(SelfAttention):
         super().__init__(channels, footprint, r1, r2, transformation)
         _check_whole(group_size=group_size)
         if self.value_channels % group_size:
-            raise ValueError(f"{self.value_channels} value channels (C / r2) cannot be divided by group_size={group_size}")
+            raise ValueError(f"{self.value_channels} value channels (C / r2) are not divisible by group_size={group_size}")
         self.weight_channels = self.value_channels // group_size
 
     def extra_repr(self) -> str:
@@ -146,7 +146,7 @@ class PairwiseAttention(VectorAttention):
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
         hidden = choose("mapping", mapping, MAPPINGS).pairwise(channels // HIDDEN_REDUCTION)
         if hidden and channels % HIDDEN_REDUCTION:
-            raise ValueError(f"{channels} channels cannot be divided by {HIDDEN_REDUCTION} for the hidden layers of {mapping}")
+            raise ValueError(f"{channels} channels are not divisible by {HIDDEN_REDUCTION}, which mapping {mapping} requires")
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
         self.gamma = gamma((d, *hidden, self.weight_channels))
 
@@ -242,7 +242,9 @@ class ScalarAttention(SelfAttention):
         _check_whole(heads=heads)
         R, M = self.relation_channels, self.value_channels
         if R % heads or M % heads or R % 2:
-            raise ValueError(f"{R} relation and {M} value channels cannot be divided by heads={heads} and into two halves")
+            raise ValueError(
+                f"{R} relation channels and {M} value channels must be divisible by heads={heads} (the first also by 2)"
+            )
         self.weight_channels = heads
         self.rows = nn.Parameter(torch.empty(R // 2, footprint, 1))
         self.columns = nn.Parameter(torch.empty(R // 2, 1, footprint))
@@ -264,7 +266,7 @@ class ScalarAttention(SelfAttention):
 def _check_whole(**numbers: int) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+            raise ValueError(f"{name} must be an integer of at least 1, not {number!r}")
 
 
 def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
@@ -282,7 +284,7 @@ def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
         ValueError: the network is in training mode, where the weights would change its running statistics.
     """
     if any(module.training for module in model.modules()):
-        raise ValueError("attention weights are those of a network in evaluation mode; call model.eval() first")
+        raise ValueError("attention_weights needs a model in evaluation mode; call model.eval() first")
     found: dict[str, Tensor] = {}
 
     def watch(name: str, layer: SelfAttention) -> RemovableHandle:

@@ -102,7 +102,7 @@ def _is_plain(norm: nn.Module) -> bool:
 
 def _require_several(norm: nn.BatchNorm2d, values: int) -> None:
     if norm.training and values == 1:
-        raise ValueError("training needs more than 1 value per channel: a larger batch, map or footprint")
+        raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
 
 
 def _normalization(norm: nn.BatchNorm2d) -> Normalization:

@@ -15,10 +15,10 @@ def check_map(x: Tensor, layer: nn.Conv2d, name: str) -> None:
         ValueError: `x` is not [N, C, H, W] with the layer's number of channels, or of another dtype or device.
     """
     if x.dim() != 4 or x.shape[1] != layer.in_channels:
-        raise ValueError(f"{name} must be [N, {layer.in_channels}, H, W], not {list(x.shape)}")
+        raise ValueError(f"{name} must have shape [N, {layer.in_channels}, H, W], not {list(x.shape)}")
     weight = layer.weight
     if x.device != weight.device:
-        raise ValueError(f"{name} is on {x.device}, but the model is on {weight.device}; move one of them")
+        raise ValueError(f"{name} is on {x.device}, but the model is on {weight.device}; move one to the other")
     if x.dtype != weight.dtype and not _is_cast(x):
         raise ValueError(f"{name} is {x.dtype}, but the model is {weight.dtype}; convert one of them")
 

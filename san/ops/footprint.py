@@ -10,7 +10,7 @@ def check_side(kernel_size: int) -> None:
         ValueError: even or non-positive `kernel_size`.
     """
     if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"a footprint must be odd and positive (1, 3, 5, ...), not {kernel_size}")
+        raise ValueError(f"the footprint must be odd and positive (1, 3, 5, ...), not {kernel_size}")
 
 
 def check_footprint(kernel_size: int, height: int, width: int) -> None:
@@ -25,6 +25,6 @@ def check_footprint(kernel_size: int, height: int, width: int) -> None:
     least = kernel_size // 2 + 1
     if height < least or width < least:
         raise ValueError(
-            f"a {kernel_size}x{kernel_size} footprint needs a map of at least {least}x{least}, not {height}x{width}: "
-            f"reflection cannot fill the rest; use a smaller footprint or a larger input"
+            f"a {kernel_size}x{kernel_size} footprint with reflection padding needs a feature map of at least {least}x{least}, "
+            f"not {height}x{width}; use a smaller footprint or larger images"
         )

@@ -89,7 +89,9 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
     """
     _check_pair(phi_NRHW, psi_NRHW, kernel_size)
     if groups < 1 or phi_NRHW.shape[1] < 1 or phi_NRHW.shape[1] % groups != 0:
-        raise ValueError(f"phi's {phi_NRHW.shape[1]} channels must be a positive multiple of the {groups} groups")
+        raise ValueError(
+            f"the number of channels of phi ({phi_NRHW.shape[1]}) must be a positive multiple of groups ({groups})"
+        )
     if _kernels_run(phi_NRHW):
         return torch.ops.san.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
     return reference.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
@@ -110,9 +112,11 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
     wanted = (N, kernel_size**2, H * W)
     shape = weight_NGKP.shape
     if weight_NGKP.dim() != 4 or (shape[0], shape[2], shape[3]) != wanted:
-        raise ValueError(f"weight must be [N={N}, G, K={wanted[1]}, P={wanted[2]}] for this beta, not {list(shape)}")
+        raise ValueError(f"weight must have shape [N={N}, G, K={wanted[1]}, P={wanted[2]}] to match beta, not {list(shape)}")
     if shape[1] < 1 or C < 1 or C % shape[1] != 0:
-        raise ValueError(f"beta's {C} channels must be a positive multiple of the {shape[1]} weight channels")
+        raise ValueError(
+            f"the number of channels of beta ({C}) must be a positive multiple of the weight channels ({shape[1]})"
+        )
     aggregate = torch.ops.san.aggregation if _kernels_run(beta_NCHW) else reference.aggregation
     y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
     if _is_transformed():  # vmap knows no memory formats
@@ -143,14 +147,15 @@ def _check_pair(phi: Tensor, psi: Tensor, kernel_size: int) -> None:
     _check_map(psi, "psi")
     _check_alike(phi, psi, "phi", "psi")
     if phi.shape != psi.shape:
-        raise ValueError(f"phi and psi must have one shape, not {list(phi.shape)} and {list(psi.shape)}")
+        raise ValueError(f"phi and psi must have the same shape, not {list(phi.shape)} and {list(psi.shape)}")
     check_footprint(kernel_size, *phi.shape[2:])
 
 
 def _check_alike(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
     if a.dtype != b.dtype or a.device != b.device:
         raise ValueError(
-            f"{a_name} and {b_name} must have one dtype and device, not {a.dtype} on {a.device} and {b.dtype} on {b.device}"
+            f"{a_name} and {b_name} must have the same dtype and device, "
+            f"not {a.dtype} on {a.device} and {b.dtype} on {b.device}"
         )
 
 

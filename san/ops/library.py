@@ -50,7 +50,7 @@ def missing(device: str) -> str | None:
     for gpu in range(torch.cuda.device_count() if device == "cuda" else 0):
         if (seen := torch.cuda.get_device_capability(gpu)) < needed:
             name = "this GPU" if torch.cuda.device_count() == 1 else f"GPU {gpu}"
-            return "{} has compute capability {}.{}; {}.{} or more is needed".format(name, *seen, *needed)
+            return "{} has compute capability {}.{}, but the kernels need {}.{} or higher".format(name, *seen, *needed)
     return load_kernels().get(device)
 
 
@@ -62,7 +62,7 @@ def runs_on(device: str) -> bool:
     reason = missing(device)
     if reason is not None:
         where = "the CPU" if device == "cpu" else "the GPU"
-        warnings.warn(f"san runs on its slower reference operators on {where}: {reason}", stacklevel=2)
+        warnings.warn(f"san falls back to its slower reference operators on {where}: {reason}", stacklevel=2)
     return reason is None
 
 
@@ -234,7 +234,7 @@ def _fused_outputs(beta: Tensor, gamma: tuple[Any, ...], extra_channels: int) ->
 
 def _refuse_second_derivative(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(f'san::{name} has no second derivative; run the model under san.ops.backend("unfused")')
+        raise RuntimeError(f'san::{name} does not support second derivatives; run the model under san.ops.backend("unfused")')
 
     torch.library.register_autograd(f"san::{name}_backward", backward, setup_context=lambda ctx, inputs, output: None)
 

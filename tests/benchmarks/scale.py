@@ -1,4 +1,4 @@
-"""How cost grows with cells, writers and the size of a plan: the figures of docs/scale.md.
+"""How cost grows with cells, writers and the size of a plan: the figures of docs/results/scale.md.
 
     python -m tests.benchmarks.scale cells 200        # a sweep of cells that do nothing, in a session of this machine
     python -m tests.benchmarks.scale nodes 8 40       # 40 of them on a cluster of 8 nodes, all on this machine
@@ -7,7 +7,7 @@
     python -m tests.benchmarks.scale writers 64 10 2  # cells that log an epoch every 10 s, to `mlflow server --workers 2`
                                                       # on PostgreSQL; every 0 s: as fast as they are answered
     python -m tests.benchmarks.scale plan 10000       # `san plan` of a product with so many cells
-    python -m tests.benchmarks.scale draw docs        # the curves of all that was measured
+    python -m tests.benchmarks.scale draw docs/results  # the curves of all that was measured
 
 Each call appends lines of JSON to `--record`, from which `draw` takes them.
 """
@@ -341,14 +341,6 @@ PICTURES = {
         Panel("writers", "every", "p95_seconds", "64 cells: seconds per epoch", "95 % answered within, s", "workers", _at_ease),
         Panel("writers", "writers", "epochs_per_second", "writers, full speed", "epochs per second", "workers", _at_full_speed),
         Panel("writers", "writers", "p95_seconds", "writers, full speed", "95 % answered within, s", "workers", _at_full_speed),
-    ),
-    "workers": (
-        Panel("workers", "workers", "first_after", "workers of a cell", "seconds to the first cell's end"),
-        Panel("workers", "workers", "seconds_each", "workers of a cell", "seconds for each further cell"),
-    ),
-    "nodes": (
-        Panel("nodes", "nodes", "first_after", "nodes", "seconds to the first cell's end"),
-        Panel("nodes", "nodes", "seconds", "nodes", "seconds for 40 cells", "", lambda line: "all_cells" in line),
     ),
 }
 

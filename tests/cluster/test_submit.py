@@ -265,7 +265,7 @@ def test_a_grid_that_fails_ends_with_one(san: San, tmp_path: Path) -> None:
     done = san("submit", "wild.yaml", "--runs", str(tmp_path / "runs"), "recipe.epochs=1", "recipe.lr=1e30")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not finished: only; the same command continues" in done.stdout
-    assert "failed: its command ended with exit code 1" in done.stderr
+    assert "failed: the command exited with code 1" in done.stderr
 
 
 @contextmanager
@@ -313,7 +313,7 @@ def test_a_log_is_followed_over_a_cut_connection_to_its_end(head: Head, server: 
                 cut()
 
         job = JobServer(f"http://127.0.0.1:{port}").follow("counting", hear)
-    assert (job.state, job.exit_code, job.message) == ("failed", 2, "its command ended with exit code 2")
+    assert (job.state, job.exit_code, job.message) == ("failed", 2, "the command exited with code 2")
     assert "".join(pieces) == server.log("counting")
     assert [line for line in "".join(pieces).splitlines() if line.startswith("line")] == [f"line {i}" for i in range(12)]
     assert server.jobs()[0] == server.job("counting")
@@ -328,14 +328,14 @@ def test_without_the_token_nothing_is_told(head: Head) -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({}, "asks for a token, and there is none: put the cluster's into {home}/.ray/auth_token, or set RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_MODE": "token"}, "asks for a token, and there is none: put"),
+        ({}, "requires a token; save the cluster's token to {home}/.ray/auth_token, or set RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_MODE": "token"}, "requires a token; save"),
         ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "{token}"}, "RAY_AUTH_MODE=disabled sends none"),
-        ({"RAY_AUTH_TOKEN": "0123456789"}, "refuses the token in RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_TOKEN_PATH": "{home}/wrong"}, "refuses the token in {home}/wrong"),
-        ({"RAY_AUTH_TOKEN": "tökén"}, "RAY_AUTH_TOKEN holds no token, which is one word of ASCII"),
-        ({"RAY_AUTH_TOKEN_PATH": "{home}/lines"}, "{home}/lines holds no token, which is one word of ASCII"),
-        ({"RAY_AUTH_TOKEN_PATH": "{home}/binary"}, "{home}/binary holds no token, which is one word of ASCII"),
+        ({"RAY_AUTH_TOKEN": "0123456789"}, "rejected the token in RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN_PATH": "{home}/wrong"}, "rejected the token in {home}/wrong"),
+        ({"RAY_AUTH_TOKEN": "tökén"}, "RAY_AUTH_TOKEN does not hold a valid token (one word in ASCII)"),
+        ({"RAY_AUTH_TOKEN_PATH": "{home}/lines"}, "{home}/lines does not hold a valid token (one word in ASCII)"),
+        ({"RAY_AUTH_TOKEN_PATH": "{home}/binary"}, "{home}/binary does not hold a valid token (one word in ASCII)"),
     ],
 )
 def test_a_token_that_is_missing_or_wrong_is_explained(
@@ -357,8 +357,8 @@ def test_a_token_that_is_missing_or_wrong_is_explained(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "refused: {gcs} asks for a token, and there is none"),
-        ({"RAY_AUTH_TOKEN": "0123456789"}, "refused: {gcs} refuses the token in RAY_AUTH_TOKEN"),
+        ({}, "refused: {gcs} requires a token; save"),
+        ({"RAY_AUTH_TOKEN": "0123456789"}, "refused: {gcs} rejected the token in RAY_AUTH_TOKEN"),
         ({"RAY_AUTH_TOKEN": "two words"}, "refused: RAY_AUTH_TOKEN holds no token"),
         ({"RAY_AUTH_TOKEN": "{token}"}, "Resources("),
     ],
@@ -414,7 +414,7 @@ def test_other_servers(body: bytes, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("address", "variables", "sentence"),
     [
-        (None, {}, "no job server is named: give --address http://head:8265, or set RAY_API_SERVER_ADDRESS"),
+        (None, {}, "the address of the job server is missing; give --address http://head:8265 or set RAY_API_SERVER_ADDRESS"),
         (None, {"RAY_ADDRESS": "head:6379"}, "no job server is named"),
         (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9"),
         ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "nothing answers at http://127.0.0.1:9"),
@@ -466,7 +466,7 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.environment(["PASSWORD=hunter2"])
     assert "hunter2" not in str(caught.value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
-    with pytest.raises(UserError, match="must not hold a user's password"):
+    with pytest.raises(UserError, match="contains a password, but addresses are printed and stored"):
         submit.environment([])
     for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

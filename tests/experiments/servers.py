@@ -82,7 +82,7 @@ class Server:
 
 
 class ObjectStore:
-    """moto's S3 server, which keeps everything in memory; skips the test where it is missing. It has one bucket, `runs`."""
+    """moto's S3 server, which keeps everything in memory; skips the test where missing file. It has one bucket, `runs`."""
 
     KEYS: ClassVar = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "open sesame"}
 

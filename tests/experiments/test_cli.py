@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "an image beyond all sizes": (lambda tmp: ["complexity", "resnet26", "--size", "400000000"], ["--size"]),
     "a stage of a million blocks": (
         lambda tmp: ["complexity", "san10_pairwise", "depths=[1000000,1,1,1,1]"],
-        ["a stage of 1000000 blocks is beyond 1000"],
+        ["a stage may have at most 1000 blocks, not 1000000"],
     ),
     "unknown keys and values, all at once": (
         lambda tmp: ["run", bad_grid(tmp)],
@@ -308,8 +308,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "footprint larger than a map": (
         lambda tmp: ["run", str(SMALL_GRID), "model.footprint=13"],
         [
-            "row pairwise_3: model: stage 2 of san10_pairwise at input size 24: a 13x13 footprint needs a map of at least 7x7",
-            "row patchwise_3: model: stage 2 of san10_patchwise at input size 24: a 13x13 footprint",
+            "row pairwise_3: model: stage 2 of san10_pairwise with images of 24 x 24 pixels: a 13x13 footprint with "
+            "reflection padding needs a feature map of at least 7x7",
+            "row patchwise_3: model: stage 2 of san10_patchwise with images of 24 x 24 pixels: a 13x13 footprint",
         ],
     ),
     "crop that is not one": (lambda tmp: ["run", str(SMALL_GRID), "data.resize=8"], ["data.resize: must be at least size (24"]),
@@ -334,7 +335,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "complexity of an unknown model": (
         lambda tmp: ["complexity", "san10_pairwize"],
-        ["san: unknown model 'san10_pairwize'; did you mean 'san10_pairwise'? Known: san10_pairwise, "],
+        ["san: unknown model 'san10_pairwize'; did you mean 'san10_pairwise'? Choose from: san10_pairwise, "],
     ),
     "complexity with unknown fields": (
         lambda tmp: ["complexity", "resnet26", "footprnt=5", "relation=dot"],
@@ -346,7 +347,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "complexity at a size that is too small": (
         lambda tmp: ["complexity", "--grid", str(SMALL_GRID), "--size", "20"],
-        ["pairwise_3: stage 4 of san10_pairwise at input size 20", "resnet26_3: resnet26 needs an input of at least 32 pixels"],
+        ["pairwise_3: stage 4 of san10_pairwise with images of 20 x 20", "resnet26 needs images of at least 32 x 32"],
     ),
     "complexity of a broken grid": (
         lambda tmp: ["complexity", "--grid", bad_grid(tmp)],
@@ -359,11 +360,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "nothing to browse": (lambda tmp: ["ui"], ["no runs yet; train a grid with `san run` first"]),
     "weights that are none": (
         lambda tmp: ["convert", bad_grid(tmp), str(tmp / "ours.pth")],
-        ["bad.yaml: is not a file that torch.save wrote, or it is damaged"],
+        ["bad.yaml: not a file written by torch.save, or damaged"],
     ),
     "no weights": (
         lambda tmp: ["convert", str(tmp / "no-such.pth"), str(tmp / "ours.pth")],
-        ["no-such.pth: cannot be read (No such file or directory)"],
+        ["no-such.pth: cannot read this file (No such file or directory)"],
     ),
     "two models": (
         lambda tmp: ["complexity", "san10_pairwise", "name=resnet26"],
@@ -371,11 +372,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "no channels in a stem": (
         lambda tmp: ["complexity", "resnet26", "stem_width=0"],
-        ["resnet26: stem and bottlenecks need a channel, not 0 and 64; give larger widths"],
+        ["resnet26: stem and bottlenecks need at least 1 channel, not 0 and 64; give larger widths"],
     ),
     "too many channels": (
         lambda tmp: ["complexity", "san10_pairwise", "width_mult=1e9"],
-        ["san10_pairwise: a stage of 2048000000000 channels is beyond 65536"],
+        ["san10_pairwise: a stage of at most 65536 channels, not 2048000000000"],
     ),
     "weights over a file": (
         lambda tmp: ["convert", "a.pth", bad_grid(tmp)],
@@ -415,7 +416,7 @@ def test_what_is_no_checkpoint_is_told_with_what_is(arguments: list[str], name: 
 @pytest.mark.parametrize("command", ["evaluate", "robustness", "show"])
 def test_a_name_that_is_too_long_is_no_file(command: str, san: San) -> None:
     code, _, err = san(command, 300 * "x", *["3"] * (command == "show"))
-    assert (code, err) == (2, f"san: {300 * 'x'}: cannot be read (File name too long)\n")
+    assert (code, err) == (2, f"san: {300 * 'x'}: cannot read this file (File name too long)\n")
 
 
 @pytest.mark.parametrize("address", ["http://me:secret@host/model.pth", "s3://bucket/model.pth"])
@@ -429,7 +430,7 @@ def test_runs_that_are_empty_are_not_this_folder(san: San, tmp_path: Path, monke
     code, _, err = san("runs", "--runs", "")
     assert (code, err) == (
         2,
-        "san: --runs: it is empty, as of a variable that is not set; name a folder, or leave the option out\n",
+        "san: --runs: empty file, as of a variable that is not set; name a folder, or leave the option out\n",
     )
     monkeypatch.setenv("SAN_RUNS", "")
     assert default_runs() == str(PROJECT_DIR / "runs")
@@ -447,7 +448,7 @@ def test_an_empty_address_is_not_taken_for_none(
     command: list[str], san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")  # which an address comes before
-    sentence = "san: --address: it is empty, as of a variable that is not set; give an address, or leave the option out\n"
+    sentence = "san: --address: empty file, as of a variable that is not set; give an address, or leave the option out\n"
     assert san(*command, "--address", "") == (2, "", sentence)
     assert not (tmp_path / "runs").exists()
 

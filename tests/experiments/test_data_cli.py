@@ -102,7 +102,7 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
     code, out, _ = san_data(*arguments)
     assert code == 1
     first, last = out.splitlines()
-    assert first == f"{images}/train/dog/3.jpg: it is empty"
+    assert first == f"{images}/train/dog/3.jpg: empty file"
     assert last.startswith("train: 12 images, 1 broken; 2 other files passed over, such as train/loose.jpg; ")
 
     code, out, _ = san_data(*arguments, "--json", "--workers", "1")
@@ -113,7 +113,7 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
             "split": "train",
             "packed": False,
             "images": 12,
-            "broken": [{"path": f"{images}/train/dog/3.jpg", "reason": "it is empty"}],
+            "broken": [{"path": f"{images}/train/dog/3.jpg", "reason": "empty file"}],
             "passed_over": ["train/loose.jpg", "train/cat/notes.txt"],
             "list": str(tmp_path / "lists/train.txt"),
             "digest": train.digest(),
@@ -132,7 +132,7 @@ def test_check_tells_of_split_lists_that_name_what_is_broken(images: Path, san_d
     broken.write_bytes(bytes(len(broken.read_bytes())))
     _, out, _ = san_data("check", images, "--split", "train")
     assert out.endswith(f"; run `san data split` again: broken images are in {images}/train-split.txt\n")
-    with pytest.raises(DataError, match=rf"{train.paths[0]} cannot be used: .* and `san data split {images}` again"):
+    with pytest.raises(DataError, match=rf"{train.paths[0]}: cannot use this image: .* and `san data split {images}` again"):
         list(Loader(train, Transform(), train=False, batch=1).epoch(0))
     san_data("split", images, "--per-class", "1")
     _, out, _ = san_data("check", images, "--split", "train")
@@ -143,7 +143,7 @@ def test_check_tells_of_shards_without_an_index(images: Path, san_data: SanData,
     san_data("pack", images, tmp_path / "shards")
     (tmp_path / "shards/train.index").unlink()
     code, _, err = san_data("check", tmp_path / "shards")
-    assert code == 2 and f"no shards of train in {tmp_path}/shards" in err
+    assert code == 2 and f"{tmp_path}/shards: no shards of 'train'" in err
 
 
 def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> None:
@@ -155,7 +155,7 @@ def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> No
     code, out, _ = san_data("check", images, "--split", "train")
     first, last = out.splitlines()
     assert code == 1
-    assert first == f"{images}/{shown}: its name holds a line break, which a list cannot: rename it"
+    assert first == f"{images}/{shown}: its name contains a line break, which image lists cannot store; rename it"
     assert r"; 1 other files passed over, such as train/dog/x\n; " in last
 
 
@@ -163,7 +163,7 @@ def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: 
     (images / "val/dog/0.jpg").write_bytes(b"no image")
     code, out, _ = san_data("check", images)
     assert code == 1
-    assert "no list was written: " in out and "val would have no image left of dog" in out
+    assert "no list was written: " in out and "val: no readable image left in dog" in out
     assert sorted(path.name for path in images.glob("*.txt")) == ["train.txt"]
     data = Dataset.scan(images, "val")
     write_list(images / "val.txt", data.paths, data.sizes)
@@ -210,18 +210,18 @@ def test_rejects_a_val_split_of_two_draws(images: Path, san_data: SanData) -> No
     first = (images / "train-split.txt").read_bytes()
     assert san_data("split", images, "--per-class", "2", "--seed", "1")[0] == 0
     (images / "train-split.txt").write_bytes(first)
-    with pytest.raises(DataError, match=r"The splits train-split and val-split share \d image\(s\), such as train/"):
+    with pytest.raises(DataError, match=r"splits train-split and val-split share \d image\(s\), such as train/"):
         open_data(config(images, split="val-split"))
 
 
 def test_split_makes_nothing_where_there_is_no_data_or_a_name_cannot_be_listed(images: Path, san_data: SanData) -> None:
     code, _, err = san_data("split", images / "nowhere")
-    assert code == 2 and f"There is no data folder {images}/nowhere: expected " in err
+    assert code == 2 and f"{images}/nowhere: no such data folder; expected " in err
     assert san_data("split", images / "nowhere", "--lists", images / "lists")[0] == 2
     assert not (images / "nowhere").exists() and not (images / "lists").exists()
     (images / "train/dog/4.jpg").rename(images / "train/dog/4\n.jpg")
     code, _, err = san_data("split", images, "--per-class", "2", "--lists", images / "lists")
-    assert code == 2 and r"The image 'train/dog/4\n.jpg' has a line break in its name" in err
+    assert code == 2 and r"'train/dog/4\n.jpg': this file name contains a line break" in err
     assert not (images / "lists").exists() and not list(images.glob("*.txt"))
 
 
@@ -254,7 +254,7 @@ def test_shards_are_trained_on_as_the_folder_was(images: Path, san_data: SanData
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     code, out, _ = san_data("check", out_folder, "--split", "train")
     assert code == 1
-    assert out.startswith(f"{damaged.name}: has the checksum ")
+    assert out.startswith(f"{damaged.name}: checksum ")
 
 
 def test_split_lists_are_packed_under_their_names(images: Path, san_data: SanData, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
     [
         ({"root": None}, "data.root: missing; give the folder with the images, which data.source=folder needs"),
         ({"source": "digits", "lists": "lists"}, "data.lists: only data.source=folder has lists, not digits; leave it out"),
-        ({"source": "shards"}, "There are no shards of train in "),
+        ({"source": "shards"}, "no shards of 'train'; expected "),
         (
             {"source": "synthetic", "lists": "lists"},
             "data.lists: only data.source=folder has lists, not synthetic; leave it out",
@@ -348,7 +348,7 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
             "data.train_per_class: synthetic images are not chosen from others; give",
         ),
         ({"source": "synthetic", "synthetic_classes": 10**9}, "1000000000 classes of 50 synthetic images are "),
-        ({"lists": "/no/such/lists"}, "There is no folder of lists /no/such/lists: make one with `san data check"),
+        ({"lists": "/no/such/lists"}, "/no/such/lists: no such folder of image lists; create it with `san data check"),
         ({"split": "val-split", "val_split_per_class": 6}, "data.val_split_per_class: "),
     ],
 )
@@ -361,22 +361,22 @@ def test_rejects_data_that_cannot_be_had(images: Path, fields: dict[str, Any], s
 @pytest.mark.parametrize(
     ("arguments", "sentences"),
     [
-        (["check", "{root}/nowhere"], ["There is no data folder {root}/nowhere: expected "]),
-        (["check", "{root}", "--split", "test"], ["The data folder {root} has no folder test/: expected "]),
+        (["check", "{root}/nowhere"], ["{root}/nowhere: no such data folder; expected "]),
+        (["check", "{root}", "--split", "test"], ["{root}: this data folder has no folder test/; expected "]),
         (["check", "{root}", "--lists", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be "]),
-        (["split", "{root}", "--per-class", "5"], ["has too few images for 5 of each class and 1 to be left: dog has 5"]),
-        (["split", "{root}/nowhere", "--lists", "{root}"], ["There is no data folder {root}/nowhere"]),
+        (["split", "{root}", "--per-class", "5"], ["too few images for 5 per class plus 1 to keep: dog has 5"]),
+        (["split", "{root}/nowhere", "--lists", "{root}"], ["{root}/nowhere: no such data folder"]),
         (["split", "{root}", "--per-class", "0"], ["Invalid value for '--per-class'"]),
         (["pack", "{root}", "{root}/out", "--shard-size", "3 pages"], ["'3 pages' is no size; expected a number and one of"]),
-        (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be written (File exists)"]),
+        (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg: cannot write to this folder (File exists)"]),
         (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/: expected "]),
         (["order", "{root}", "train", "--batch-size", "1", "--workers", "2"], ["too few for 2 ranks"]),
         (["order", "{root}", "train", "--seed", str(2**63)], ["Invalid value for '--seed'"]),
-        (["check", "{root}", "--split", ""], ["'' is no name of a split: expected"]),
-        (["pack", "{root}", "{root}/out", "--split", "../x"], ["'../x' is no name of a split: expected"]),
+        (["check", "{root}", "--split", ""], ["'' is not a valid split; expected"]),
+        (["pack", "{root}", "{root}/out", "--split", "../x"], ["'../x' is not a valid split; expected"]),
         (["order", "{root}", "train", "--workers", "100000"], ["Invalid value for '--workers'"]),
         (["check", "{root}", "--workers", "100000"], ["Invalid value for '--workers'"]),
-        (["order", "{root}", "train", "--lists", "{root}/nowhere"], ["There is no folder of lists {root}/nowhere"]),
+        (["order", "{root}", "train", "--lists", "{root}/nowhere"], ["{root}/nowhere: no such folder of image lists"]),
     ],
 )  # fmt: skip
 def test_rejects(arguments: list[str], sentences: list[str], images: Path, san_data: SanData) -> None:
@@ -392,7 +392,7 @@ def test_check_refuses_to_replace_a_strangers_file(images: Path, san_data: SanDa
     (images / "val.txt").write_text("ILSVRC2012_val_00000001.JPEG 65\n")
     code, out, err = san_data("check", images)
     assert (code, out) == (2, "")
-    assert "val.txt is there already and no list of images: keep lists in another folder (--lists, data.lists)" in err
+    assert "val.txt: already exists and is not an image list; keep lists in another folder (--lists, data.lists)" in err
     assert [path.name for path in images.glob("*.txt")] == ["val.txt"]
 
 

@@ -214,7 +214,7 @@ def store_of(trained: Trained) -> list[str]:
 
 
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
+    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
     "no trial of that key": (
         lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
         "0123456789ab: there is no such file, and no trial of that key in ",
@@ -226,19 +226,19 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "no such model": (
         lambda trained, _: ["models:/none/1", *store_of(trained)],
-        "no such model of a trial; the page Models of `san ui` lists them",
+        "no such registered model; see the Models page of `san ui`",
     ),
     "no such version": (
         lambda trained, _: [f"models:/{MODEL}/9", *store_of(trained)],
         f"models:/{MODEL}/9: MLflow at sqlite:///",
     ),
-    "no such alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such model of a trial"),
+    "no such alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such registered model"),
     "a model without a version": (
         lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
-        f"models:/{MODEL}: a registered model is written models:/NAME/VERSION or models:/NAME@ALIAS",
+        f"models:/{MODEL}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS",
     ),
     "a folder of something else": (lambda _, tmp: [str(tmp)], "has no checkpoint epoch-*-step-0000000.pt of a whole epoch"),
-    "a text": (lambda _, tmp: [str(SMALL_GRID)], "is not a file that torch.save wrote, or it is damaged"),
+    "a text": (lambda _, tmp: [str(SMALL_GRID)], "not a file written by torch.save, or damaged"),
     "one flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
     "a tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "holds no dict of weights but Tensor"),
     "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "holds no state dict"),
@@ -280,9 +280,9 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
-        "model: stage 1 of san10_pairwise at input size 2: ",
+        "model: stage 1 of san10_pairwise with images of 2 x 2 pixels: ",
     ),
-    "no images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], "There is no data folder "),
+    "no images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], ": no such data folder; "),
     "no such split": (lambda trained, tmp: [str(trained.folder), "--split", "test"], "has no folder test/"),
     "another number of classes": (
         lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)],

@@ -238,7 +238,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
         [
             ["row a: model.name:", "unknown model 'san10_pairwize'", "did you mean 'san10_pairwise'?"],
             ["row b: model.footprnt:", "unknown key; did you mean 'footprint'?", "Allowed: depths, footprint"],
-            ["row c: model:", "stage 2 of san10_pairwise at input size 24", "at least 7x7, not 6x6"],
+            ["row c: model:", "stage 2 of san10_pairwise with images of 24", "at least 7x7, not 6x6"],
             ["row d: model.footprint:", "integer", "'seven'"],
             ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
@@ -295,14 +295,14 @@ def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: C
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{name: resnet26, footprint: 4}", "a footprint must be odd and positive"),
-        ("{name: resnet26, footprint: -3}", "a footprint must be odd and positive"),
+        ("{name: resnet26, footprint: 4}", "the footprint must be odd and positive"),
+        ("{name: resnet26, footprint: -3}", "the footprint must be odd and positive"),
         ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: input should be a valid number"),
         ("{name: resnet26, width_mult: .inf}", "width_mult must be positive, not inf"),
         ("{name: resnet26, num_stages: two}", "model.num_stages: input should be a valid integer"),
         ("{name: resnet26, widths: 5}", "model.widths: a list was expected, not 5"),
         ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* cannot be divided by group_size=8"),
-        ("{name: san10_pairwise, r1: 0}", "r1 must be a whole number of at least 1, not 0"),
+        ("{name: san10_pairwise, r1: 0}", "r1 must be an integer of at least 1, not 0"),
         ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
         ("{}", "model.name: missing; it must be given"),
         ("3", r"rows\[0\].model: a mapping of keys was expected, not 3"),

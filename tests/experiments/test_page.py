@@ -122,7 +122,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
-def cells(page: Browser, row: str, table: str = "section[aria-labelledby=answer]") -> list[str]:
+def cells(page: Browser, row: str, table: str = "section[aria-labelledby=results]") -> list[str]:
     """What a row of a table shows, without its heading."""
     found = f"[...document.querySelectorAll('{table} tbody tr')].find(r => r.cells[0].innerText === '{row}')"
     return list(page.evaluate(f"[...{found}.cells].slice(1).map(c => c.innerText)"))
@@ -158,16 +158,16 @@ def test_the_page_in_a_browser(
     assert shown.evaluate("document.title") == f"asked: {QUESTION}"
     assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
     ended = max(result.ended for result in known_results(job).values())
-    assert f"7 of 10 cells finished\nlast one ended {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
+    assert f"7 of 10 cells finished\nlast cell finished {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
 
-    assert cells(shown, "resnet26_3") == ["76.0", "90.5 ± 6.4", "100.0", "13.7", "13.7", "2.4", "2.4"]
+    assert cells(shown, "resnet26_3") == ["76.0", "90.5 (90.0, 91.0)", "100.0", "13.7", "13.7", "2.4", "2.4"]
     assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
     assert cells(shown, "patchwise_5")[:3] == ["78.7", "not finished", "not finished"]
 
     charts = shown.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.getAttribute('aria-label'))")
     assert len(charts) == 2 + 4 + 2 * 3  # the grid's own and the cost, ours and the paper's; accuracy and loss of 3 families
     assert charts[0].startswith(
-        "Top-1 accuracy over side of the footprint, pixels, ours, digits. resnet26: resnet26_3: 90.5 ± 6.4 %"
+        "Top-1 accuracy against side of the footprint, pixels, ours, digits. resnet26: resnet26_3: 90.5 %"
     )
     assert shown.evaluate("document.querySelectorAll('svg.chart path.curve').length") == 2 * 4
     ends = "[...document.querySelectorAll('svg.chart path.curve')].map(p => (p.getAttribute('d').match(/L/g) || []).length)"
@@ -185,9 +185,9 @@ def test_the_page_in_a_browser(
         f"channel {number}" for number in range(4)
     ]
     assert shown.evaluate("[...document.querySelectorAll('image')].every(i => i.getBBox().width > 0)")
-    looks = shown.evaluate("document.querySelector('section[aria-labelledby=what-the-attention-looks-at]').innerText")
-    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % lies between" in looks
-    assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot be read" in looks
+    looks = shown.evaluate("document.querySelector('section[aria-labelledby=attention-weights]').innerText")
+    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % of the variance" in looks
+    assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot read this file" in looks
 
     reproduce = "section[aria-labelledby=reproduce]"
     assert f"san run {tmp_path / 'asked.yaml'} --profile digits --seeds 2" in shown.text()
@@ -243,8 +243,8 @@ def of_a_field_of_later(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (Path.unlink, "epoch-0003-step-0000000.pt: cannot be read (No such file or directory)"),
-        (damaged, "epoch-0003-step-0000000.pt: is not a file that torch.save wrote, or it is damaged"),
+        (Path.unlink, "epoch-0003-step-0000000.pt: cannot read this file (No such file or directory)"),
+        (damaged, "epoch-0003-step-0000000.pt: not a file written by torch.save, or damaged"),
         (of_two_classes, "size mismatch"),
         (of_a_field_of_later, "late: "),
     ],
@@ -302,8 +302,8 @@ def test_the_best_rows_are_shown_of_many(
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
     answer = Answer(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
     text = page(answer)
-    for what in ("labels, where there is room", "curves", "commands here"):
-        assert f"Of the 6 rows the 3 with the best top-1 have {what}." in text
+    for what in ("labels, where there is room", "curves", "a command here"):
+        assert f"Only the 3 rows with the best top-1 (of 6) have {what}." in text
     assert re.findall("<summary>(.*?)</summary>", text) == kept
     assert re.findall('<text class="label".*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
     assert "with the best top-1 have" not in page(replace(answer, lines=lines[:3]))
@@ -374,10 +374,10 @@ def test_the_answer_of_a_protocol_is_its_table(
         shown.screenshot(tmp_path / f"page-{width}.png")
         assert shown.complaints == [] and faults(shown, width) == {}
     headings = shown.evaluate("[...document.querySelectorAll('h2')].map(h => h.innerText)")
-    assert headings[:3] == ["Answer", "What is left of accuracy", "Accuracy without disturbance"]
+    assert headings[:3] == ["Results", "Accuracy that remains", "Accuracy on clean images"]
     assert "Robustness" not in headings
     rows = shown.evaluate(
-        "[...document.querySelectorAll('[aria-labelledby=answer] tbody')].map(b => [...b.rows].map(r => [...r.cells].map("
+        "[...document.querySelectorAll('[aria-labelledby=results] tbody')].map(b => [...b.rows].map(r => [...r.cells].map("
         "c => c.innerText)))"
     )
     assert [heading for [[heading], *_] in rows] == names
@@ -389,7 +389,7 @@ def test_the_answer_of_a_protocol_is_its_table(
     assert "90.0 1 of 2 seeds" in rows[0][1]
 
 
-def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
+def test_two_seeds_are_shown_instead_of_an_interval(answered: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     """Both seeds lose as much, at accuracies that differ."""
     job = answered(grid=GRID_OF_PROTOCOL.format("rotation"))
     results = known_results(job)
@@ -399,17 +399,15 @@ def test_a_drop_has_the_interval_of_its_seeds(answered: Callable[..., Job], show
             job.tracker.add(results[trial.key].run_id, metrics)
     write_page(job, known_results(job), tmp_path / "page.html")
     shown.open((tmp_path / "page.html").as_uri())
-    turned = "[...document.querySelectorAll('[aria-labelledby=answer] tbody')][1].rows[1].cells"
-    assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 ± 6.4", "24.5", "10.0 ± 0.0"]
-    assert "The interval of a drop is over the drops of single seeds." in shown.text()
+    turned = "[...document.querySelectorAll('[aria-labelledby=results] tbody')][1].rows[1].cells"
+    assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 (80.0, 79.0)", "24.5", "10.0"]
+    assert "The interval of a drop" not in shown.text()
     told = shown.evaluate(
-        "[...document.querySelectorAll('[aria-labelledby=what-is-left-of-accuracy] svg.chart')].map(c => c.ariaLabel)"
+        "[...document.querySelectorAll('[aria-labelledby=accuracy-that-remains] svg.chart')].map(c => c.ariaLabel)"
     )
-    assert told[0] == (
-        "Top-1 under cw90 over top-1 without disturbance, ours, digits. resnet: resnet26: 79.5 ± 6.4 % of 89.5 %."
-    )
+    assert told[0] == ("Top-1 under cw90 against top-1 on clean images, ours, digits. resnet: resnet26: 79.5 % of 89.5 %.")
     assert told[1].startswith(
-        "Top-1 under cw90 over top-1 without disturbance, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
+        "Top-1 under cw90 against top-1 on clean images, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
     )
     assert len(told) == 5  # ours under one condition, the paper's under four
 
@@ -440,7 +438,7 @@ def test_the_difference_is_to_trainings_as_the_papers(
     job = answered(f"data.root={folder_of_1000_classes}", "recipe.epochs=100", profile="imagenet")
     write_page(job, known_results(job), tmp_path / "page.html")
     shown.open((tmp_path / "page.html").as_uri())
-    assert cells(shown, "resnet26_3")[:3] == ["76.0", "90.5 ± 6.4", "+14.5"]
+    assert cells(shown, "resnet26_3")[:3] == ["76.0", "90.5 (90.0, 91.0)", "+14.5"]
     assert "other images" not in shown.text()
 
 

@@ -61,7 +61,10 @@ def test_the_best_weights_are_a_registered_model(
         "san.top1": str(best.history[-1].top1),
         "san.top5": str(best.history[-1].top5),
     }
-    assert "[N, 3, 24, 24]: values in 0..1, minus [0.5, 0.5, 0.5], divided by [0.5, 0.5, 0.5]" in version.description
+    assert (
+        "[N, 3, 24, 24]: values from 0 to 1, normalized with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5]"
+        in version.description
+    )
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", job.workspace.tracking_uri)
     model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}", dst_path=str(tmp_path))
@@ -127,7 +130,7 @@ def test_a_store_without_a_registry_is_left_without(
     monkeypatch.delenv("MLFLOW_REGISTRY_URI")
     assert job.tracker.results()[job.trials[1].key].finished
     assert versions(job) == []
-    assert "the model is not registered: " in job.workspace.log(job.trials[1]).read_text()
+    assert "the model was not registered: " in job.workspace.log(job.trials[1]).read_text()
 
 
 def test_lost_checkpoints_leave_nothing_to_register(

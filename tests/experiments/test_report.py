@@ -56,7 +56,7 @@ def test_a_row_that_the_papers_table_lacks_is_told(
 ) -> None:
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
     job = open_job(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
-    told = "table `footprint`, which has no row a, b, c and no 2 others"
+    told = "table `footprint` (which lacks a, b, c and 2 more rows)"
     show(job, {})
     assert f"Which rows? Paper: ImageNet, {told}. Ours: " in capsys.readouterr().out
     assert f"compared with the paper's {told}" in plan_in_words(job, plan(job), None)
@@ -120,17 +120,22 @@ def test_seeds_are_averaged(write_grid: Callable[[str], Path], tmp_path: Path) -
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
     (line,) = table.lines(job.grid, job.trials, results, paper, counts)
     assert (line.top1, line.seeds) == (92.0, 2)
-    # Student's t at 97.5 % with 1 degree of freedom is 12.706; the standard error is 2.
-    assert line.top1_half_width == pytest.approx(2 * 12.7062, abs=1e-3)
-    assert "| resnet26_3 | 76.0 | 92.0 ± 25.4 | 2 |" in table.as_markdown([line])
-    assert "92.0 ± 25.4      2" in table.as_text([line])
+    assert line.top1_half_width is None  # two seeds are shown as they are
+    assert "| resnet26_3 | 76.0 | 92.0 (90.0, 94.0) | 2 |" in table.as_markdown([line])
+    third = dataclasses.replace(job.trials[0], seed=2)
+    results[third.key] = Result("c", True, {"val/top1": 98.0, "val/top5": 99.0})
+    (line,) = table.lines(job.grid, [*job.trials, third], results, paper, counts)
+    # Student's t at 97.5 % with 2 degrees of freedom is 4.303; the standard error is 4 / sqrt(3).
+    assert line.top1_half_width == pytest.approx(4.302653 * 4 / 3**0.5, abs=1e-3)
+    assert "| resnet26_3 | 76.0 | 94.0 ± 9.9 | 3 |" in table.as_markdown([line])
+    assert "94.0 ± 9.9      3" in table.as_text([line])
     (row,) = csv.DictReader(table.as_csv([line]).splitlines())
-    assert float(row["top1_half_width"]) == line.top1_half_width
+    assert (float(row["top1_half_width"]), row["top1_by_seed"]) == (line.top1_half_width, "90.0 94.0 98.0")
     assert table.as_markdown([line], table.ACCURACY).splitlines()[0] == "| row | top-1 paper | top-1 ours | seeds |"
 
 
 def test_the_interval_of_a_mean() -> None:
-    assert interval.of_mean([]) is interval.of_mean([93.0]) is None
+    assert interval.of_mean([]) is interval.of_mean([93.0]) is interval.of_mean([93.0, 95.0]) is None
     # Mean 92, variance 4, so a standard error of sqrt(4 / 3); t at 97.5 % with 2 degrees of freedom is 4.302653.
     found = interval.of_mean([90.0, 92.0, 94.0])
     assert found is not None

@@ -93,12 +93,12 @@ def test_batches_are_halved_where_memory_does_not_suffice(
     conditions = [Condition(name, name, ("top1",), greedy) for name in ("first", "second")]
     took = measured(found, open_images(found), conditions, shown)
     if fits == 0:
-        with pytest.raises(UserError, match=r"first: memory does not suffice for one image; use another machine$"):
+        with pytest.raises(UserError, match=r"first: not enough memory for a single image; use a machine with more memory$"):
             list(took)
         return
     assert [numbers for _, numbers in took] == [{"top1": 1.0}] * 2
     assert tried == [64, 32, 16, 8, 8]
-    assert "first: memory does not suffice for batches of 16 images; goes on with 8" in caplog.text
+    assert "first: not enough memory for batches of 16 images; continuing with 8" in caplog.text
 
 
 def test_other_errors_are_raised_as_they_are(trained: Trained) -> None:
@@ -333,7 +333,7 @@ def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Pa
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, trained.job.workspace.tracking_uri)
     work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
-    with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot be read \(No such file or directory\)"):
+    with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure(work, lambda metrics: None)
 
 
@@ -426,22 +426,22 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "a profile where all tell their data": (
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "is of a trial, which tells its data; leave out",
     ),
-    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint is given; for each give a file or folder"),
-    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot be read (No such file or directory)"),
-    "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "is not a file that torch.save wrote, or it is damaged"),
+    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint given; expected a file or folder"),
+    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
+    "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "not a file written by torch.save, or damaged"),
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
     "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
     "no such key": (lambda *_: [12 * "0"], "000000000000: there is no such file, and no trial of that key in "),
-    "one twice": (lambda trained, _: [str(trained.folder)] * 2, "is given twice; leave out one"),
+    "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given twice; remove one of them"),
     "no such split": (lambda trained, _: [str(trained.folder), "--split", "test"], "has no folder test/"),
     "another number of classes": (
         lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "answers with 10 classes, but ",
     ),
     "a split without images": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], "has 10 class folder(s) without an image",
+        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], ": 10 class folder(s) without an image",
     ),
     "the second is no checkpoint": (
-        lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot be read",
+        lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot read this file",
     ),
 }  # fmt: skip
 

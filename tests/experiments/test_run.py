@@ -245,9 +245,7 @@ def test_whoever_may_only_read_has_the_table_of_a_finished_grid(
     assert run(job, None)
     out, err = capsys.readouterr()
     assert "Is it?" in out and "written_out" in out
-    assert re.search(
-        "MLflow's pages of the grid are as they were: MLflow at sqlite:.* cannot be used: .*you may only read", err
-    )
+    assert re.search("MLflow's pages of the grid are as they were: cannot use MLflow at sqlite:.*: .*you may only read", err)
 
 
 def test_a_table_that_is_too_long_for_a_description_is_cut_between_rows(open_text: Callable[..., Job]) -> None:
@@ -394,7 +392,9 @@ def test_what_the_tracker_lacks_after_training_is_told(
         said = "other, plain: trained, but MLflow did not take everything; the same command sends the rest"
         assert said in capsys.readouterr().err
         return
-    with pytest.raises(UserError, match=r"cannot be used: .*\nwhat was trained is kept; the same command continues and sends"):
+    with pytest.raises(
+        UserError, match=r"cannot use MLflow .*\nwhat was trained is kept; the same command continues and sends"
+    ):
         run(job, None)
 
 

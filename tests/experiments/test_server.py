@@ -84,7 +84,7 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
         with pytest.raises(SystemExit, match="2"):
             main()
         assert capsys.readouterr().err.splitlines() == [
-            f"san: MLflow at {uri} does not take this user and password; check MLFLOW_TRACKING_USERNAME and "
+            f"san: MLflow at {uri} rejected the user name and password; check MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         ]
 

@@ -53,7 +53,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "whose"),
-    [(("--pixel", "2,20"), "row 0, column 5"), (("--grid", "3"), "3 x 3 spread")],
+    [(("--pixel", "2,20"), "row 0, column 5"), (("--grid", "3"), "3 x 3 grid of pixels")],
     ids=["pixel", "grid"],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +74,7 @@ def test_draws(
         assert picture.info["Description"] == told.removeprefix(f"{out}: ").rstrip("\n")
         assert picture.width == 1200 and picture.height > 800
         assert len(np.unique(np.asarray(picture.convert("L")))) > 100
-    for words in (f"san10_{kind} takes colours.png for class ", f"{kind} attention", whose, "% lies between"):
+    for words in (f"san10_{kind} predicts class ", f"{kind} attention", whose, "variance of"):
         assert words in told
 
 
@@ -143,8 +143,8 @@ def test_layers(asked: str | None, name: str, files: Path) -> None:
 def test_one_channel_is_all_there_is(files: Path, tmp_path: Path) -> None:
     attention = looked(files, "pairwise", layer="0")
     draw(attention, tmp_path / "one.png")
-    assert "in 1 weight channel. " in in_words(attention)
-    assert in_words(attention).endswith("There is one channel, so one map of weights is all that its values are weighed by.")
+    assert "attention, 1 weight channel) " in in_words(attention)
+    assert in_words(attention).endswith("There is only one channel, so all values share one map of weights.")
 
 
 def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
         parameter.data.zero_()
     attention = look(network, open_image(network, str(files / "colours.png")))
     draw(attention, tmp_path / "wide.png")
-    assert "in 128 weight channels" in in_words(attention)
+    assert "attention, 128 weight channels)" in in_words(attention)
     assert (attention.between, attention.between_everywhere) == (0.0, 0.0)
 
 
@@ -208,31 +208,31 @@ def colours(files: Path, *arguments: str) -> list[str]:
 MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "no picture of that name": (
         lambda files, tmp: pairwise(files, str(tmp / "none.png")),
-        "{tmp}/none.png: there is no such file; give the file of one picture, JPEG or PNG\n",
+        "{tmp}/none.png: no such file; expected one JPEG or PNG image\n",
     ),
     "a text": (
         lambda files, tmp: pairwise(files, written(tmp / "a.png", b"a text")),
-        "{tmp}/a.png: it is no JPEG or PNG image; give a sound JPEG or PNG file\n",
+        "{tmp}/a.png: not a JPEG or PNG image; give a sound JPEG or PNG file\n",
     ),
     "a picture that DALI does not know": (
         lambda files, tmp: pairwise(files, gif(files, tmp)),
-        "{tmp}/a.gif: it is a GIF image, which DALI cannot decode; give a sound JPEG or PNG file\n",
+        "{tmp}/a.gif: a GIF image, which DALI cannot decode; give a sound JPEG or PNG file\n",
     ),
     "a folder": (
         lambda files, tmp: pairwise(files, str(tmp)),
-        "{tmp}: is a folder; give the file of one picture, JPEG or PNG\n",
+        "{tmp}: a folder; expected one JPEG or PNG image\n",
     ),
     "no file": (
         lambda files, tmp: pairwise(files, "/dev/null"),
-        "/dev/null: is no file; give the file of one picture, JPEG or PNG\n",
+        "/dev/null: not a regular file; expected one JPEG or PNG image\n",
     ),
     "a name that is too long": (
         lambda files, tmp: pairwise(files, 300 * "x"),
-        "xxx: there is no such file; give the file of one picture, JPEG or PNG\n",
+        "xxx: no such file; expected one JPEG or PNG image\n",
     ),
-    "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: it is empty; give"),
-    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: it is damaged: "),
-    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: it is damaged: "),
+    "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: empty file; give"),
+    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: damaged: "),
+    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: damaged: "),
     "a number beyond the split": (
         lambda files, _: pairwise(files, "360"),
         "digits/val has 360; give a number from 0 to 359, or a file",
@@ -264,7 +264,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "a place that cannot be written": (
         lambda files, tmp: colours(files, "--out", str(tmp / "none" / "a.png")),
-        "{tmp}/none/a.png: cannot be written (No such file or directory); name another file with --out",
+        "{tmp}/none/a.png: cannot write this file (No such file or directory); choose another file with --out",
     ),
 }
 

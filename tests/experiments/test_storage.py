@@ -94,7 +94,7 @@ def test_rejects_secrets_in_an_address(uri: str) -> None:
     """Wherever one is given, and without showing them."""
     for take in (open_workspace, functools.partial(submit.check, SMALL_GRID, "digits", ())):
         with pytest.raises(
-            UserError, match=r"holds a key or a password.* AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            UserError, match=r"contains a key or password.* AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) as raised:
             take(uri)
         assert "sesame" not in str(raised.value)
@@ -103,11 +103,11 @@ def test_rejects_secrets_in_an_address(uri: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "told"),
     [
-        ("gs://runs/prefix", "gs://...: is no place to keep runs; give a folder, or a bucket as s3://bucket/prefix"),
-        ("s3://", "s3://: names no bucket"),
-        ("s3:///prefix", "s3:///prefix: names no bucket"),
+        ("gs://runs/prefix", "gs://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix"),
+        ("s3://", "s3://: the name of the bucket is missing"),
+        ("s3:///prefix", "s3:///prefix: the name of the bucket is missing"),
         ("s3://[runs/prefix", "s3://[runs/prefix: Invalid IPv6 URL"),
-        ("s3://runs/prefix?endpoint=http://host", "endpoint is no option of a bucket; there are endpoint_override, region,"),
+        ("s3://runs/prefix?endpoint=http://host", "unknown option endpoint; choose from endpoint_override, region,"),
     ],
 )
 def test_rejects_what_is_no_bucket(uri: str, told: str) -> None:
@@ -144,14 +144,14 @@ def to_be_refused(store: ObjectStore) -> str:
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        (named_wrongly, r"s3://nobodys/prefix\?.*: there is no such bucket; make it, or correct its name"),
+        (named_wrongly, r"s3://nobodys/prefix\?.*: no such bucket; create it or correct the name"),
         (
             where_nobody_answers,
             r"s3://runs/prefix\?.*: the store does not answer \(.*onnect.*\); check the address, and that it",
         ),
         (
             to_be_refused,
-            r"s3://runs/prefix\?.*: the store does not take our credentials; they are looked for in AWS_ACCESS_KEY",
+            r"s3://runs/prefix\?.*: the store rejected the credentials; check AWS_ACCESS_KEY",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_lease_that_is_renewed_is_respected(bucket: Bucket, short_leases: None
     """A second writer hears who has it; once that has left, it waits no longer."""
     with of_cell(bucket, "one").held(seconds=0):
         with pytest.raises(
-            LeaseError, match=r"another process is at work on the cell pairwise_3 \(.*, process \d+\); wait for it"
+            LeaseError, match=r"another process is working on the cell pairwise_3 \(.*, process \d+\); wait for it"
         ):
             with of_cell(bucket, "two").held(seconds=1):
                 pass
@@ -203,7 +203,7 @@ def test_a_stale_lease_is_taken_over_and_its_holder_stops(
         start = time.monotonic()
         with of_cell(bucket, "two").held(seconds=0) as second:
             assert time.monotonic() - start > lease.LIFE - 1
-            with pytest.raises(LeaseError, match=r"the cell pairwise_3 was taken over by another process, because this one"):
+            with pytest.raises(LeaseError, match=r"another process took over the cell pairwise_3, because this process"):
                 first.renew()
             with pytest.raises(LeaseError):
                 first.require()
@@ -292,7 +292,7 @@ def test_two_san_run_of_one_bucket_share_no_cell(
     with claimed_cells(job.workspace, "small-digits", {first: cells[first]}) as (claimed, claim):
         assert list(claimed) == [first]
         assert claim is not None
-        with pytest.raises(LeaseError, match=r"another process is at work on the grid small-digits \("):
+        with pytest.raises(LeaseError, match=r"another process is working on the grid small-digits \("):
             with claimed_cells(there.workspace, "small-digits", cells):
                 pass
         with claimed_cells(there.workspace, "other-digits", cells) as (claimed, _):
@@ -408,8 +408,9 @@ def test_a_store_that_stays_away_ends_the_cell_with_a_sentence(
     try:
         with pytest.raises(
             StorageError,
-            match=r"^s3://runs/.*: the store does not take our credentials; .*; tried for 1 s; "
-            r".*/here/epoch-0001-step-0000000.pt stays on this node \(.*\); see to the store, then the same command continues$",
+            match=r"^s3://runs/.*: the store rejected the credentials; .*; gave up after 1 s; "
+            r".*/here/epoch-0001-step-0000000.pt is kept on this node \(.*\); repair the store, then rerun the same command "
+            "to resume$",
         ):
             mirror.send()
     finally:

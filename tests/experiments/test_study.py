@@ -40,7 +40,7 @@ def test_the_study_trains_on_few_images_and_judges_on_all(tmp_path: Path) -> Non
     assert (len(train), len(val)) == (300, 360)
     assert set(train.paths) < set(open_data(usual.config.data)[0].paths)
     assert few.data_digest != usual.data_digest and few.key != usual.key
-    with pytest.raises(DataError, match=r"data\.train_per_class: .*train has too few images for 200 of each class: 0 has 142"):
+    with pytest.raises(DataError, match=r"data\.train_per_class: .*train: too few images for 200 per class: 0 has 142"):
         opened("position", tmp_path, "data.train_per_class=200")
 
 
@@ -62,13 +62,13 @@ def test_every_claim_is_what_the_papers_numbers_say(table: str) -> None:
 @pytest.mark.parametrize(
     ("gap", "verdict"),
     [
-        (Interval(0.5, 0.4), "shows"),
+        (Interval(0.5, 0.4), "confirmed"),
         (Interval(-0.5, 0.4), "reversed"),
-        (Interval(0.5, 0.5), "cannot be told"),
-        (Interval(-0.5, 0.5), "cannot be told"),
-        (Interval(0.1, 3.0), "cannot be told"),
-        (Interval(0.0, 0.0), "cannot be told"),
-        (None, "cannot be told"),
+        (Interval(0.5, 0.5), "inconclusive"),
+        (Interval(-0.5, 0.5), "inconclusive"),
+        (Interval(0.1, 3.0), "inconclusive"),
+        (Interval(0.0, 0.0), "inconclusive"),
+        (None, "inconclusive"),
     ],
 )
 def test_the_verdict_follows_from_the_interval(gap: Interval | None, verdict: str) -> None:
@@ -103,9 +103,9 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
     cells = sum(len(job.trials) for job in jobs)
     words = " ".join(page.split())
     assert "600 training and 360 validation images" in words
-    assert f"Of {cells} cells 3 are not trained yet" in words
+    assert f"3 of {cells} cells are not trained yet" in words
     assert "`san study --profile study --seeds 3`" in words
-    assert "keep 2 stages of the paper's five" in words and "The last map is 6 pixels wide" in words
+    assert "keep 2 of the paper's five stages" in words and "The last map is 6 pixels wide" in words
     for job, section in zip(jobs, sections, strict=True):
         assert f"## {section.table.capitalize()}\n\n{job.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
@@ -117,10 +117,10 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
             assert f"- {section.table}: {finding.claim.claim} (" in page
     found = [finding.verdict for section in sections for finding in findings(section)]
     text = sum(claim.source == "text" for claims in paper_claims().values() for claim in claims)
-    assert f"{len(found)} orderings, {text} stated in the paper's text, the others in its tables alone." in page
-    assert f"Shown here: {found.count('shows')}." in page
-    assert f"Reversed here: {found.count('reversed')}." in page
-    assert f"Cannot be told from these runs: {found.count('cannot be told')}." in page
+    assert f"{len(found)} orderings: {text} from the paper's text, {len(found) - text} from its tables only." in page
+    assert f"Confirmed: {found.count('confirmed')}." in page
+    assert f"Reversed: {found.count('reversed')}." in page
+    assert f"Inconclusive: {found.count('inconclusive')}." in page
     assert max(map(len, page.split("## ")[0].splitlines())) <= 128
 
 
@@ -129,7 +129,7 @@ def test_a_page_of_nothing_says_so(tmp_path: Path) -> None:
     path = tmp_path / "study.md"
     assert write_study([invented(job, {})], path, 600, 360) == [path]
     page = path.read_text()
-    assert "Of 9 cells 9 are not trained yet." in " ".join(page.split())
-    assert "Cannot be told from these runs: 3." in page
+    assert "9 of 9 cells are not trained yet." in " ".join(page.split())
+    assert "Inconclusive: 3." in page
     assert page.count("not enough seeds") == 6
     assert "| pairwise_none | 72.3 |" in page

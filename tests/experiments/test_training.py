@@ -227,7 +227,7 @@ def test_system_metrics(
 
 
 def test_the_load_of_gpus_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By MLflow, through `nvidia-ml-py`, of which it says nothing when it is missing."""
+    """By MLflow, through `nvidia-ml-py`, of which it says nothing when missing file."""
     answers = {
         "nvmlInit": None,
         "nvmlDeviceGetCount": 1,

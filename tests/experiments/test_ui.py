@@ -175,7 +175,7 @@ def test_rejects_a_server_that_is_away(said: Callable[..., tuple[int, str, str]]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     code, out, err = said()
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert err.startswith(f"san: MLflow at {uri} cannot be used: ")
+    assert err.startswith(f"san: cannot use MLflow at {uri}: ")
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
-"""What `san run` survives: faults on real processes, and the table of docs/reliability.md.
+"""Injects faults into real `san run` processes and writes the table of docs/results/faults.md.
 
-    make faults, or python -m tests.faults.faults [--only TEXT] [--folder DIR] [--page docs/reliability.md]
+    make faults, or python -m tests.faults.faults [--only TEXT] [--folder DIR] [--page docs/results/faults.md]
 
-Each row is a small cell on digits, trained by `san run` in processes of its own, disturbed, and continued with the same
-command where it does not go on by itself. Of every row it is asked that no more steps were trained twice than lie between two
-checkpoints (three, where one is damaged); that MLflow has one run with each epoch once; that the table is the one of an
-undisturbed `san run`, and with one worker the weights are too, bit for bit. The command fails where a row does not hold.
-Rows are kept in the folder and not run again from there; the page is written when all are there. Needs Linux; as another user
-than root the small disk takes `unshare -rm`, and is skipped where that is not allowed.
+Each row trains a small cell on digits, disturbs it, and runs the same command again unless the cell recovers by itself. A row
+passes if no more steps were repeated than lie between two checkpoints (three, if one is damaged), MLflow has one run with
+each epoch once, and the table equals that of an undisturbed `san run`; with one worker the weights must be bit-identical too.
+The command fails if a row fails. Finished rows are kept in the folder and not run again; the page is written once all rows
+are finished. Needs Linux. Users other than root need `unshare -rm` for the small disk; that row is skipped without it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Row:
 
 
 class ImpossibleHereError(Exception):
-    """A fault that cannot be made here; the text tells why."""
+    """This fault cannot be injected here; the text gives the reason."""
 
 
 class Scene:
@@ -138,7 +137,7 @@ def worker_killed(scene: Scene) -> str:
     scene.start()
     os.kill(scene.step(133).pid, signal.SIGKILL)
     assert "continues after a failure" in scene.finish()
-    return "SIGKILL at step 133; the same `san run` goes on by itself"
+    return "SIGKILL at step 133; the same `san run` retries the cell"
 
 
 def driver_killed(scene: Scene) -> str:
@@ -150,7 +149,7 @@ def driver_killed(scene: Scene) -> str:
     gone = scene.wait(lambda: len({step.pid for step in steps_of(scene.runs)}) > 1)
     scene.finish()
     _no_two_at_once(steps_of(scene.runs))
-    return f"SIGKILL of `san run` at step 133; the same command, given at once, trains after {gone:.0f} s"
+    return f"SIGKILL of `san run` at step 133; restarted at once, it trains after {gone:.0f} s"
 
 
 def driver_killed_and_left(scene: Scene) -> str:
@@ -160,14 +159,14 @@ def driver_killed_and_left(scene: Scene) -> str:
     scene.drivers[-1].process.wait()
     gone = scene.wait(lambda: not marked(scene.environment[MARK], AGENTS), 60)
     scene.go_on()
-    return f"SIGKILL of `san run`; all of its processes but idle agents are gone after {gone:.0f} s; the same command"
+    return f"SIGKILL of `san run`; its processes except idle agents end within {gone:.0f} s; restarted"
 
 
 def killed_in_a_write(scene: Scene) -> str:
     scene.start(WITNESS_KILL_AT_WRITE="26")
     scene.finish()
     assert (scene.runs / "killed").exists()
-    return "SIGKILL with half of the 26th checkpoint on the disk; the same `san run` goes on by itself"
+    return "SIGKILL with half of the 26th checkpoint written; the same `san run` retries the cell"
 
 
 def server_stopped(scene: Scene) -> str:
@@ -188,7 +187,7 @@ def server_stopped(scene: Scene) -> str:
     scene.server.wait()
     seconds = time.monotonic() - away
     scene.finish()
-    return f"`mlflow server` killed at step 30, back after {seconds:.0f} s; meanwhile training went on to step {trained}"
+    return f"`mlflow server` killed at step 30, back after {seconds:.0f} s; training reached step {trained} meanwhile"
 
 
 def disk_full(scene: Scene) -> str:
@@ -213,7 +212,7 @@ def disk_full(scene: Scene) -> str:
     assert "Traceback" not in driver.said, driver.said
     ballast.unlink()
     scene.go_on()
-    return f"runs on a tmpfs of 48 MiB, filled at step 133; a sentence, exit code {code}; room made, the same command"
+    return f"48 MiB tmpfs filled at step 133: error message, exit code {code}; restarted after freeing space"
 
 
 def _damaged(scene: Scene, how: Callable[[bytes], bytes]) -> None:
@@ -236,12 +235,12 @@ def a_bit_flipped(scene: Scene) -> str:
         return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
     _damaged(scene, flip)
-    return "`san run` killed, one bit flipped in the middle; the file is set aside, the log tells, the one before is taken"
+    return "`san run` killed, one bit flipped; restarted, it sets the file aside and uses the previous one"
 
 
 def cut(scene: Scene) -> str:
     _damaged(scene, lambda content: content[: 2 * len(content) // 3])
-    return "`san run` killed, cut to two thirds; the file is set aside, the log tells, the one before is taken"
+    return "`san run` killed, file cut to two thirds; restarted, it sets the file aside and uses the previous one"
 
 
 def two_at_once(scene: Scene) -> str:
@@ -254,7 +253,7 @@ def two_at_once(scene: Scene) -> str:
     assert "another `san run` is at work on this grid" in said
     scene.drivers.append(first)
     scene.finish()
-    return "a second `san run` of the grid: a sentence and exit code 2, the first is not disturbed"
+    return "a second `san run` of the grid ends with an error, exit code 2; the first is not affected"
 
 
 def _stopped(scene: Scene, name: str, stop: Callable[[subprocess.Popen[str]], None]) -> str:
@@ -265,7 +264,7 @@ def _stopped(scene: Scene, name: str, stop: Callable[[subprocess.Popen[str]], No
     assert "the same command continues" in said
     gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
     scene.go_on()
-    return f"{name} at step 133: a sentence, exit code 1, no process left after {gone:.0f} s; the same command"
+    return f"{name} at step 133: message, exit code 1, no process left after {gone:.0f} s; restarted"
 
 
 def terminated(scene: Scene) -> str:
@@ -285,7 +284,7 @@ def raylet_killed(scene: Scene) -> str:
     assert "Ray on this machine has died" in scene.finish(1)
     seconds = time.monotonic() - began
     scene.go_on()
-    return f"SIGKILL of Ray's raylet at step 30 (40 epochs): a sentence and exit code 1 after {seconds:.0f} s; the same command"
+    return f"SIGKILL of Ray's raylet at step 30 of 40 epochs: message, exit code 1 after {seconds:.0f} s; restarted"
 
 
 def hung(scene: Scene) -> str:
@@ -306,14 +305,14 @@ def _no_two_at_once(steps: Sequence[Step]) -> None:
 FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
     "worker of a cell killed": (worker_killed, ()),
     "one of two workers killed": (worker_killed, ("placement.workers=2",)),
-    "driver killed, started at once": (driver_killed, ()),
-    "driver killed, left alone": (driver_killed_and_left, ()),
+    "driver killed, restarted at once": (driver_killed, ()),
+    "driver killed, restarted later": (driver_killed_and_left, ()),
     "killed while a checkpoint is written": (killed_in_a_write, ()),
-    "tracking server away for 60 s": (server_stopped, ()),
+    "tracking server down for 60 s": (server_stopped, ()),
     "disk full": (disk_full, ()),
-    "last checkpoint: a bit flipped": (a_bit_flipped, ()),
-    "last checkpoint: cut": (cut, ()),
-    "two `san run` of a grid": (two_at_once, ()),
+    "last checkpoint: flipped bit": (a_bit_flipped, ()),
+    "last checkpoint: truncated": (cut, ()),
+    "second `san run` of the same grid": (two_at_once, ()),
     "driver terminated": (terminated, ()),
     "driver interrupted": (interrupted, ()),
     "Ray killed": (raylet_killed, ("recipe.epochs=40",)),
@@ -392,7 +391,7 @@ def _table(scene: Scene) -> str:
 
 def page_of(rows: Sequence[Row]) -> str:
     """The table between its marks."""
-    head = "| fault | what was done | steps twice | MLflow runs | epochs there (missing/doubled) | as undisturbed | seconds |"
+    head = "| fault | what happened | repeated steps | MLflow runs | epochs (missing, duplicate) | unchanged | seconds |"
     lines = [
         f"| {row.fault} | {row.done} | {row.lost} | {row.runs} | {row.epochs} | {row.same} | {row.seconds:.0f} |"
         for row in rows
@@ -407,9 +406,9 @@ def write_page(page: Path, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="faults whose name contains this; the page is not written then")
-    parser.add_argument("--folder", type=Path, help="where rows are kept  [default: a new one, gone at the end]")
-    parser.add_argument("--page", type=Path, default=PROJECT_DIR / "docs" / "reliability.md")
+    parser.add_argument("--only", default="", help="run only faults whose name contains this, and do not write the page")
+    parser.add_argument("--folder", type=Path, help="keep finished rows here  [default: a temporary folder]")
+    parser.add_argument("--page", type=Path, default=PROJECT_DIR / "docs" / "results" / "faults.md")
     options = parser.parse_args()
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     if os.getuid() and shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:

@@ -1,6 +1,6 @@
 """What users see when they first run the project on a GPU, on machines that this one pretends to be.
 
-    python -m tests.first_run [--write docs/gpu.md]
+    python -m tests.first_run [--write [docs/results/first-run.md]]
 
 Each scene is a real command in its own processes, including Ray's workers. The only stubs are what torch, the driver and nvcc
 report about themselves (`stubs/sitecustomize.py`).
@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from tests.cluster.nodes import nodes
 ROOT = Path(__file__).parent.parent.parent
 STUBS = Path(__file__).parent / "stubs"
 BEGIN, END = "<!-- first runs: written by `python -m tests.first_run --write` -->", "<!-- /first runs -->"
+
+PAGE = ROOT / "docs" / "results" / "first-run.md"
 
 RTX_4090 = {"gpus": 1, "capability": (8, 9), "memory": 24}
 A100 = {"gpus": 8, "capability": (8, 0), "memory": 80}
@@ -59,7 +62,7 @@ def imagenet(profile: str, *overrides: str) -> tuple[str, ...]:
 
 SCENES = {
     "driver": Scene(
-        "RTX 4090, a driver older than torch's CUDA",
+        "RTX 4090, driver older than PyTorch's CUDA",
         RTX_4090 | PYPI | {"usable": False},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("needs driver 580 or newer, but the driver is 550.54.15", "--index-url https://download.pytorch.org/whl/cu126"),
@@ -75,7 +78,7 @@ SCENES = {
         driver=None,
     ),
     "hidden": Scene(
-        "RTX 4090, hidden by a variable",
+        "RTX 4090 hidden by `CUDA_VISIBLE_DEVICES`",
         RTX_4090 | PYPI | {"usable": False},
         imagenet("imagenet-1gpu"),
         ("CUDA_VISIBLE_DEVICES='' names no usable GPU",),
@@ -90,7 +93,7 @@ SCENES = {
         2,
     ),
     "torch": Scene(
-        "RTX 4090, torch without CUDA",
+        "RTX 4090, PyTorch built without CUDA",
         RTX_4090 | {"torch": "2.13.0+cpu", "cuda": None, "usable": False},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("this torch (2.13.0+cpu) was built without CUDA; run `pip install torch==2.13.0",),
@@ -104,7 +107,7 @@ SCENES = {
         2,
     ),
     "one GPU": Scene(
-        "RTX 4090, the paper's profile for 8 GPUs",
+        "One RTX 4090, the paper's profile for 8 GPUs",
         RTX_4090 | PYPI | {"usable": True},
         imagenet("imagenet"),
         ("a cell needs 8 workers with 8 CPUs and 1 GPU each", "`placement.workers=1 recipe.grad_accum_steps=8 placement.cpus="),
@@ -114,7 +117,7 @@ SCENES = {
         "8 x A100, CUDA toolkit 11.8",
         A100 | PYPI | {"usable": True},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
-        ("nvcc 11.8 at ", " is too old; 12 or newer is needed"),
+        ("nvcc 11.8 at ", " is too old; install the CUDA toolkit 12 or newer"),
         2,
         nvcc="11.8",
     ),
@@ -122,11 +125,11 @@ SCENES = {
         "Tesla T4",
         PYPI | {"usable": True, "gpus": 1, "capability": (7, 5), "memory": 16},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
-        ("this GPU has compute capability 7.5; 8.0 or more is needed",),
+        ("this GPU has compute capability 7.5, but the kernels need 8.0 or higher",),
         2,
     ),
     "cluster": Scene(
-        "H100 cluster, joined (here two nodes with a GPU each): the nodes' driver is older than torch's CUDA",
+        "H100 cluster (two simulated nodes): driver older than PyTorch's CUDA",
         H100 | PYPI | {"usable": False},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
         ("FAILED after", "needs driver 580 or newer, but the driver is 550.54.15"),
@@ -135,7 +138,7 @@ SCENES = {
         cluster=((1, 1), (1, 1)),
     ),
     "plan": Scene(
-        "4 x 8 H100, joined: how long it will take, before anything has run (as many images as ImageNet, but synthetic)",
+        "Cluster of 4 x 8 H100: the plan before any run has finished (synthetic images, as many as ImageNet)",
         H100 | PYPI | {"usable": True},
         ("plan", *imagenet("imagenet", "data.source=synthetic", "data.synthetic_per_class=1281")[1:]),
         ("4 cells at a time, 8 workers with 8 CPUs and 1 GPU each", "a rough guess by the FLOPs of their models"),
@@ -202,15 +205,16 @@ def shown(scene: Scene, code: int, output: str, folder: Path) -> str:
     """The scene as a section of a page; only what is the same on every machine."""
     text = output.replace(str(folder), "/home/me").replace(os.uname().nodename, "gpu-node").replace(str(ROOT), "/home/me/san")
     command = " ".join(("san", *scene.arguments)).replace("IMAGES", "/data/imagenet")
-    text = re.sub(r"^W\d+ .*triton.*\n", "", text, flags=re.MULTILINE)  # by a torch without CUDA only
-    lines = [line for line in text.splitlines() if line.strip()]
+    text = re.sub(r"^W\d+ .*triton.*\n", "", text, flags=re.MULTILINE)  # only by a torch without CUDA
+    text = re.sub(r"^san: (building the|built in) .*\n", "", text, flags=re.MULTILINE)  # only the first time on a machine
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 110, break_on_hyphens=False)]
     screen = "\n".join([f"$ {command}", *lines, f"(exit code {code})"])
     return f"**{scene.title}**\n\n```\n{screen}\n```\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="replaces the marked part of this page")
+    parser.add_argument("--write", type=Path, nargs="?", const=PAGE, help="update the marked part of this page")
     page: Path | None = parser.parse_args().write
     sections = []
     for scene in SCENES.values():

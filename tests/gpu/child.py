@@ -1,6 +1,6 @@
 """Runs one case and writes its rows: `python -m tests.gpu.child SETTINGS CASE ROWS_FILE`, started by `runner.py`.
 
-The last line of the file tells how the case ended. If it is missing, the process crashed or was killed.
+The last line of the file tells how the case ended. If missing file, the process crashed or was killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Turns results of the GPU check into Markdown: `python -m tests.gpu.report RESULTS.jsonl [...] [--write docs/performance.md]`.
+"""Turns results of the GPU check into Markdown.
 
-`--write` replaces what lies between the markers of the page. It takes only results from a GPU at full size, of one machine.
+    python -m tests.gpu.report RESULTS.jsonl [...] [--write docs/results/performance.md]
+
+`--write` replaces the text between the markers of the page. It accepts only full-size results from one GPU machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def report(records: Sequence[Row]) -> str:
     """All tables; what was not measured has none."""
     facts = machine(records)
     on_gpu = facts.get("device") == "cuda"
-    title = "" if on_gpu and not facts.get("small") else "**A trial run of the program at small sizes: no measurement.**\n\n"
+    title = "" if on_gpu and not facts.get("small") else "**Small test sizes: not a measurement.**\n\n"
     said = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
     parts = (_status(records), *_cores(records), *_models(records), _loader(records), _training(records), _troubles(records))
     return title + "\n\n".join([f"Machine: {said}.", *(part for part in parts if part)]) + "\n"
@@ -98,7 +100,7 @@ def _models(records: Sequence[Row]) -> Iterator[str]:
             lines.append(
                 [name, row["batch"], row["precision"], row["how"], speed, *yardstick, f"{memory:.0f}" if memory else "-"]
             )
-        heading = ["network", "batch", "precision", "how", "images/s", "ResNet26", "of ResNet26's", "peak MiB"]
+        heading = ["network", "batch", "precision", "how", "images/s", "ResNet26", "ratio to ResNet26", "peak MiB"]
         yield table("Training steps" if mode == "train" else "Evaluation of networks", heading, lines)
 
 
@@ -118,14 +120,14 @@ def _training(records: Sequence[Row]) -> str:
         lines.append(
             [row["workers"], engine, ranged(speeds["trial"], 0), ranged(speeds["bare"], 0), ranged(row["trial_over_plain"])]
         )
-    heading = ["workers", "engine", "trial, images/s", "plain torch, images/s", "trial / plain"]
-    return table("A whole trial and a plain loop", heading, lines)
+    heading = ["workers", "engine", "`run_trial`, images/s", "plain PyTorch, images/s", "ratio"]
+    return table("`run_trial` and a plain PyTorch loop", heading, lines)
 
 
 def _troubles(records: Sequence[Row]) -> str:
     bad = [record for record in records if record["status"] in ("failed", "crashed", "timeout")]
     lines = [[f"{r['part']}/{r['name']}", r["status"], r.get("kernel") or "-", _one_line(r["error"])] for r in bad]
-    return table("What failed", ["case", "status", "kernel", "error"], lines)
+    return table("Failed cases", ["case", "status", "kernel", "error"], lines)
 
 
 def _one_line(text: str) -> str:

@@ -213,13 +213,13 @@ def test_a_case_of_each_part(name: str, small_run: Path) -> None:
 
 def test_the_report_has_a_table_for_each_part_and_says_that_a_cpu_measures_nothing(small_run: Path) -> None:
     text = report([json.loads(line) for line in small_run.read_text().splitlines()])
-    assert text.startswith("**A trial run of the program at small sizes: no measurement.**")
+    assert text.startswith("**Small test sizes: not a measurement.**")
     for title in (
         "Cases",
         "Training, tf32, batch 1",
         "Training steps",
         "Loading photographs",
-        "A whole trial and a plain loop",
+        "`run_trial` and a plain PyTorch loop",
     ):
         assert f"**{title}**" in text
 
@@ -241,12 +241,12 @@ def test_the_marked_part_of_the_page_is_replaced(tmp_path: Path, records: Record
     write(page, report([build, *records.values()]))
     text = page.read_text()
     assert "old" not in text and text.startswith("a\n") and text.endswith("b\n")
-    assert "gpu NVIDIA H100, driver 580.1, torch 2.11.0, date 2026-11-22" in text and "no measurement" not in text
+    assert "gpu NVIDIA H100, driver 580.1, torch 2.11.0, date 2026-11-22" in text and "not a measurement" not in text
     assert "| loader/breaks_cuda | crashed | mapping_kernel |" in text
 
 
 def test_the_page_has_one_place_for_the_tables() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "performance.md").read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
 
 

@@ -144,12 +144,12 @@ def test_stages_and_width_factor_keep_the_order_of_variants() -> None:
 REFUSALS = {
     "unknown name": (("san11_pairwise", {}), r"unknown model 'san11_pairwise'; did you mean 'san1\d_pairwise'\?"),
     "field of another kind": (("san10_patchwise", {"position": "none"}), "san10_patchwise has no field position; its fields:"),
-    "text for a number": (("san10_pairwise", {"footprint": "7"}), "san10_pairwise: footprint must be a whole number, not '7'"),
+    "text for a number": (("san10_pairwise", {"footprint": "7"}), "san10_pairwise: footprint must be an integer, not '7'"),
     "number for a name": (("san10_pairwise", {"relation": 1}), "san10_pairwise: relation must be a name, not 1"),
-    "unknown relation": (("san10_patchwise", {"relation": "dot"}), "unknown relation 'dot'. Known: star, clique, concat"),
-    "empty stem": (("resnet26", {"stem_width": 0}), "resnet26: stem and bottlenecks need a channel, not 0 and 64"),
-    "empty bottlenecks": (("resnet26", {"widths": [2, 4, 8, 16]}), "need a channel, not 64 and 0"),
-    "too many channels": (("san10_pairwise", {"width_mult": 1e9}), "2048000000000 channels is beyond 65536"),
+    "unknown relation": (("san10_patchwise", {"relation": "dot"}), "unknown relation 'dot'. Choose from: star, clique, concat"),
+    "empty stem": (("resnet26", {"stem_width": 0}), "resnet26: stem and bottlenecks need at least 1 channel, not 0 and 64"),
+    "empty bottlenecks": (("resnet26", {"widths": [2, 4, 8, 16]}), "need at least 1 channel, not 64 and 0"),
+    "too many channels": (("san10_pairwise", {"width_mult": 1e9}), "at most 65536 channels, not 2048000000000"),
     "even convolution": (("resnet26", {"footprint": 4}), "odd and positive .* not 4"),
     "unknown field": (("resnet26", {"r1": 4}), "resnet26 has no field r1; its fields: depths, widths"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
@@ -157,41 +157,41 @@ REFUSALS = {
     "no width": (("san10_pairwise", {"width_mult": 0}), "width_mult must be positive, not 0"),
     "channels not divided": (
         ("san10_pairwise", {"width_mult": 0.25}),
-        r"stage 1 of san10_pairwise \(16 channels\): 4 value channels .* divided by group_size=8",
+        r"stage 1 of san10_pairwise \(16 channels\): 4 value channels .* divisible by group_size=8",
     ),
 }
 
 
 IMAGES = torch.randn(1, 3, 24, 24)
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be a whole number of at least 1, not 0"),
+    "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be an integer of at least 1, not 0"),
     "classes in words": (lambda: san.create_model("resnet26", "ten"), "num_classes must be .* not 'ten'"),  # type: ignore[arg-type]
-    "no classes after a reset": (lambda: small().reset_classifier(0), "num_classes must be a whole number .* not 0"),
+    "no classes after a reset": (lambda: small().reset_classifier(0), "num_classes must be an integer .* not 0"),
     "no channels of images": (
         lambda: san.create_model("san10_pairwise", in_channels=0),
-        "in_channels must be a whole number of at least 1, not 0",
+        "in_channels must be an integer of at least 1, not 0",
     ),
     "channels of a backbone's images": (
         lambda: san.create_model("resnet26", features_only=True, in_channels=None),  # type: ignore[arg-type]
-        "in_channels must be a whole number of at least 1, not None",
+        "in_channels must be an integer of at least 1, not None",
     ),
     "classes of a backbone": (
         lambda: san.create_model("resnet26", features_only=True, **SMALL).reset_classifier(3),
-        "resnet26 is a backbone, without a head; build it without features_only",
+        "resnet26 was built with features_only=True and has no classifier",
     ),
-    "grey images": (lambda: small()(IMAGES[:, :1]), r"the input must be \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
+    "grey images": (lambda: small()(IMAGES[:, :1]), r"the input must have shape \[N, 3, H, W\], not \[1, 1, 24, 24\]"),
     "one image without a batch": (
         lambda: small("resnet26")(IMAGES[0]),
-        r"the input must be \[N, 3, H, W\], not \[3, 24, 24\]",
+        r"the input must have shape \[N, 3, H, W\], not \[3, 24, 24\]",
     ),
     "another dtype": (lambda: small()(IMAGES.double()), "the input is torch.float64, but the model is torch.float32"),
     "bytes": (lambda: small()(IMAGES.byte()), "torch.uint8, but the model is torch.float32"),
-    "another device": (lambda: small()(IMAGES.to("meta")), "on meta, but the model is on cpu; move one of them"),
-    "a size in words": (lambda: san.complexity(small(), "224"), "input_size must be a side or .* not '224'"),  # type: ignore[arg-type]
-    "one side of two": (lambda: san.complexity(small(), (24,)), r"in whole pixels, not \(24,\)"),  # type: ignore[arg-type]
-    "no pixels": (lambda: san.complexity(small(), 0), "input_size must be a side .* not 0"),
-    "channels in words": (lambda: san.PairwiseAttention("64"), "channels must be a whole number .* not '64'"),  # type: ignore[arg-type]
-    "no channels": (lambda: san.PatchwiseAttention(0), "channels must be a whole number of at least 1, not 0"),
+    "another device": (lambda: small()(IMAGES.to("meta")), "on meta, but the model is on cpu; move one to the other"),
+    "a size in words": (lambda: san.complexity(small(), "224"), "input_size must be an integer or .* not '224'"),  # type: ignore[arg-type]
+    "one side of two": (lambda: san.complexity(small(), (24,)), r"in pixels, not \(24,\)"),  # type: ignore[arg-type]
+    "no pixels": (lambda: san.complexity(small(), 0), "input_size must be an integer .* not 0"),
+    "channels in words": (lambda: san.PairwiseAttention("64"), "channels must be an integer .* not '64'"),  # type: ignore[arg-type]
+    "no channels": (lambda: san.PatchwiseAttention(0), "channels must be an integer of at least 1, not 0"),
 }
 
 

@@ -161,62 +161,62 @@ unchanged = saved(lambda state: None)
 # What stands at the path, name and overrides that are given with it, and the sentence after the path.
 REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "missing key": (
-        saved(lambda state: state.pop("fc.bias")), SMALL, "does not fit san10_pairwise with 3 classes; 1 missing: fc.bias"
+        saved(lambda state: state.pop("fc.bias")), SMALL, "does not match san10_pairwise with 3 classes; 1 missing: fc.bias"
     ),
     "left-over key": (
         saved(lambda state: state.update({"fc.scale": torch.ones(3)})), SMALL,
-        "does not fit san10_pairwise with 3 classes; 1 left over: fc.scale",
+        "does not match san10_pairwise with 3 classes; 1 unexpected: fc.scale",
     ),
     "other shape": (
         saved(lambda state: state.update({"bn0.weight": torch.ones(5)})), SMALL,
-        "does not fit san10_pairwise with 3 classes; 1 of another shape: bn0.weight [5] instead of [32]",
+        "does not match san10_pairwise with 3 classes; 1 of the wrong shape: bn0.weight [5] instead of [32]",
     ),
     "other kind of numbers": (
         saved(lambda state: state.update({"fc.bias": torch.ones(3, dtype=torch.int64)})), SMALL,
-        "does not fit san10_pairwise with 3 classes; 1 of another kind: fc.bias torch.int64",
+        "does not match san10_pairwise with 3 classes; 1 of the wrong type: fc.bias torch.int64",
     ),
     "prefix on some keys": (
         saved(lambda state: state.update({"module.fc.bias": state.pop("fc.bias")})), SMALL,
-        "does not fit san10_pairwise with 3 classes; 1 missing: fc.bias; 1 left over: module.fc.bias",
+        "does not match san10_pairwise with 3 classes; 1 missing: fc.bias; 1 unexpected: module.fc.bias",
     ),
     "other depths asked": (
         unchanged, {"name": "san15_pairwise", **SMALL},
-        "does not fit san15_pairwise with 3 classes; 87 missing: layer0.2.bn1.weight, layer0.2.bn1.bias, "
+        "does not match san15_pairwise with 3 classes; 87 missing: layer0.2.bn1.weight, layer0.2.bn1.bias, "
         "layer0.2.bn1.running_mean, layer0.2.bn1.running_var, layer0.2.sam.conv1.weight, layer0.2.sam.conv1.bias, "
         "layer0.2.sam.conv2.weight, layer0.2.sam.conv2.bias and 79 more",
     ),
-    "other attention asked": (unchanged, {"name": "san10_patchwise", **SMALL}, "10 left over: layer0.0.sam.conv_p.weight, "),
-    "other widths": (unchanged, {"num_stages": 3}, "of another shape: conv_in.weight [32, 3, 1, 1] instead of [64, 3, 1, 1], "),
+    "other attention asked": (unchanged, {"name": "san10_patchwise", **SMALL}, "10 unexpected: layer0.0.sam.conv_p.weight, "),
+    "other widths": (unchanged, {"num_stages": 3}, "of the wrong shape: conv_in.weight [32, 3, 1, 1] instead of"),
     "unknown depths": (
-        unchanged, {"width_mult": 0.5}, "has (2, 1, 2) blocks per stage, none of san10_pairwise (2, 1, 2, 4, 1), "
+        unchanged, {"width_mult": 0.5}, "(2, 1, 2) blocks per stage match none of san10_pairwise (2, 1, 2, 4, 1), "
     ),
     "no released form": (
         unchanged, {"relation": "summation", **SMALL},
-        "san10_pairwise with relation='summation' has no released form; the released code has relation='subtraction'",
+        "with relation='summation' cannot be converted to the authors' format, which requires relation='subtraction'",
     ),
-    "ResNet": (resnet, {}, "is no SAN of the released code, which has keys such as layer0.0.sam.conv1.weight"),
-    "ResNet asked": (resnet, {"name": "resnet26"}, "resnet26 has no released form; the released code has pairwise and "),
+    "ResNet": (resnet, {}, "not one of the authors' SANs; expected keys such as layer0.0.sam.conv1.weight"),
+    "ResNet asked": (resnet, {"name": "resnet26"}, "resnet26 cannot be converted to the authors' format, which has only "),
     "ours": (
         lambda path: san.save_checkpoint(san.create_model("san10_pairwise", 3, **SMALL), path), {},
-        "is a file of ours, not of the released code; load_checkpoint reads it",
+        "in this project's format, not the authors'; use load_checkpoint",
     ),
-    "nothing": (lambda path: None, {}, "cannot be read (No such file or directory)"),
-    "a directory": (Path.mkdir, {}, "cannot be read (Is a directory)"),
-    "an empty file": (Path.touch, {}, "is not a file that torch.save wrote, or it is damaged"),
-    "a text": (lambda path: path.write_text("hello\n" * 9), {}, "is not a file that torch.save wrote, or it is damaged"),
+    "nothing": (lambda path: None, {}, "cannot read this file (No such file or directory)"),
+    "a directory": (Path.mkdir, {}, "cannot read this file (Is a directory)"),
+    "an empty file": (Path.touch, {}, "not a file written by torch.save, or damaged"),
+    "a text": (lambda path: path.write_text("hello\n" * 9), {}, "not a file written by torch.save, or damaged"),
     "half a file": (
         lambda path: (unchanged(path), path.write_bytes(path.read_bytes()[:4000])), SMALL,
-        "is not a file that torch.save wrote, or it is damaged",
+        "not a file written by torch.save, or damaged",
     ),
     "code": (
         lambda path: torch.save({"state_dict": Harmful(path.with_name("mark"))}, path), {},
-        "is refused, because reading it would run code that it names (posix.mkdir), and torch.load is told weights_only=True; ",
+        "rejected because loading it would run code (posix.mkdir); ",
     ),
-    "a list": (lambda path: torch.save([torch.ones(3)], path), {}, "holds no dict of weights but list"),
-    "an empty dict": (lambda path: torch.save({}, path), {}, "holds no state dict, neither as 'state_dict' nor as a whole"),
+    "a list": (lambda path: torch.save([torch.ones(3)], path), {}, "expected a dict of weights, not list"),
+    "an empty dict": (lambda path: torch.save({}, path), {}, "no state dict found, neither at the top level nor under"),
     "no tensors": (
         lambda path: torch.save({"state_dict": {"fc.bias": 3}}, path), {},
-        "holds no state dict, neither as 'state_dict' nor as a whole",
+        "no state dict found, neither at the top level nor under",
     ),
 }  # fmt: skip
 
@@ -231,7 +231,7 @@ def test_rejects(what: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) ->
     told = str(refusal.value)
     assert sentence in told
     assert "\n" not in told
-    assert told.startswith(f"{path}: ") or "no released form" in told
+    assert told.startswith(f"{path}: ") or "authors' format" in told
     assert not (tmp_path / "mark").exists()
     assert not recwarn.list
 
@@ -251,7 +251,7 @@ OTHER_FORMS = {
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_models_without_a_released_form(name: str, tmp_path: Path) -> None:
     model = san.create_model(name, 3, **OTHER_FORMS[name], **SMALL)
-    with pytest.raises(san.CheckpointError, match=f"{name}.* has no released form"):
+    with pytest.raises(san.CheckpointError, match=f"{name}.* cannot be converted to the authors' format"):
         san.save_released_checkpoint(model, tmp_path / "a.pth")
     san.save_checkpoint(model, tmp_path / "a.pth")
     assert san.load_checkpoint(tmp_path / "a.pth").spec == model.spec
@@ -269,7 +269,7 @@ def test_the_images_that_are_told_are_those_of_the_profile() -> None:
 def test_images_of_other_channels_have_no_released_form(tmp_path: Path) -> None:
     model = san.create_model("san10_pairwise", 3, in_channels=1, **SMALL)
     with pytest.raises(
-        san.CheckpointError, match="with in_channels=1 has no released form; the released code has in_channels=3"
+        san.CheckpointError, match="with in_channels=1 cannot be converted to the authors' format, which requires in_channels=3"
     ):
         san.save_released_checkpoint(model, tmp_path / "a.pth")
 
@@ -283,7 +283,7 @@ def test_our_files_of_before_are_of_rgb_images(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_have_no_other_name() -> None:
-    with pytest.raises(ValueError, match=r"'layer1.0.conv1.weight' is not a parameter of the released network"):
+    with pytest.raises(ValueError, match=r"'layer1.0.conv1.weight' is not a parameter of the authors' network"):
         own_key("layer1.0.conv1.weight")
     with pytest.raises(ValueError, match=r"'fc.weight' is not a parameter of a SAN model"):
         released_key("fc.weight")
@@ -295,21 +295,21 @@ def ours_with(**changes: object) -> dict[str, object]:
 
 
 OURS: dict[str, tuple[Callable[[], object], str]] = {
-    "released": (lambda: {"state_dict": {"fc.bias": torch.ones(3)}}, "the authors' files are read by load_released_checkpoint"),
+    "released": (lambda: {"state_dict": {"fc.bias": torch.ones(3)}}, "use load_released_checkpoint for the authors' files"),
     "unknown name": (
         lambda: ours_with(name="resnet27"),
-        "names a model that cannot be built (unknown model 'resnet27'; did you",
+        "the model it describes cannot be built (unknown model 'resnet27'; did you",
     ),
     "unknown field": (
         lambda: ours_with(overrides={"depth": 3}),
-        "names a model that cannot be built (resnet26 has no field dep",
+        "the model it describes cannot be built (resnet26 has no field dep",
     ),
-    "no fields": (lambda: ours_with(overrides=3), "names a model that cannot be built"),
+    "no fields": (lambda: ours_with(overrides=3), "the model it describes cannot be built"),
     "other classes": (
         lambda: ours_with(num_classes=4),
-        "does not fit resnet26 with 4 classes; 2 of another shape: fc.weight [3",
+        "does not match resnet26 with 4 classes; 2 of the wrong shape: fc.weight [3",
     ),
-    "no weights": (lambda: ours_with(state_dict={}), "was not written by save_checkpoint or `san convert`"),
+    "no weights": (lambda: ours_with(state_dict={}), "not written by save_checkpoint or `san convert`"),
 }
 
 
@@ -331,7 +331,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(san.CheckpointError, match=r"a.pth: cannot be written \(No space left on device\)"):
+    with pytest.raises(san.CheckpointError, match=r"a.pth: cannot write this file \(No space left on device\)"):
         san.save_checkpoint(model, path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.pth"]
@@ -346,9 +346,9 @@ def no_norm(model: Trunk) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Trunk], None], str]] = {
-    "another stem": (grey_stem, "1 of another shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]"),
+    "another stem": (grey_stem, "1 of the wrong shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]"),
     "a layer less": (no_norm, "missing: stages.0.blocks.0.norm1.weight, "),
-    "a layer more": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 left over: extra.weight, extra.bias"),
+    "a layer more": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 unexpected: extra.weight, extra.bias"),
 }
 
 
@@ -360,18 +360,18 @@ def test_models_that_could_not_be_loaded_again_are_not_written(what: str, tmp_pa
     for save in (san.save_checkpoint, san.save_released_checkpoint):
         with pytest.raises(san.CheckpointError) as refusal:
             save(model, tmp_path / "a.pth")
-        assert str(refusal.value).startswith(f"{tmp_path / 'a.pth'}: is not written, for it could not be loaded: the ")
+        assert str(refusal.value).startswith(f"{tmp_path / 'a.pth'}: not saved, because the model no longer matches ")
         assert told in str(refusal.value)
     assert not os.listdir(tmp_path)
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     model = san.create_model("san10_pairwise", 3, **SMALL)
-    with pytest.raises(san.CheckpointError, match="is not a file, and cannot be replaced by one"):
+    with pytest.raises(san.CheckpointError, match="exists and is not a regular file; choose another path"):
         san.save_checkpoint(model, tmp_path)
-    with pytest.raises(san.CheckpointError, match=r"cannot be written \(No such file or directory\)"):
+    with pytest.raises(san.CheckpointError, match=r"cannot write this file \(No such file or directory\)"):
         san.save_checkpoint(model, tmp_path / "nowhere" / "a.pth")
     for save in (san.save_checkpoint, san.save_released_checkpoint):
-        with pytest.raises(san.CheckpointError, match="only a classifier with its Linear head has a file, not a backbone"):
+        with pytest.raises(san.CheckpointError, match="only classifiers can be saved, not backbones"):
             save(san.create_model("san10_pairwise", features_only=True, **SMALL), tmp_path / "a.pth")
     assert not os.listdir(tmp_path)

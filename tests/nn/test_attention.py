@@ -241,42 +241,48 @@ def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown relation": (lambda: PairwiseAttention(64, relation="star"), "unknown relation 'star'.* Known: summation, sub"),
+    "unknown relation": (
+        lambda: PairwiseAttention(64, relation="star"),
+        "unknown relation 'star'.* Choose from: summation, sub",
+    ),
     "unknown mapping": (lambda: PatchwiseAttention(64, mapping="LR"), "unknown mapping 'LR'; did you mean 'LRL'"),
-    "unknown position": (lambda: PairwiseAttention(64, position="rel"), "Known: none, absolute, relative"),
-    "unknown transformation": (lambda: PairwiseAttention(64, transformation="same"), "Known: distinct, phi_eq_psi"),
+    "unknown position": (lambda: PairwiseAttention(64, position="rel"), "Choose from: none, absolute, relative"),
+    "unknown transformation": (lambda: PairwiseAttention(64, transformation="same"), "Choose from: distinct, phi_eq_psi"),
     "one layer for all, two reductions": (
         lambda: PairwiseAttention(64, transformation="phi_eq_psi_eq_beta"),
         "needs r1 = r2 .* not r1=16 and r2=4",
     ),
     "even footprint": (lambda: PatchwiseAttention(64, 4), "odd and positive .* not 4"),
-    "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels cannot be divided by r1=16 and by r2=4"),
-    "channels not shared evenly": (lambda: PairwiseAttention(64, group_size=3), "16 value channels .* divided by group_size=3"),
-    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels cannot be divided by 16 for the hidden"),
+    "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels are not divisible by r1=16 and by r2=4"),
+    "channels not shared evenly": (
+        lambda: PairwiseAttention(64, group_size=3),
+        "16 value channels .* divisible by group_size=3",
+    ),
+    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels are not divisible by 16, which mapping"),
     "group size as a word": (
         lambda: PairwiseAttention(64, group_size="8"),
-        "group_size must be a whole number of at least 1, not '8'",
+        "group_size must be an integer of at least 1, not '8'",
     ),  # type: ignore[arg-type]
     "group size as a float": (
         lambda: PatchwiseAttention(64, group_size=8.0),
-        "group_size must be a whole number of at least 1, not 8.0",
+        "group_size must be an integer of at least 1, not 8.0",
     ),  # type: ignore[arg-type]
-    "no group size": (lambda: PatchwiseAttention(64, group_size=0), "group_size must be a whole number of at least 1, not 0"),
-    "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads must be a whole number of at least 1, not 2.0"),  # type: ignore[arg-type]
-    "a truth for channels": (lambda: PairwiseAttention(True, 1), "channels must be a whole number of at least 1, not True"),
-    "a truth for a reduction": (lambda: ScalarAttention(64, r1=True), "r1 must be a whole number of at least 1, not True"),
+    "no group size": (lambda: PatchwiseAttention(64, group_size=0), "group_size must be an integer of at least 1, not 0"),
+    "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads must be an integer of at least 1, not 2.0"),  # type: ignore[arg-type]
+    "a truth for channels": (lambda: PairwiseAttention(True, 1), "channels must be an integer of at least 1, not True"),
+    "a truth for a reduction": (lambda: ScalarAttention(64, r1=True), "r1 must be an integer of at least 1, not True"),
     "a truth for the group size": (
         lambda: PairwiseAttention(64, group_size=True),
-        "group_size must be a whole number of at least 1, not True",
+        "group_size must be an integer of at least 1, not True",
     ),
-    "heads": (lambda: ScalarAttention(64, heads=3), "16 relation and 16 value channels cannot be divided by heads=3"),
+    "heads": (lambda: ScalarAttention(64, heads=3), "16 relation channels and 16 value channels must be divisible by heads=3"),
     "weights in training": (
         lambda: san.attention_weights(nn.Sequential(PairwiseAttention(64)), torch.zeros(1)),
-        "a network in evaluation mode; call model.eval",
+        "a model in evaluation mode; call model.eval",
     ),
     "a map that is too small": (
         lambda: PairwiseAttention(64)(torch.randn(1, 64, 3, 9)),
-        "7x7 footprint needs a map of at least 4x4, not 3x9",
+        "7x7 footprint with reflection padding needs a feature map of at least 4x4, not 3x9",
     ),
 }
 

@@ -59,10 +59,10 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("choice", "cuda", "reason"),
     [
-        ("yes", "13.0", "SAN_CUDA is 'yes'; expected auto, 0 or 1"),
-        ("0", "13.0", "SAN_CUDA=0 turns them off; unset it"),
-        ("auto", None, "this torch was built without CUDA; install one with CUDA"),
-        ("1", None, "this torch was built without CUDA; install one with CUDA"),
+        ("yes", "13.0", "SAN_CUDA must be auto, 0 or 1, not 'yes'"),
+        ("0", "13.0", "SAN_CUDA=0 disables them; unset it"),
+        ("auto", None, "this torch was built without CUDA; install a CUDA build of torch"),
+        ("1", None, "this torch was built without CUDA; install a CUDA build of torch"),
         ("1", "13.0", None),
     ],
 )
@@ -75,11 +75,11 @@ def test_environment_and_torch_decide_about_cuda(
 
 
 def test_names_a_missing_compiler(no_nvcc: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = "nvcc was not found; install the CUDA toolkit 12 or newer or set CUDA_HOME"
+    wanted = "nvcc was not found; install the CUDA toolkit 12 or newer, or set CUDA_HOME"
     with pytest.raises(build.BuildError, match=f"^{wanted}$"):
         build.find_nvcc()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.BuildError, match=r"^no-such-compiler was not found; install g\+\+ 11 or newer or set CXX$"):
+    with pytest.raises(build.BuildError, match=r"^no-such-compiler was not found; install g\+\+ 11 or newer, or set CXX$"):
         build.find_cxx()
 
 
@@ -92,7 +92,7 @@ def test_names_an_nvcc_that_is_too_old(
     if is_new_enough:
         assert build.find_nvcc() == nvcc
         return
-    with pytest.raises(build.BuildError, match=f"^nvcc {version} at {nvcc} is too old; 12 or newer is needed$"):
+    with pytest.raises(build.BuildError, match=f"^nvcc {version} at {nvcc} is too old; install the CUDA toolkit 12 or newer$"):
         build.find_nvcc()
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     too_new = compiler(tmp_path / "13.0" / "bin" / "nvcc", NVCC.format("13.0", "13.0"))
@@ -108,7 +108,7 @@ def test_names_an_nvcc_that_is_too_old(
 @pytest.mark.parametrize(
     ("prints", "complaint"),
     [
-        (GCC.format("8.5.0"), "g++ 8.5 at {} is too old; 11 or newer is needed"),
+        (GCC.format("8.5.0"), "g++ 8.5 at {} is too old; install g++ 11 or newer"),
         (GCC.format("11.1.0"), None),
         ("clang version 10.0.0-4ubuntu1", None),  # is not judged by its number
     ],
@@ -213,10 +213,10 @@ def test_a_part_that_fails_disables_only_itself(
     found = build.libraries()
     assert [part for part in build.PARTS if isinstance(found[part], Path)] == ["cpu", "resample"]
     log = next(cache.glob("*/cuda-*.log"))
-    assert str(found["cuda"]) == f"compiling failed: norm.cu(7): error: no such type; see {log}"
+    assert str(found["cuda"]) == f"compilation failed: norm.cu(7): error: no such type; the full log is {log}"
     assert "#include warning" in log.read_text() and not list(cache.glob("*/*.objects"))
     monkeypatch.setenv("SAN_CUDA", "0")
-    assert str(build.libraries()["cuda"]) == "SAN_CUDA=0 turns them off; unset it"
+    assert str(build.libraries()["cuda"]) == "SAN_CUDA=0 disables them; unset it"
     monkeypatch.setenv("SAN_CUDA", "auto")
     compiler(nvcc, NVCC.format("12.0", "12.0"), WRITES_ITS_OUTPUT)
     assert isinstance(build.libraries()["cuda"], Path) and not log.exists(), "a later start tries again"
@@ -235,7 +235,7 @@ def test_processes_that_waited_for_a_build_that_failed_do_not_try_again(cache: P
 def test_names_a_cache_that_cannot_be_written(cache: Path) -> None:
     cache.touch()
     reason = str(build.libraries()["cpu"])
-    assert reason.startswith(f"{cache}/ext-") and reason.endswith("set SAN_CACHE to another folder")
+    assert reason.startswith(f"cannot write to {cache}/ext-") and reason.endswith("set SAN_CACHE to a writable folder")
 
 
 @pytest.mark.parametrize(("choice", "code"), [("auto", 0), ("1", 1), ("0", 0)])
@@ -246,7 +246,7 @@ def test_the_command_fails_without_cuda_only_where_it_is_asked_for(
     with pytest.raises(SystemExit) as caught:
         build.main()
     assert int(caught.value.code or 0) == code
-    assert ("san: no cuda kernels" in capsys.readouterr().err) == (choice != "0")
+    assert ("san: the cuda kernels are missing" in capsys.readouterr().err) == (choice != "0")
 
 
 def test_builds_where_the_system_does_not_tell_which_cpus_are_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so(tmp_path: Path) -> No
     env = {"PATH": str(tmp_path), "SAN_CACHE": str(tmp_path), "HOME": str(tmp_path), "CXX": "none"}
     done = subprocess.run([sys.executable, "-c", code], cwd=build.SOURCE_DIR.parent, env=env, capture_output=True, text=True)
     assert "torch.Size([1, 1, 9, 9])" in done.stdout
-    assert "san runs on its slower reference operators on the CPU: none was not found; install g++" in done.stderr
+    assert "san falls back to its slower reference operators on the CPU: none was not found; install g++" in done.stderr
 
 
 def test_without_a_compiler_kernels_in_the_cache_run(tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def missing_on(gpus: list[tuple[int, int]], parts: dict[str, str], monkeypatch: 
 @pytest.mark.parametrize(
     ("gpus", "reason"),
     [
-        ([(7, 5)], "this GPU has compute capability 7.5; 8.0 or more is needed"),
-        ([(9, 0), (7, 0)], "GPU 1 has compute capability 7.0; 8.0 or more is needed"),
+        ([(7, 5)], "this GPU has compute capability 7.5, but the kernels need 8.0 or higher"),
+        ([(9, 0), (7, 0)], "GPU 1 has compute capability 7.0, but the kernels need 8.0 or higher"),
         ([(8, 0), (8, 9)], None),
         ([(12, 0)], None),
         ([], None),
@@ -313,11 +313,11 @@ def test_missing_names_gpus_that_are_too_old(
         warnings.simplefilter("always")
         assert [library.runs_on("cuda") for _ in range(2)] == [reason is None] * 2
     library.runs_on.cache_clear()
-    expected = [] if reason is None else [f"san runs on its slower reference operators on the GPU: {reason}"]
+    expected = [] if reason is None else [f"san falls back to its slower reference operators on the GPU: {reason}"]
     assert [str(warning.message) for warning in told] == expected
 
 
 def test_missing_tells_why_a_part_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "nvcc was not found; install the CUDA toolkit 12 or newer or set CUDA_HOME"
+    reason = "nvcc was not found; install the CUDA toolkit 12 or newer, or set CUDA_HOME"
     assert missing_on([(9, 0)], {"cuda": reason}, monkeypatch) == reason
     assert library.missing("cpu") is None

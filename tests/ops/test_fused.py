@@ -284,7 +284,7 @@ REFUSALS: dict[str, tuple[str, Callable[[str], tuple[Any, ...]], str]] = {
     "two sizes": (
         "pairwise",
         lambda kind: _changed(kind, "around", lambda x: x[:, 1:]),
-        "center and around must have one shape",
+        "center and around must have the same shape",
     ),
     "relation channels": (
         "patchwise",
@@ -332,7 +332,7 @@ def test_rejects_another_shape_in_backward(kind: str, at: int) -> None:
     arguments = list(backward_arguments(kind, sample(kind), 3, True))
     where = 0 if at == 0 else len(arguments) - 4
     arguments[where] = arguments[where][:1]
-    with pytest.raises(RuntimeError, match="must have one shape" if at == 0 else r"must be \[N, H, W, [EG]\]"):
+    with pytest.raises(RuntimeError, match="must have the same shape" if at == 0 else r"must be \[N, H, W, [EG]\]"):
         operator(f"{kind}_backward")(*arguments)
 
 

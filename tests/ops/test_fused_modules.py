@@ -496,7 +496,9 @@ def test_a_module_takes_an_empty_batch(kind: str) -> None:
 @every_kind
 def test_rejects_training_on_one_value_per_channel(kind: str) -> None:
     setting = Setting(kind, footprint=1, batch=1, height=1, width=1)
-    with pytest.raises(ValueError, match="training needs more than 1 value per channel: a larger batch, map or footprint"):
+    with pytest.raises(
+        ValueError, match="training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint"
+    ):
         setting.module()(setting.x())
     assert setting.module().eval()(setting.x()).shape == (1, 8, 1, 1)
 
@@ -504,7 +506,7 @@ def test_rejects_training_on_one_value_per_channel(kind: str) -> None:
 @every_kind
 def test_rejects_a_map_that_is_too_small(kind: str) -> None:
     setting = Setting(kind, footprint=7, height=3, width=9)
-    with pytest.raises(ValueError, match="7x7 footprint needs a map of at least 4x4, not 3x9"):
+    with pytest.raises(ValueError, match="7x7 footprint with reflection padding needs a feature map of at least 4x4, not 3x9"):
         setting.module()(setting.x())
 
 
@@ -595,7 +597,7 @@ def test_a_network_equals_the_reference(kind: str) -> None:
 def test_rejects_a_second_derivative(kind: str, training: bool) -> None:
     module, x = Setting(kind).module().train(training), Setting(kind).x().requires_grad_()
     (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    sentence = rf'san::{kind} has no second derivative; run the model under san.ops.backend\("unfused"\)'
+    sentence = rf'san::{kind} does not support second derivatives; run the model under san.ops.backend\("unfused"\)'
     with pytest.raises(RuntimeError, match=sentence):
         grad.square().sum().backward()
 

@@ -168,16 +168,19 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "three dimensions": (lambda: ops.unfold(MAP[0], 3), r"x must have 4 dimensions \[N, C, H, W\], not \[8, 5, 5\]"),
     "integers": (lambda: ops.unfold(MAP.int(), 3), "x must be float16.* not torch.int32"),
     "even footprint": (lambda: ops.unfold(MAP, 4), "must be odd and positive .* not 4"),
-    "large footprint": (lambda: ops.unfold(MAP, 11), "11x11 footprint needs a map of at least 6x6, not 5x5"),
-    "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"one shape, not \[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
-    "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "one dtype and device, not torch.float32 on cpu"),
+    "large footprint": (
+        lambda: ops.unfold(MAP, 11),
+        "11x11 footprint with reflection padding needs a feature map of at least 6x6, not 5x5",
+    ),
+    "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"same shape, not \[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
+    "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "same dtype and device, not torch.float32 on cpu"),
     "two devices": (lambda: ops.subtraction(MAP, MAP.to("meta"), 3), "torch.float32 on meta"),
     "groups that do not divide": (
         lambda: ops.dot(MAP, MAP, 3, groups=3),
-        "phi's 8 channels must be a positive multiple of the 3",
+        "phi \(8\) must be a positive multiple of groups \(3\)",
     ),
-    "no groups": (lambda: ops.dot(MAP, MAP, 3, groups=0), "8 channels must be a positive multiple of the 0 groups"),
-    "no channels": (lambda: ops.hadamard(MAP[:, :0], MAP[:, :0], 3), "0 channels must be a positive multiple of the 0"),
+    "no groups": (lambda: ops.dot(MAP, MAP, 3, groups=0), "phi \(8\) must be a positive multiple of groups \(0\)"),
+    "no channels": (lambda: ops.hadamard(MAP[:, :0], MAP[:, :0], 3), "\(0\) must be a positive multiple of groups \(0\)"),
     "hadamard of vectors": (lambda: ops.hadamard(MAP[0, 0, 0], MAP[0, 0, 0], 3), "phi must have 4 dimensions"),
     "summation of truths": (lambda: ops.summation(MAP, MAP.bool(), 3), "psi must be float16.* not torch.bool"),
     "weight of another footprint": (
@@ -186,7 +189,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "channels not shared evenly": (
         lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3),
-        "8 channels .* multiple of the 3",
+        "beta \(8\) must be a positive multiple of the weight channels \(3\)",
     ),
     "unknown backend": (lambda: ops.backend("fast"), "'auto', 'unfused' or 'reference', not 'fast'"),  # type: ignore[arg-type]
 }

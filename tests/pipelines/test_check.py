@@ -97,17 +97,17 @@ SOUND: dict[str, Make] = {
 LINES = "two\nlines.jpg"
 """Can be decoded, but a list cannot hold its name."""
 BROKEN: dict[str, tuple[Make, str]] = {
-    "empty.jpg": (lambda path: path.touch(), "it is empty"),
-    "text.jpg": (lambda path: path.write_text("hello"), "it is no JPEG or PNG image"),
-    "thumbs.jpg": (lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0" * 99), "it is no JPEG or PNG image"),
-    "header_only.jpg": (without_end("JPEG", 0.2), "it is damaged: "),
-    "half.jpg": (without_end("JPEG", 0.95), "it is damaged: image file is truncated"),
-    "half.png": (without_end("PNG", 0.8), "it is damaged: "),
-    "other_bytes.png": (with_other_bytes("PNG"), "it is damaged: "),
-    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "it is a GIF image, which DALI cannot decode"),
-    "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "it is a symbolic link to nothing"),
-    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "it cannot be read (Too many levels of symbolic links)"),
-    LINES: (lambda path: picture().save(path), "its name holds a line break, which a list cannot: rename it"),
+    "empty.jpg": (lambda path: path.touch(), "empty file"),
+    "text.jpg": (lambda path: path.write_text("hello"), "not a JPEG or PNG image"),
+    "thumbs.jpg": (lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0" * 99), "not a JPEG or PNG image"),
+    "header_only.jpg": (without_end("JPEG", 0.2), "damaged: "),
+    "half.jpg": (without_end("JPEG", 0.95), "damaged: image file is truncated"),
+    "half.png": (without_end("PNG", 0.8), "damaged: "),
+    "other_bytes.png": (with_other_bytes("PNG"), "damaged: "),
+    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "a GIF image, which DALI cannot decode"),
+    "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "broken symbolic link"),
+    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "cannot read it (Too many levels of symbolic links)"),
+    LINES: (lambda path: picture().save(path), "its name contains a line break, which image lists cannot store; rename it"),
 }
 NO_IMAGES: dict[str, Make] = {
     "notes.txt": lambda path: path.write_text("hello"),
@@ -148,7 +148,7 @@ def test_check_tells_what_is_broken(dirty: Dataset, workers: int) -> None:
     assert found.keys() == BROKEN.keys()
     for name, (_, reason) in BROKEN.items():
         assert found[name].startswith(reason), name
-        assert reason.endswith(": ") or found[name] == reason or reason.startswith("it is damaged"), name
+        assert reason.endswith(": ") or found[name] == reason or reason.startswith("damaged"), name
 
 
 def test_broken_images_are_the_same_in_this_process(dirty: Dataset) -> None:
@@ -172,7 +172,7 @@ def test_decoders_words_are_kept_where_they_alone_know_more(
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # an image with which only DALI has a difficulty
     without_end("JPEG", 0.95)(tmp_path / "half.jpg")
     (broken,) = broken_images(Dataset.of_image(tmp_path / "half.jpg"), [0])
-    assert broken.reason == "DALI cannot decode it, though Pillow can"
+    assert broken.reason == "DALI cannot decode it, but Pillow can"
     assert "Input file read error" in capfd.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_what_is_sound_looks_as_in_pillow(dirty: Dataset) -> None:
 
 def test_training_stops_at_the_first_broken_image_with_its_name(dirty: Dataset) -> None:
     with pytest.raises(
-        DataError, match=rf"{dirty.root}/train/dirty/.* cannot be used: it .*`san data check {dirty.root}`"
+        DataError, match=rf"{dirty.root}/train/dirty/.*: cannot use this image: .*`san data check {dirty.root}`"
     ) as stop:
         list(Loader(dirty, WHOLE, train=True, batch=4).epoch(0))
     assert any(name in str(stop.value) for name in BROKEN)
@@ -219,12 +219,12 @@ def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda path: path.unlink(), "it is missing; replace it with a JPEG or PNG image"),
-        (lambda path: path.write_bytes(b""), "it is empty; replace"),
-        (lambda path: path.write_text("hello"), "it is no JPEG or PNG image; replace"),
+        (lambda path: path.unlink(), "missing file; replace or remove it"),
+        (lambda path: path.write_bytes(b""), "empty file; replace"),
+        (lambda path: path.write_text("hello"), "not a JPEG or PNG image; replace"),
         (
             lambda path: (path.unlink(), path.symlink_to(path)),
-            r"it cannot be read \(Too many levels of symbolic links\); replace",
+            r"cannot read it \(Too many levels of symbolic links\); replace",
         ),
     ],
 )
@@ -235,7 +235,9 @@ def test_training_on_a_list_names_a_file_and_what_is_wrong_with_it(tmp_path: Pat
     data = Dataset.scan(tmp_path, "train")
     write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
     change(tmp_path / "train/a/1.jpg")
-    with pytest.raises(DataError, match=rf"train/a/1\.jpg cannot be used: {reason}.*`san data check .* and train on its list"):
+    with pytest.raises(
+        DataError, match=rf"train/a/1\.jpg: cannot use this image: {reason}.*`san data check .*, which lists the other images"
+    ):
         list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch=2).epoch(0))
 
 
@@ -251,7 +253,7 @@ def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
     assert re.fullmatch(
         rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0].index)
     )
-    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0].index))} cannot be used: it is damaged"):
+    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0].index))}: cannot use this image: damaged"):
         list(Loader(packed, WHOLE, train=False, batch=40).epoch(0))
 
 
@@ -324,12 +326,12 @@ def test_an_image_whose_process_is_killed_gets_a_second_try(tmp_path: Path, kill
             os.close(end)
         ((count, broken),) = found.result()
     assert count == 1
-    assert [one.reason for one in broken] == ["it ends the process that decodes it (exit code -9)"] * (kills - 1)
+    assert [one.reason for one in broken] == ["decoding it crashes the process (exit code -9)"] * (kills - 1)
 
 
 def test_processes_that_cannot_begin_are_no_fault_of_the_images(many: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(DataError, match=r"The processes that decode images end before they begin \(exit code 1\): free some"):
+    with pytest.raises(DataError, match=r"decoding processes exit before they start \(exit code 1\); free some"):
         list(check(many, 2))
     assert not active_children()
 
@@ -344,7 +346,7 @@ def test_processes_that_cannot_be_started_are_no_fault_of_the_images(many: Datas
                 files.append(os.dup(files[0]))
         for _ in range(8):  # enough for two processes, not for seven
             os.close(files.pop())
-        with pytest.raises(DataError, match=r"cannot be started \(Too many open files\): give fewer --workers"):
+        with pytest.raises(DataError, match=r"cannot start a decoding process \(Too many open files\); lower --workers"):
             list(check(many, 7))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -45,5 +45,5 @@ def test_large_batches_are_prepared_less_far_ahead(size: int, batch: int, ahead:
 
 
 def test_sixteen_threads_wait_for_files() -> None:
-    """A file server takes milliseconds for each; see docs/performance.md."""
+    """A file server takes milliseconds for each; see docs/results/performance.md."""
     assert graph.reading_pipeline(iter([]), packed=True, max_batch=1).num_threads == 16

@@ -93,7 +93,7 @@ def test_full_ranks_are_promised_exactly_where_they_hold(count: int, batch: int,
     if smallest >= 1:
         order.require_full_ranks(count, batch, world)
     else:
-        with pytest.raises(DataError, match=f"{count} images with a global batch of {batch} .* {world} ranks"):
+        with pytest.raises(DataError, match=f"{count} images with batch size {batch} .* {world} workers"):
             order.require_full_ranks(count, batch, world)
 
 

@@ -147,9 +147,7 @@ def test_an_interrupted_packing_goes_on(data: Dataset, out: Path) -> None:
     begun.close()
     assert not index_path(out, "train").exists()
     assert not list(out.glob("*.tar.part"))
-    with pytest.raises(
-        DataError, match=r"There are no shards of train in .*: expected .*train\.index, so give the folder that"
-    ):
+    with pytest.raises(DataError, match=r": no shards of 'train'; expected .*train\.index, in a folder that"):
         Dataset.open_shards(out, "train")
     before = times(out)
     again = packed(data, out)
@@ -242,16 +240,19 @@ def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
     out.mkdir()
     with open(out / "train.index.part", "w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"Another process is packing train into .*: wait for it or stop it"):
+        with pytest.raises(DataError, match=r"another process is already packing train here; wait for it or stop it"):
             packed(data, out)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda path: path.unlink(), r"train/b/04\.JPEG cannot be read \(No such file or directory\): .*`san data check`"),
-        (lambda path: path.write_bytes(b"x"), r"train/b/04\.JPEG has 1 bytes, but 790 when it was listed: .*`san data check`"),
-        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG has 0 bytes, but 790 when it was listed"),
+        (
+            lambda path: path.unlink(),
+            r"train/b/04\.JPEG: cannot read this image \(No such file or directory\); .*`san data check`",
+        ),
+        (lambda path: path.write_bytes(b"x"), r"train/b/04\.JPEG: 1 bytes, but 790 when it was listed; .*`san data check`"),
+        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when it was listed"),
     ],
 )
 def test_an_image_that_is_not_as_listed_stops_it(
@@ -265,7 +266,7 @@ def test_an_image_that_is_not_as_listed_stops_it(
 
 def test_a_name_that_an_index_cannot_hold_is_told_before_packing(data: Dataset, out: Path) -> None:
     (data.root / "train/c/9\n9.JPEG").write_bytes(b"image")
-    with pytest.raises(DataError, match=r"The image 'train/c/9\\n9\.JPEG' has a line break in its name"):
+    with pytest.raises(DataError, match=r"'train/c/9\\n9\.JPEG': this file name contains a line break"):
         packed(Dataset.scan(data.root, "train"), out)
     assert not out.exists()
 
@@ -279,25 +280,27 @@ def test_refuses_an_index_with_other_rows(data: Dataset, out: Path, row: str) ->
     lines[-1] = f"train/c/1.jpg{row}".replace("x", "", 1)
     checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     (out / "train.index").write_text("\n".join([f"# shards {checksum}", *lines, ""]))
-    with pytest.raises(DataError, match=r"train\.index has the row 'train/c/1\.jpg.*', which is no place in its shards"):
+    with pytest.raises(DataError, match=r"train\.index: row 'train/c/1\.jpg.*' of this index does not point into its shards"):
         Dataset.open_shards(out, "train")
 
 
 def test_refuses_the_index_of_another_split(data: Dataset, out: Path) -> None:
     packed(data, out)
     shutil.copy(out / "train.index", out / "val.index")
-    with pytest.raises(DataError, match=r"val\.index names images of train/, but for val those of val/ were expected"):
+    with pytest.raises(DataError, match=r"val\.index: lists images of train/, but val needs images of val/"):
         Dataset.open_shards(out, "val")
 
 
 def test_refuses_a_folder_that_cannot_be_made(data: Dataset) -> None:
-    with pytest.raises(DataError, match=r"00\.JPEG/out cannot be written \(Not a directory\): give another folder"):
+    with pytest.raises(
+        DataError, match=r"00\.JPEG/out: cannot write to this folder \(Not a directory\); .* use another folder"
+    ):
         packed(data, data.root / "train/a/00.JPEG" / "out")
 
 
 def test_refuses_what_does_not_fit_on_the_disk(data: Dataset, out: Path) -> None:
     endless = Dataset(data.root, data.split, data.classes, data.paths, data.labels, (2**60,) * len(data))
-    with pytest.raises(DataError, match=r"has room for \d+ bytes, but the shards need \d+: make room"):
+    with pytest.raises(DataError, match=r"\d+ bytes are free, but the shards need \d+; free some space"):
         packed(endless, out)
 
 
@@ -311,11 +314,11 @@ def lost_byte(path: Path) -> None:
         (
             "train-00001.tar",
             Path.unlink,
-            r"Shards in .* are not as they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
+            r"shards changed since they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
         ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes, not \d+\); copy or pack them again"),
-        ("train.index", lost_byte, r"train\.index is damaged, or was changed by hand: copy it again"),
-        ("train.index", lambda path: path.write_text(""), r"train\.index is damaged"),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack them again"),
+        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy it"),
+        ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
     ],
 )
 def test_refuses_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object], sentence: str) -> None:
@@ -330,7 +333,9 @@ def test_all_damaged_shards_are_named(data: Dataset, out: Path) -> None:
     assert len(shards) == 23
     for one in shards[2:14]:
         (out / one.shard.name).write_bytes(b"")
-    with pytest.raises(DataError, match=r"packed: train-00002\.tar \(0 bytes, not \d+\), .*train-00011.* and 2 more; copy"):
+    with pytest.raises(
+        DataError, match=r"packed: train-00002\.tar \(0 bytes instead of \d+\), .*train-00011.* and 2 more; copy"
+    ):
         Dataset.open_shards(out, "train")
 
 
@@ -342,7 +347,9 @@ def test_a_shard_that_is_cut_off_later_is_named(data: Dataset, out: Path, length
     if read_before:
         opened.encoded(0)
     os.truncate(out / "train-00000.tar", length)
-    with pytest.raises(DataError, match=rf"Shards in {out} are not as .*: train-00000\.tar \({length} bytes, not \d+\); copy"):
+    with pytest.raises(
+        DataError, match=rf"{out}: shards changed since .*: train-00000\.tar \({length} bytes instead of \d+\); copy"
+    ):
         opened.encoded(20)
 
 
@@ -356,7 +363,7 @@ def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> No
     found = dict(opened.shards.damaged(2))
     assert list(found) == [one.shard.name for one in shards]
     assert [name for name, complaint in found.items() if complaint] == ["train-00001.tar"]
-    assert f"not {shards[1].shard.sha256}: copy or pack it again" in str(found["train-00001.tar"])
+    assert f"instead of {shards[1].shard.sha256}; copy or pack it again" in str(found["train-00001.tar"])
 
 
 PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -406,7 +413,9 @@ def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Data
     next(batches)
     for shard in root.glob("*.tar"):
         os.truncate(shard, 100)
-    with pytest.raises(DataError, match=r"Shards in .* are not as they were packed: train-0000\d\.tar \(100 bytes, not \d+\)"):
+    with pytest.raises(
+        DataError, match=r"shards changed since they were packed: train-0000\d\.tar \(100 bytes instead of \d+\)"
+    ):
         list(batches)
 
 

@@ -19,17 +19,17 @@ def attention(answer: Answer) -> str:
     if not answer.looks:
         return ""
     what = (
-        "How the networks weigh the footprint of a pixel: the one in the middle of the validation image in the middle. Of each "
-        "kind of attention and each relation it is the cell with the best top-1, after its last epoch; "
-        f"{MOST_LOOKS} cells at most, the best of every kind first."
+        "The attention weights that each network assigns to the footprint of one pixel: the center of the middle validation "
+        "image. For each kind of attention and each relation, the cell with the best top-1 is shown after its last epoch; "
+        f"{MOST_LOOKS} cells at most, the best of each kind first."
     )
     key = (
-        "Squares are pixels of the footprint, the framed one is the pixel itself. A strong colour is a large weight; "
-        "orange with a hole is negative. Spread is the standard deviation over all channels. Dashes are where the image ends; "
-        "beyond, it is mirrored."
+        "Each square is a pixel of the footprint; the framed one is the pixel itself. Stronger colours are larger weights; "
+        "orange with a hole is negative. Spread is the standard deviation over channels. Dashed lines mark the border of the "
+        "image; pixels beyond it are reflected."
     )
     panels = figure([*map(_look, answer.looks)], f'<p>{what}</p><p class="note key">{key}</p>')
-    return section("What the attention looks at", panels)
+    return section("Attention weights", panels)
 
 
 def _look(look: Look) -> str:
@@ -39,13 +39,13 @@ def _look(look: Look) -> str:
     relation = getattr(look.trial.config.model.spec(), "relation", None)
     heading = f"<h3>{name}: {seen.kind} attention{f', {relation}' if relation else ''}</h3>"
     (H, W), k = seen.map, seen.footprint
-    some = f", of which {MOST_CHANNELS} are shown" if len(seen.weight_GKn) > MOST_CHANNELS else ""
+    some = f" ({MOST_CHANNELS} shown)" if len(seen.weight_GKn) > MOST_CHANNELS else ""
     facts = (
-        f"{seen.model} takes {seen.picture} for {seen.answer}. {seen.layer}, footprint {k} x {k}, map {H} x {W}, "
+        f"{seen.model} predicts {seen.answer} for {seen.picture}. {seen.layer}, footprint {k} x {k}, map {H} x {W}, "
         f"{seen.channels}{some}."
     )
     picture = tiles(seen, f"seen-{look.trial.key}")
     told = f'<p class="note">{escape(facts)}</p>{picture}<p class="note">{between_in_words(seen)}</p>'
     command = shell(shlex.join(["san", "show", look.checkpoint, str(look.image)]))
-    asked = f"<details><summary>All channels, other pixels</summary>{command}</details>"
+    asked = f"<details><summary>Show all channels or other pixels</summary>{command}</details>"
     return f'<div class="panel">{heading}{told}{asked}</div>'

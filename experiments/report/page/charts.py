@@ -52,11 +52,11 @@ def plot(answer: Answer) -> str:
             mine = [(line, places[line.id][1], "") for line in answer.lines if places[line.id][0] == name]
             points = [replace(point, x=point.x + aside) for point in _points(mine, accuracy, half)]
             series += [Series(name, style, points)] if points else []
-        alternative = f"Top-1 accuracy over {plot.label}, {heading}."
+        alternative = f"Top-1 accuracy against {plot.label}, {heading}."
         axes = Axis(plot.label, ticks), Axis("top-1, %", most=100.0)
         panels.append(panel(heading, points_chart(alternative, series, *axes)))
     key = legend(((name, style) for style, name in enumerate(names)), lines=True)
-    return section(f"Accuracy over {plot.label.split(',')[0]}", figure(panels, key))
+    return section(f"Accuracy by {plot.label.split(',')[0]}", figure(panels, key))
 
 
 def cost(answer: Answer) -> str:
@@ -76,11 +76,11 @@ def cost(answer: Answer) -> str:
                 mine = [(line, getattr(line, field), labels.get(line.id, "")) for line in counted]
                 points = _points(mine, accuracy, half, words)
                 series += [Series(name, style, points)] if points else []
-            alternative = f"Top-1 accuracy over {words}, {heading}."
+            alternative = f"Top-1 accuracy against {words}, {heading}."
             chart = points_chart(alternative, series, Axis(words), Axis("top-1, %", most=100.0))
-            panels.append(panel(f"{heading}, over {'parameters' if field == 'params' else 'FLOPs'}", chart))
+            panels.append(panel(f"{heading}, by {'parameters' if field == 'params' else 'FLOPs'}", chart))
     key = legend(((name, style) for style, name in enumerate(families)), lines=True)
-    note = "Up and to the left is better. Intervals without an end are cut. A point tells more on hovering."
+    note = "Up and to the left is better. Intervals without an end mark are cut off. Hover over a point for details."
     note += left_out(answer.lines, "labels, where there is room")
     return section("Accuracy and cost", figure(panels, key, note))
 

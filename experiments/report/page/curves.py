@@ -29,7 +29,7 @@ def curves(answer: Answer) -> str:
                     series += [Series(row, style, points)] if points else []
                 if series:
                     axes = _epochs(series), Axis(words, most=most)
-                    chart = curves_chart(f"{words.capitalize()} over epochs, {name}.", series, *axes)
+                    chart = curves_chart(f"{words.capitalize()} by epoch, {name}.", series, *axes)
                     key = legend([(one.name, one.style) for one in series], lines=True)
                     panels.append(panel(f"{name}, {words.split(',')[0]}", chart + key))
         if panels:
@@ -37,7 +37,7 @@ def curves(answer: Answer) -> str:
     if not charts:
         return ""
     seeds = len({trial.seed for trial in answer.trials}) > 1
-    note = "Lines are means over seeds, bands reach from the lowest to the highest." if seeds else ""
+    note = "Lines show the mean over seeds, bands the range from lowest to highest." if seeds else ""
     note += left_out(answer.lines, "curves")
     return section("Training curves", *charts, f'<p class="note">{escape(note.strip())}</p>' if note else "")
 

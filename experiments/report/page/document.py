@@ -37,7 +37,7 @@ def page(answer: Answer) -> str:
     state = f"all {cells} cells finished" if done == cells else f"{done} of {cells} cells finished"
     facts = [f"profile {answer.profile}", state]
     if ended := max((result.ended for _, result in answer.done()), default=0):
-        facts.append(datetime.fromtimestamp(ended, UTC).strftime("last one ended %Y-%m-%d %H:%M UTC"))
+        facts.append(datetime.fromtimestamp(ended, UTC).strftime("last cell finished %Y-%m-%d %H:%M UTC"))
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(f"{answer.name}: {answer.grid.question}"),
         name=escape(answer.name),

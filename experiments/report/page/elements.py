@@ -52,10 +52,11 @@ def spread(half_width: float | None) -> str:
     return "" if half_width is None else f' <span class="spread">± {half_width:.1f}</span>'
 
 
-def ours(value: float, half_width: float | None, seeds: int, asked: int) -> str:
-    """A mean over seeds, its interval, and whether seeds are missing."""
-    lacking = f" {missing(f'{seeds} of {asked} seeds')}" if seeds < asked else ""
-    return f"<strong>{number(value, '.1f')}</strong>{spread(half_width)}{lacking}"
+def ours(value: float, by_seed: Sequence[float], half_width: float | None, asked: int) -> str:
+    """A mean over seeds with its interval, or with both values where there are two, and whether seeds are missing."""
+    lacking = f" {missing(f'{len(by_seed)} of {asked} seeds')}" if len(by_seed) < asked else ""
+    both = f' <span class="spread">({", ".join(number(one, ".1f") for one in by_seed)})</span>' if len(by_seed) == 2 else ""
+    return f"<strong>{number(value, '.1f')}</strong>{spread(half_width)}{both}{lacking}"
 
 
 def panel(heading: str, chart: str) -> str:

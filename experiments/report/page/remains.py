@@ -31,15 +31,15 @@ def remains(answer: Answer) -> str:
                 points = _points(answer, lines, top1, (first, condition), whose)
                 series += [Series(name, style, points)] if points else []
             if series:
-                alternative = f"Top-1 under {condition} over top-1 without disturbance, {heading}."
-                axes = Axis("top-1 without disturbance, %"), Axis(f"top-1 under {condition}, %", most=100.0)
+                alternative = f"Top-1 under {condition} against top-1 on clean images, {heading}."
+                axes = Axis("top-1 on clean images, %"), Axis(f"top-1 under {condition}, %", most=100.0)
                 panels.append(panel(f"{condition}, {heading}", points_chart(alternative, series, *axes)))
     if not panels:
         return ""
     key = legend(((name, style) for style, name in enumerate(families)), lines=True)
-    note = "Higher at the same place across is more robust. A point tells more on hovering."
+    note = "At the same horizontal position, a higher point is more robust. Hover over a point for details."
     note += left_out(answer.lines, "labels, where there is room")
-    return section("What is left of accuracy", figure(panels, key, note))
+    return section("Accuracy that remains", figure(panels, key, note))
 
 
 def _points(answer: Answer, lines: Sequence[Line], top1: Top1, conditions: tuple[str, str], whose: str) -> list[Point]:

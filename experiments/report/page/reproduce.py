@@ -15,8 +15,8 @@ from experiments.report.page.elements import scroll, section, shell
 from experiments.tracking import Result
 
 SAME = {
-    "images": "digest of the images",
-    "workers": "workers of a cell",
+    "images": "digest of the image lists",
+    "workers": "workers per cell",
     "commit": "commit",
     "versions": "versions",
     "machine": "machine",
@@ -26,11 +26,15 @@ SAME = {
 
 def reproduce(answer: Answer) -> str:
     store = escape(answer.store)
-    browse = f'MLflow at <a href="{store}">{store}</a>' if _is_server(answer.store) else "<code>san ui</code> shows the runs"
+    browse = (
+        f'The runs are in MLflow at <a href="{store}">{store}</a>'
+        if _is_server(answer.store)
+        else "<code>san ui</code> opens the runs in MLflow"
+    )
     parts = [
-        "<p>All cells, at the commit below; a cell that is finished in the store is taken from there:</p>",
+        "<p>This command trains all cells at the commit below. It skips cells that are already finished in the store.</p>",
         shell(answer.command),
-        f"<p>{browse}, each with its resolved config and all package versions as artifacts.</p>",
+        f"<p>{browse}. Each run stores its resolved config and the versions of all packages as artifacts.</p>",
     ]
     cells = answer.done()
     facts = _facts(answer.store, cells)
@@ -48,8 +52,9 @@ def reproduce(answer: Answer) -> str:
         table = f"<caption>Finished cells</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody>"
         parts.append("<h3>Each cell</h3>")
         parts.append(scroll(f'<table class="cells">{table}</table>', "Table of cells", "scroll tall"))
-    told = f"These train the same cells: they have the same keys.{left_out(answer.lines, 'commands here')}"
-    parts.append(f"<h3>One row alone</h3><p>{told}</p>")
+    limited = left_out(answer.lines, "a command here")
+    told = f"Each of these commands trains one row; its cells have the same keys as above.{limited}"
+    parts.append(f"<h3>One row at a time</h3><p>{told}</p>")
     parts += [_alone(answer, row) for row in shown_rows(answer.lines)]
     return section("Reproduce", *parts)
 
@@ -60,7 +65,7 @@ def _facts(store: str, cells: Sequence[tuple[Trial, Result]]) -> dict[str, list[
     results = [result for _, result in cells]
 
     def tagged(name: str) -> list[str]:
-        missing = untold.get(name, "in environment.txt of the run")
+        missing = untold.get(name, "see environment.txt of the run")
         return [escape(result.tags.get(f"san.{name}", missing)) for result in results]
 
     return {

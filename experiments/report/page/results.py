@@ -9,9 +9,12 @@ from experiments.report.page.content import Answer
 from experiments.report.page.elements import DASH, heads, missing, number, ours, scroll, section, start
 from experiments.report.table import Line
 
-SPREAD = "± is half of a 95 % interval of the mean over seeds (Student's t): chance of training, not of images."
+SPREAD = (
+    "± is half of the 95 % interval of the mean over seeds (Student's t). "
+    "It covers the randomness of training, not of the images."
+)
 NO_DIFFERENCE = (
-    "No difference is given: ours are trained on other images, at another size or for other epochs than the paper's."
+    "No difference is shown, because our models were trained on other images, at another size or for another number of epochs."
 )
 
 
@@ -41,10 +44,10 @@ def results(answer: Answer) -> str:
         notes.append(SPREAD)
     if has_paper and not has_difference:
         notes.append(NO_DIFFERENCE)
-    notes.append("Parameters and FLOPs (multiply-accumulates, as the paper counts) are those of the full-size models.")
-    caption = "Paper beside ours" if has_paper else "Ours"
+    notes.append("Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the full-size models.")
+    caption = "Paper and ours" if has_paper else "Ours"
     table = f"<table><caption>{caption}</caption>{heads(groups)}<tbody>{''.join(body)}</tbody></table>"
-    heading = "Accuracy without disturbance" if answer.grid.robustness else "Answer"
+    heading = "Accuracy on clean images" if answer.grid.robustness else "Results"
     return section(heading, scroll(table, "Table of results"), f'<p class="note">{escape(" ".join(notes))}</p>')
 
 
@@ -53,7 +56,7 @@ def _cell(line: Line, field: str, form: str, seeds: int, place: int) -> str:
     if value is None:
         text = missing("not finished") if field in ("top1", "top5") else DASH
     elif field == "top1":
-        text = ours(value, line.top1_half_width, line.seeds, seeds)
+        text = ours(value, line.top1_by_seed, line.top1_half_width, seeds)
     else:
         text = number(value, form)
     return f"<td{start(place)}>{text}</td>"

@@ -20,7 +20,7 @@ ROBUSTNESS = "robustness/"
 """How the metrics of robustness protocols begin: `robustness/<condition>/<number>`."""
 COLUMNS: Columns = tuple((heading.removeprefix("{} "), field, form) for heading, field, form in PRINTED)
 """Of each number of a protocol, whose name stands above: heading, field of `Cell`, form."""
-OF_DROPS = "The interval of a drop is over the drops of single seeds."
+OF_DROPS = "The interval of a drop is computed from the drops of the individual seeds."
 
 
 def disturbed(answer: Answer) -> str:
@@ -51,11 +51,11 @@ def disturbed(answer: Answer) -> str:
         any(getattr(cell, field) is not None for cell in answer.cells) for field in ("paper", "difference", "half_width")
     )
     notes = [f"{SPREAD} {OF_DROPS}"] * has_spread + [NO_DIFFERENCE] * (has_paper and not has_difference)
-    caption = f"{'Paper beside ours' if has_paper else 'Ours'}, condition by condition"
+    caption = f"{'Paper and ours' if has_paper else 'Ours'}, by condition"
     head = heads({f"{TITLES[name]}, %": columns for name, columns in groups.items()})
     table = f"<table><caption>{caption}</caption>{head}{''.join(bodies)}</table>"
     note = f'<p class="note">{escape(" ".join(notes))}</p>' if notes else ""
-    return section("Answer", scroll(table, "Table of the answer"), note)
+    return section("Results", scroll(table, "Table of results by condition"), note)
 
 
 def _text(cell: Cell | None, field: str, form: str, seeds: int) -> str:
@@ -63,7 +63,7 @@ def _text(cell: Cell | None, field: str, form: str, seeds: int) -> str:
     if cell is None or value is None:
         return missing("not measured") if cell and field == "ours" else DASH
     if field == "ours":
-        return ours(value, cell.half_width, cell.seeds, seeds)
+        return ours(value, cell.by_seed, cell.half_width, seeds)
     return number(value, form) + (spread(cell.drop_half_width) if field == "drop" else "")
 
 
@@ -87,9 +87,9 @@ def robustness(answer: Answer) -> str:
             cells = f'<td class="missing" colspan="{len(names)}">not measured</td>'
         rows.append(f'<tr><th scope="row">{escape(row)}</th>{cells}</tr>')
     head = f'<thead><tr><th scope="col">row</th>{"".join(headings)}</tr></thead>'
-    caption = "<caption>Under each condition, means over seeds</caption>"
+    caption = "<caption>Means over seeds under each condition</caption>"
     table = f'<table class="plain">{caption}{head}<tbody>{"".join(rows)}</tbody></table>'
-    note = '<p class="note">Behind a top-1: the change against that of the last validation, in points.</p>'
+    note = '<p class="note">The small number after a top-1 is its change from the last validation, in percentage points.</p>'
     return section("Robustness", scroll(table, "Table of robustness"), note)
 
 
