@@ -209,7 +209,7 @@ def _ticks(attention: Attention, limit: float) -> dict[float, str]:
     if attention.is_signed:
         return {-limit: f"\N{MINUS SIGN}{limit:.2g}", 0: "0", limit: f"{limit:.2g}"}
     K = attention.weight_GKn.shape[1]
-    even = {1 / K: f"1/{K} (even)"} if limit > 4 / K else {}
+    even = {1 / K: f"1/{K} (uniform)"} if limit > 4 / K else {}
     return {0: "0", **even, limit: f"{limit:.2g}"}
 
 
