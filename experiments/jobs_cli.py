@@ -149,6 +149,7 @@ def _hint(server: JobServer, job: str) -> str:
 def _follow(server: JobServer, job: str) -> NoReturn:
     """Prints a job's log to its end and exits as the job did: 0, 1 or 2 as its command, 1 where it was stopped or broke."""
     from cluster import ClusterError
+    from cluster.submit import UnreachableError
 
     server.job(job)
     click.echo(_hint(server, job), err=True)
@@ -158,7 +159,7 @@ def _follow(server: JobServer, job: str) -> NoReturn:
         click.echo(f"interrupted; the job is still running\n{_hint(server, job)}", err=True)
         sys.exit(1)
     except ClusterError as error:  # nobody's mistake in what was asked
-        may = "" if "knows no job" in str(error) else "\nthe job may still be running"
+        may = "\nthe job may still be running" if isinstance(error, UnreachableError) else ""
         click.echo(f"san: {error}{may}; run the same command again to resume the grid", err=True)
         sys.exit(1)
     sys.exit(_exit_code(ended))
