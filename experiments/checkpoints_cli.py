@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 SPLIT = click.option(
     "--split", help="Images to use: val, train, val-split or a folder.  [default: the checkpoint's validation images]"
 )
-IMAGE_PROFILE = click.option(
-    "--profile", help="Image preprocessing for files that do not store it.  [default: imagenet]"
-)
+IMAGE_PROFILE = click.option("--profile", help="Image preprocessing for files that do not store it.  [default: imagenet]")
 
 
 @click.command()

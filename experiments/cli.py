@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(GroupedCommands):
-    headings = {
+    headings: ClassVar = {
         "Train": ("plan", "run", "report", "study"),
         "Checkpoints": ("evaluate", "robustness", "show", "convert"),
         "Models": ("models", "complexity"),
@@ -211,7 +211,7 @@ def _hours(hours: Hours | None) -> str:
     show_default=True,
     help="Table format. Formats other than text print only the table.",
 )
-@click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this file as one HTML page.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this HTML file.")
 @AS_JSON
 def report(
     grid: Path,

@@ -126,7 +126,8 @@ class DataConfig(Strict):
 
     source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
     """`folder`: images at `root` in ImageNet's layout. `shards`: tar files at `root`, written by `san data pack`. `synthetic`:
-    random noise, to measure speed without a disk. `digits`, `shifted_digits`: embedded data sets, written to `root` if missing."""
+    random noise, to measure speed without a disk. `digits`, `shifted_digits`: embedded data sets, written to `root`
+    if missing."""
     root: str | None = None
     """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path starts at the project's folder, or at
     the current folder if the project is installed as a package. Not used with synthetic images."""
@@ -397,8 +398,8 @@ def _wrong(item: Any, annotation: Any = None) -> str:
     if kind in ("literal_error", "enum"):
         return f"must be {context['expected']}, not {_shown(value)}"
     if kind in ("too_short", "too_long"):
-        limit = context.get("min_length", context.get("max_length"))
-        return f"must have {'at least' if kind == 'too_short' else 'at most'} {limit} values, not {context.get('actual_length')}"
+        limit = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"must have {limit} values, not {context['actual_length']}"
     if kind == "string_pattern_mismatch":
         return f"must contain only letters, digits, `_`, `.` and `-`, not {_shown(value)}"
     return f"{item['msg'][0].lower()}{item['msg'][1:]}, not {_shown(value)}"

@@ -129,7 +129,7 @@ def _read(function: types.FunctionType) -> Iterator[Any]:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         if any(step.opname == "IMPORT_NAME" and not _is_installed(step.argval) for step in dis.get_instructions(code)):
             raise UnknownCodeError(
-                f"cannot hash {function.__qualname__}, because it imports a module when it runs; import it at the top of the file"
+                f"cannot hash {function.__qualname__}: it imports a module when it runs; import it at the top of its file"
             )
         spaces = [function.__globals__]
         for name in code.co_names:

@@ -190,7 +190,7 @@ def _sentence(result: dict[str, Any]) -> str:
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
-    stale = f"; run `san data split` again, because {', '.join(old)} names broken images" if (old := result.get("stale")) else ""
+    stale = f"; run `san data split` again: {', '.join(old)} names broken images" if (old := result.get("stale")) else ""
     return f"{text}{listed}; digest {result['digest']}{stale}"
 
 

@@ -150,9 +150,7 @@ def _trial_checkpoint(path: Path) -> Checkpoint | None:
     try:
         return Checkpoint.read(path)
     except DAMAGE as error:
-        raise UserError(
-            f"{path}: damaged checkpoint, or one of an older version ({type(error).__name__}: {error})"
-        ) from None
+        raise UserError(f"{path}: damaged checkpoint, or one of an older version ({type(error).__name__}: {error})") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -311,9 +309,7 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
                 (Path(folder) / found).write_bytes(bucket.get(found) or b"")
         best = best_in(Path(folder))
         if best is None:
-            raise UserError(
-                f"{bucket}: no such file, and no folder with a readable checkpoint of a complete epoch"
-            )
+            raise UserError(f"{bucket}: no such file, and no folder with a readable checkpoint of a complete epoch")
         yield Path(folder) / best.name, bucket.below(best.name)
 
 

@@ -57,9 +57,7 @@ def _require_fitting(config: DataConfig) -> None:
     if config.lists is not None and config.source != "folder":
         raise DataError(f"data.lists: not used with data.source={config.source}, only with folder; leave it out")
     if config.train_per_class is not None and config.source == "synthetic":
-        raise DataError(
-            "data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead"
-        )
+        raise DataError("data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead")
 
 
 def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
@@ -32,7 +33,7 @@ def named_address(_context: click.Context, _option: click.Parameter, value: str 
 class GroupedCommands(click.Group):
     """Lists its commands under headings."""
 
-    headings: Mapping[str, Sequence[str]] = {}
+    headings: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Names of commands by heading, in the order of the help text."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -48,7 +49,7 @@ PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
-    help="Data set and model size: digits, study (harder digits), imagenet (the paper's setting), imagenet-1gpu, imagenet-fast.",
+    help="Data set and model size: digits, study (harder digits), imagenet (as in the paper), imagenet-1gpu or imagenet-fast.",
 )
 RUNS = click.option(
     "--runs",
@@ -56,7 +57,7 @@ RUNS = click.option(
     help="Store for runs: a folder or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
 )
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="Train seeds 0 to N-1 instead of the grid's seeds.")
+SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's.")
 ADDRESS = click.option(
     "--address",
     callback=named_address,

@@ -98,7 +98,8 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
         if not fits:
             raise
         raise ClusterError(
-            f"{error}; use `{' '.join(fits)}`, which fits here with the same batch size, memory per worker and images per BatchNorm"
+            f"{error}; use `{' '.join(fits)}`, which fits here with the same batch size, memory per worker "
+            "and images per BatchNorm layer"
         ) from None
 
 

@@ -65,7 +65,8 @@ def run(job: Job, address: str | None) -> bool:
         unsent = [missing[key].name for key in trained if not is_done(job, results, missing[key])]
         if unsent:
             say(
-                f"{', '.join(unsent)}: trained, but MLflow did not accept all results; run the same command again to send the rest"
+                f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
+                "run the same command again to send the rest"
             )
         if unmeasured := to_measure(job, results):
             _measure(job, unmeasured, results, address)

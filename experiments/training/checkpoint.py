@@ -246,9 +246,7 @@ def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot write checkpoints ({error.strerror}); choose another folder with --runs"
-        ) from None
+        raise UserError(f"{folder}: cannot write checkpoints ({error.strerror}); choose another folder with --runs") from None
     limit, told = time.monotonic() + seconds, False
     with lock:
         while True:
