@@ -188,7 +188,7 @@ def _elsewhere(job: Job, results: Mapping[str, Result]) -> str:
         for (grid, experiment_id), cells in places.items()
         if grid != job.name
     ]
-    return f"Cells trained by other grids: {', '.join(links)}. " if links else ""
+    return f"Cells: {', '.join(links)}. " if links else ""
 
 
 def _setting(job: Job) -> str:

@@ -41,9 +41,8 @@ def _no_boolean(value: object) -> object:
     """For Python, and so for pydantic, true and false are the numbers 1 and 0."""
     if isinstance(value, bool):
         raise PydanticCustomError("boolean_number", "must be a number")
-    if isinstance(value, list):
-        for part in value:
-            _no_boolean(part)
+    if isinstance(value, list) and any(isinstance(part, bool) for part in value):
+        raise PydanticCustomError("boolean_in_list", "must be a list of numbers")
     return value
 
 
@@ -375,6 +374,7 @@ TYPES = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     **dict.fromkeys(("model_type", "dict_type"), "a mapping of keys"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    "boolean_in_list": "a list of numbers",
     "string_type": "text",
 }
 """What was expected, by pydantic's type of error."""
