@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 
-from experiments.cli import main
+from experiments.cli import cli, main
 from experiments.config import PROJECT_DIR
-from experiments.report.paper import paper_rows
+from experiments.expand import expand, profile_path
+from experiments.report.paper import paper_rows, table_names
 from experiments.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint
@@ -227,7 +231,10 @@ def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -
     save_checkpoint(create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5), ours)
     code, _, err = san("convert", ours, theirs, "--to", "released")
     hidden = "name=san10_pairwise, num_stages=2, width_mult=0.5, footprint=9"
-    assert (code, err) == (0, f"note: the released format does not store {hidden}; give it as an override when you load {theirs}\n")
+    assert (code, err) == (
+        0,
+        f"note: the released format does not store {hidden}; give it as an override when you load {theirs}\n",
+    )
     told = ("--name", "san10_pairwise", "num_stages=2", "width_mult=0.5", "footprint=9")
     assert san("convert", theirs, ours, "--force", *told)[0] == 0
     assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5).spec
@@ -511,9 +518,10 @@ def test_example_in_help_parses(path: tuple[str, ...]) -> None:
     context, command = click.Context(cli, info_name="san"), cli
     while isinstance(command, click.Group):
         command = command.commands[words.pop(0)]
-        context = command.make_context(command.name, list(words) if not isinstance(command, click.Group) else [words[0]], context)
+        rest = words[:1] if isinstance(command, click.Group) else list(words)
+        context = command.make_context(command.name, rest, context)
     grid, profile = context.params.get("grid"), context.params.get("profile")
     if isinstance(grid, Path):
-        expand(grid, profile or "digits", context.params.get("overrides", ()), table_names())
+        expand(PROJECT_DIR / grid, profile or "digits", context.params.get("overrides", ()), table_names())
     if profile is not None:
         profile_path(profile)

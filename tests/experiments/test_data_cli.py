@@ -195,13 +195,9 @@ def test_rejects_half_a_val_split(images: Path, san_data: SanData, tmp_path: Pat
     assert san_data("split", images, "--per-class", "2")[0] == 0
     assert san_data("pack", images, tmp_path / "shards", "--split", "train", "--split", "val", "--split", other)[0] == 0
     (images / f"{missing}.txt").unlink()
-    with pytest.raises(
-        DataError, match=rf"^data.split: {images} has {other}\.txt but not {missing}\.txt; create both with"
-    ):
+    with pytest.raises(DataError, match=rf"^data.split: {images} has {other}\.txt but not {missing}\.txt; create both with"):
         open_data(config(images, split="val-split"))
-    with pytest.raises(
-        DataError, match=rf"has {other}\.index but not {missing}\.index; create both with `san data pack`"
-    ):
+    with pytest.raises(DataError, match=rf"has {other}\.index but not {missing}\.index; create both with `san data pack`"):
         open_data(config(tmp_path / "shards", source="shards", split="val-split"))
 
 
@@ -337,7 +333,10 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
     ("fields", "sentence"),
     [
         ({"root": None}, "data.root: missing; data.source=folder needs it: give the folder of the images"),
-        ({"source": "digits", "lists": "lists"}, "data.lists: not used with data.source=digits, only with folder; leave it out"),
+        (
+            {"source": "digits", "lists": "lists"},
+            "data.lists: not used with data.source=digits, only with folder; leave it out",
+        ),
         ({"source": "shards"}, "There are no shards of train in "),
         (
             {"source": "synthetic", "lists": "lists"},

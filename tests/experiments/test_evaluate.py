@@ -140,9 +140,7 @@ def test_other_images_than_the_trials_are_told(
     (tmp_path / "val").symlink_to(DIGITS / "val")
     monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
-    assert capsys.readouterr().err == (
-        f"note: train in {tmp_path} has other images than those this model was trained with\n"
-    )
+    assert capsys.readouterr().err == (f"note: train in {tmp_path} has other images than those this model was trained with\n")
 
 
 def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +237,10 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
         f"models:/{MODEL}: a registered model is written models:/NAME/VERSION or models:/NAME@ALIAS",
     ),
-    "a folder of something else": (lambda _, tmp: [str(tmp)], "no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder"),
+    "a folder of something else": (
+        lambda _, tmp: [str(tmp)],
+        "no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder",
+    ),
     "a text": (lambda _, tmp: [str(SMALL_GRID)], "is not a file that torch.save wrote, or it is damaged"),
     "one flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
     "a tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "holds no dict of weights but Tensor"),
@@ -260,7 +261,10 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [str(trained.folder), "--profile", "digits"],
         "this checkpoint stores its own preprocessing; leave out --profile",
     ),
-    "an unknown profile": (lambda trained, tmp: [ours(trained, tmp), "--profile", "x"], "unknown profile 'x'; profiles: digits"),
+    "an unknown profile": (
+        lambda trained, tmp: [ours(trained, tmp), "--profile", "x"],
+        "unknown profile 'x'; profiles: digits",
+    ),
     "an override without a use": (
         lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
         "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for released files, model.*",

@@ -205,7 +205,7 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
     cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
     wanted = [
         "product.recipe.momentum: must be a list, not 0.9",
-        "product.model: must be a list, not {\"num_stages\": [1, 2]}",
+        'product.model: must be a list, not {"num_stages": [1, 2]}',
         "product.lr: not a key of section model, data, recipe; write it like recipe.lr",
         "product.placement.workers: not a key of section model, data, recipe; write it like recipe.lr",
         "product.recipe.lr.x: not a key of section model, data, recipe; write it like recipe.lr",
@@ -348,8 +348,14 @@ def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
         ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: not valid YAML: expected a mapping"),
         ("question: 2020-13-45", "not valid YAML: month must be in 1..12"),
         ("question: " + 3000 * "[", "not valid YAML"),
-        ("question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]", r"seeds\[0\]: must be a whole number of at least 0 and less than 9223372036854775808, not -1"),
-        ("question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]", "each seed must be unique, but these occur more than once: 1"),
+        (
+            "question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]",
+            r"seeds\[0\]: must be a whole number of at least 0 and less than 9223372036854775808, not -1",
+        ),
+        (
+            "question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]",
+            "each seed must be unique, but these occur more than once: 1",
+        ),
         ("question: q\ntable: t\nrows: []", "rows: .*at least 1"),
         ("question: q\ntable: t\nrows: [{id: a, modl: {}}]", r"rows\[0\].modl: unknown key; did you mean `rows\[0\].model`\?"),
         ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),

@@ -320,9 +320,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_trial(
     job = open_small_job(*SHORT)
     trial = job.trials[0]
     monkeypatch.setattr("experiments.training.loop.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360))
-    with pytest.raises(
-        FloatingPointError, match=r"^non-finite validation loss after epoch 0; last good checkpoint: none;"
-    ):
+    with pytest.raises(FloatingPointError, match=r"^non-finite validation loss after epoch 0; last good checkpoint: none;"):
         run_trial(job.workspace, trial, lambda metrics: None)
     assert not list(job.workspace.checkpoints(trial).glob("*.pt"))
     assert not job.tracker.results()[trial.key].metrics.keys() & {"val/loss", "val/top1"}

@@ -241,7 +241,10 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda files, _: colours(files, "--pixel", "3,24"),
         "--pixel 3,24: outside the model's input of 24 x 24 pixels; give a row and a column from 0 to 23",
     ),
-    "no pixel": (lambda files, _: colours(files, "--pixel", "3"), "--pixel 3: not ROW,COL; give two whole numbers, for example 12,8"),
+    "no pixel": (
+        lambda files, _: colours(files, "--pixel", "3"),
+        "--pixel 3: not ROW,COL; give two whole numbers, for example 12,8",
+    ),
     "a pixel and a grid": (
         lambda files, _: colours(files, "--pixel", "3,3", "--grid", "2"),
         "both `--pixel` and `--grid`; give one of them",
