@@ -167,7 +167,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
         sound = dataset.without(one.index for one in images)
     except DataError as error:
         old = f"; the existing {path} stays in use" if path.exists() else ""
-        return result | {"list": None, "digest": None, "problem": f"{error}{old}"}
+        return result | {"list": None, "digest": None, "problem": f"{str(error).rstrip('.')}{old}"}
     write_list(path, sound.paths, sound.sizes)
     stale = _still_naming({dataset.paths[one.index] for one in images}, lists) if dataset.split == "train" else []
     return result | {"list": str(path), "digest": sound.digest(), "stale": stale}

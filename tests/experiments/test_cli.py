@@ -198,9 +198,12 @@ def test_report_as_json(san: San) -> None:
 
 def test_hints_are_for_the_runs_that_were_asked_for(san: San, tmp_path: Path) -> None:
     command = "san run tests/experiments/small.yaml --profile digits"
-    assert f"train it with `{command}`, or" in san("report", str(SMALL_GRID))[2]
+    assert f"train the grid with `{command}`, or" in san("report", str(SMALL_GRID))[2]
     elsewhere = tmp_path / "my runs"
-    assert f"train it with `{command} --runs '{elsewhere}'`, or" in san("report", str(SMALL_GRID), "--runs", str(elsewhere))[2]
+    assert (
+        f"train the grid with `{command} --runs '{elsewhere}'`, or"
+        in san("report", str(SMALL_GRID), "--runs", str(elsewhere))[2]
+    )
 
 
 def test_runs_of_an_empty_store(san: San, tmp_path: Path) -> None:
@@ -323,11 +326,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot write"]),
     "data in a file": (
         lambda tmp: ["plan", str(SMALL_GRID), f"data.root={bad_grid(tmp)}/x"],
-        ["bad.yaml/x: no such folder, and its parent ", "or write them there with `san data prepare digits"],
+        ["bad.yaml/x: no such folder, and its parent ", "write the data set there with `san data prepare digits"],
     ),
     "data where nothing can be written": (
         lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],
-        ["/proc/x: cannot read or write images", "give another data.root"],
+        ["/proc/x: cannot read or write images", "set another data.root"],
     ),
     "digits in a file": (
         lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"],

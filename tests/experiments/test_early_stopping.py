@@ -43,7 +43,8 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
     [
         (
             "table: footprint, rows: [{id: pairwise_3, model: {name: resnet26}}], early_stopping: {grace_epochs: 1}",
-            "early_stopping: cannot be combined with table 'footprint', which compares complete trainings; leave out one of the two keys",
+            "early_stopping: cannot be combined with table 'footprint', which compares complete trainings; "
+            "leave out one of the two keys",
         ),
         (
             "product: {model.name: [resnet26], recipe.epochs: [4, 8]}, early_stopping: {grace_epochs: 1}",

@@ -267,7 +267,8 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "an override without a use": (
         lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
-        "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for released files, model.*",
+        "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for "
+        "released files, model.*",
     ),
     "an unknown override": (
         lambda trained, tmp: [str(trained.folder), "data.rot=x"],
