@@ -366,7 +366,10 @@ def test_rejects_data_that_cannot_be_had(images: Path, fields: dict[str, Any], s
         (["split", "{root}", "--per-class", "5"], ["has too few images for 5 of each class and 1 to be left: dog has 5"]),
         (["split", "{root}/nowhere", "--lists", "{root}"], ["There is no data folder {root}/nowhere"]),
         (["split", "{root}", "--per-class", "0"], ["Invalid value for '--per-class'"]),
-        (["pack", "{root}", "{root}/out", "--shard-size", "3 pages"], ["'3 pages' is not a size; "]),
+        (
+            ["pack", "{root}", "{root}/out", "--shard-size", "3 pages"],
+            ["'3 pages' is not a size; give a positive number and a unit"],
+        ),
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be written (File exists)"]),
         (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/: expected "]),
         (["order", "{root}", "train", "--batch-size", "1", "--workers", "2"], ["too few for 2 ranks"]),
