@@ -17,7 +17,8 @@ def main() -> None:
         if error.name is None or error.name.partition(".")[0] in PACKAGES:
             raise
         sys.exit(
-            f"san: {error.name} is missing; the command needs more than the library: pip install 'san-attention[experiments]'"
+            f"san: the package {error.name} is not installed; install the command's dependencies with "
+            "`pip install 'san-attention[experiments]'`"
         )
 
 

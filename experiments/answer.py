@@ -67,7 +67,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     try:
         files = _files(job, results, forms, folder)
     except OSError as error:
-        say(f"{folder}: table, plot and page are not written there ({error.strerror or error})")
+        say(f"{folder}: cannot write table, plot and page ({error.strerror or error})")
         files = []
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
@@ -79,11 +79,11 @@ def tell_what_is_left(job: Job, results: Mapping[str, Result]) -> bool:
     """Names the cells that are not finished; returns whether there is none."""
     stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
     if stopped:
-        say(f"stopped early: {', '.join(stopped)}; without early_stopping in the grid the same command continues them")
+        say(f"stopped early: {', '.join(stopped)}; to train them fully, remove early_stopping from the grid and run it again")
     unmeasured = to_measure(job, results)
     unfinished = [trial.name for trial in job.trials if not is_done(job, results, trial) or trial.key in unmeasured]
     if unfinished:
-        say(f"not finished: {', '.join(unfinished)}; the same command continues")
+        say(f"not finished: {', '.join(unfinished)}; to resume, run `{job.kept_there(job.command)}`")
     return not unfinished
 
 
@@ -114,7 +114,7 @@ def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
     try:
         path.write_text(_page(job, results), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: the page cannot be written ({error.strerror}); name another file") from None
+        raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another file with --html") from None
 
 
 def _page(job: Job, results: Mapping[str, Result]) -> str:

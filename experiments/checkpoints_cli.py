@@ -17,22 +17,31 @@ from experiments.options import AS_JSON, OVERRIDES, RUNS, as_value
 if TYPE_CHECKING:
     from experiments.grid import ProtocolName
 
+SPLIT = click.option(
+    "--split", help="Images to use: val, train, val-split or a folder.  [default: the checkpoint's validation images]"
+)
+IMAGE_PROFILE = click.option("--profile", help="Image preprocessing for files that do not store it.  [default: imagenet]")
+
 
 @click.command()
 @click.argument("source")
 @click.argument("target")
 @OVERRIDES
-@click.option("--name", help="the variant of a released file  [default: seen in its keys]")
-@click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="whose file")
-@click.option("--force", is_flag=True, help="replace a file that exists")
+@click.option("--name", help="Model in a released file.  [default: derived from its keys]")
+@click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="Output format.")
+@click.option("--force", is_flag=True, help="Replace an existing TARGET.")
 @RUNS
 def convert(
     source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: Path | str | None
 ) -> None:
-    """Write a classifier's weights as a file of ours or of the authors'.
+    """Convert weights to this project's or the released format.
 
-    SOURCE is what `san evaluate` takes: a trial's checkpoint, or a file of either kind. A released file does not tell
-    everything: overrides such as footprint=9 tell the rest. Without them a pairwise footprint is the paper's 7.
+    SOURCE is any checkpoint that `san evaluate` accepts. `released` is the format of the paper's authors. Their files do not
+    store every field of the model: give the missing ones as overrides, for example footprint=9. Without an override, a
+    pairwise model in such a file gets the paper's footprint, 7.
+
+    \b
+    Example: san convert released.pth san10.pt --name san10_pairwise
     """
     from experiments.config import merged
     from experiments.evaluate import kind_of, open_checkpoint, reach
@@ -42,18 +51,18 @@ def convert(
 
     if is_uri(target):
         kind = target.partition("://")[0]
-        raise UserError(f"{kind}://...: is an address; `san convert` writes files of this machine, so give the path of one")
+        raise UserError(f"{kind}://...: `san convert` writes local files only; give a local path as TARGET")
     if os.path.lexists(target) and not force:
-        raise UserError(f"{target}: exists; name another file, or replace it with --force")
+        raise UserError(f"{target}: already exists; choose another file, or replace it with --force")
     try:
         with reach(source, runs) as (path, _):
             if kind_of(path) == "released":
                 fields = merged({}, *map(parse_override, overrides))
                 if "name" in fields:
-                    raise UserError("name: not a field of a model; --name tells the variant")
+                    raise UserError("override `name`: not a field of a model; set the model with --name")
                 model = released.load_released_checkpoint(path, name, **fields)
             elif needless := [*(["--name"] if name else []), *overrides]:
-                raise UserError(f"{source}: tells its model; leave out {', '.join(needless)}")
+                raise UserError(f"{source}: already stores its model; leave out {', '.join(needless)}")
             else:
                 model = open_checkpoint(path).model
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
@@ -62,7 +71,10 @@ def convert(
         raise UserError(str(error)) from None
     hidden = released.untold(model.spec) if form == "released" else []
     if hidden:
-        click.echo(f"note: the released form does not tell {', '.join(hidden)}; give it when {target} is loaded", err=True)
+        click.echo(
+            f"note: the released format does not store {', '.join(hidden)}; give it as an override when you load {target}",
+            err=True,
+        )
     told = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
     click.echo(f"{target}: {' '.join([model.spec.name, *told])}, {checkpoint.classes(model)} classes, {params} parameters")
@@ -71,19 +83,29 @@ def convert(
 @click.command()
 @click.argument("checkpoint")
 @OVERRIDES
-@click.option("--profile", help="how images are treated, where the file does not tell  [default: imagenet]")
-@click.option("--split", help="val, train, val-split, or another folder of images  [default: what is validated on]")
+@SPLIT
+@IMAGE_PROFILE
 @RUNS
-@click.option("--json", "as_json", is_flag=True, help="an object")
+@AS_JSON
 def evaluate(
-    checkpoint: str, overrides: tuple[str, ...], profile: str | None, split: str | None, runs: Path | str | None, as_json: bool
+    checkpoint: str, overrides: tuple[str, ...], split: str | None, profile: str | None, runs: Path | str | None, as_json: bool
 ) -> None:
-    """Tell top-1, top-5 and loss of a checkpoint on a split.
+    """Evaluate a checkpoint: top-1, top-5, loss.
 
-    CHECKPOINT is a trial's, which tells how its images are treated: the file, or for the best epoch its folder, the trial's
-    key, the id of its MLflow run, or its registered model, models:/NAME/VERSION or models:/NAME@ALIAS; or a file of
-    `san.save_checkpoint`; or one of the paper's authors. Files and folders may be s3://bucket/... Overrides: data.*,
-    recipe.batch_size, placement.cpus; for a file of the authors' also what it does not tell, such as model.footprint=9.
+    \b
+    CHECKPOINT is one of:
+      a checkpoint file or folder (a folder means its best epoch), local or s3://bucket/...
+      a cell's key, as `san runs` lists it
+      the id of an MLflow run
+      a registered model, models:/NAME/VERSION or models:/NAME@ALIAS
+      a file written by `san.save_checkpoint`
+      a file released by the paper's authors
+
+    Overrides may set data.*, recipe.batch_size and placement.cpus. For released files they may also set the model fields
+    that the file does not store, for example model.footprint=9.
+
+    \b
+    Example: san evaluate runs/checkpoints/0123456789ab --split val
     """
     from experiments.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
     from experiments.images import transform
@@ -96,7 +118,7 @@ def evaluate(
     if place is not None:
         found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:
-        click.echo(f"note: the images of {found.split} in {found.root} are not those of the trial", err=True)
+        click.echo(f"note: {found.split} in {found.root} has other images than those this model was trained with", err=True)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found)))
         return
@@ -110,23 +132,32 @@ def evaluate(
 
 @click.command()
 @click.argument("checkpoints", nargs=-1, required=True, metavar="CHECKPOINT... [KEY=VALUE]...")
-@click.option("--protocol", type=click.Choice(["rotation", "attack"]), default="rotation", show_default=True)
-@click.option("--profile", help="how images are treated, where a file does not tell  [default: imagenet]")
-@click.option("--split", help="val, train, val-split, or another folder of images  [default: what is validated on]")
+@click.option(
+    "--protocol",
+    type=click.Choice(["rotation", "attack"]),
+    default="rotation",
+    show_default=True,
+    help="What to measure: rotated images or targeted adversarial attacks.",
+)
+@SPLIT
+@IMAGE_PROFILE
 @RUNS
 @AS_JSON
 def robustness(
     checkpoints: tuple[str, ...],
     protocol: ProtocolName,
-    profile: str | None,
     split: str | None,
+    profile: str | None,
     runs: Path | str | None,
     as_json: bool,
 ) -> None:
-    """Take checkpoints through a protocol: accuracy on turned images, or under targeted attacks, and the drop.
+    """Measure accuracy on rotated or adversarial images.
 
-    CHECKPOINT is what `san evaluate` takes. Overrides come after them; model.* are for the authors' files. The grids
-    `rotation` and `attack` are tables of trained cells beside the paper's numbers.
+    CHECKPOINT is anything that `san evaluate` accepts. Give overrides after the checkpoints; model.* applies to released
+    files only. To train models and compare them with the paper's numbers, run the grids rotation.yaml and attack.yaml.
+
+    \b
+    Example: san robustness san10.pt san15.pt --protocol attack
     """
     from experiments.robustness import PROTOCOLS, table
     from experiments.robustness.checkpoints import measure_all
@@ -146,13 +177,24 @@ def robustness(
 @click.argument("checkpoint")
 @click.argument("image")
 @OVERRIDES
-@click.option("--pixel", metavar="ROW,COL", help="of the square that the network sees  [default: its centre]")
-@click.option("--grid", type=click.IntRange(1), metavar="N", help="instead, N by N pixels spread over the image")
-@click.option("--layer", metavar="NAME|NUMBER", help="[default: the last of the first stage with the largest footprint]")
-@click.option("--out", type=click.Path(path_type=Path), default="attention.png", show_default=True, metavar="FILE.png")
-@click.option("--profile", help="how images are treated, where the file does not tell  [default: imagenet]")
-@click.option("--split", help="where IMAGE is a number: of which images  [default: what is validated on]")
+@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: its centre]")
+@click.option("--grid", type=click.IntRange(1), metavar="N", help="Draw N by N pixels spread over the image.")
+@click.option(
+    "--layer",
+    metavar="NAME|NUMBER",
+    help="Attention layer to draw.  [default: the last layer of the first stage with the largest footprint]",
+)
+@click.option("--split", help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]")
+@IMAGE_PROFILE
 @RUNS
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default="attention.png",
+    show_default=True,
+    metavar="FILE.png",
+    help="Picture to write.",
+)
 def show(
     checkpoint: str,
     image: str,
@@ -160,27 +202,30 @@ def show(
     pixel: str | None,
     grid: int | None,
     layer: str | None,
-    out: Path,
-    profile: str | None,
     split: str | None,
+    profile: str | None,
     runs: Path | str | None,
+    out: Path,
 ) -> None:
-    """Draw how an attention layer weighs the footprint of a pixel, or of a grid of pixels, channel by channel.
+    """Draw the attention weights of a pixel's footprint.
 
-    CHECKPOINT and overrides are those of `san evaluate`. IMAGE is a JPEG or PNG file (BMP, TIFF and WebP are taken too), or the
-    number of an image of the split.
+    Shows the weights channel by channel. CHECKPOINT and overrides are the same as for `san evaluate`. IMAGE is a JPEG, PNG,
+    BMP, TIFF or WebP file, or the number of an image in the split.
+
+    \b
+    Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
     from experiments.evaluate import open_checkpoint, reach
     from experiments.report.attention import draw, in_words
     from experiments.show import look, open_image
 
     if pixel is not None and grid is not None:
-        raise UserError("show draws one pixel or a grid of them: leave out --pixel or --grid")
+        raise UserError("both `--pixel` and `--grid`; give one of them")
     place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and place is None:
-        raise UserError(f"--pixel {pixel}: it is written ROW,COL, such as 12,8")
+        raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
     if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: the picture is a PNG; name a file that ends in .png")
+        raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
     with reach(checkpoint, runs) as (path, _):
         opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))

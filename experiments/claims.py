@@ -48,7 +48,7 @@ def _only_one(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path}: another `san run` is at work on this grid; wait for it or stop it") from None
+            raise UserError(f"{path}: another `san run` is training this grid; wait for it to end or stop it") from None
         yield
 
 
@@ -58,7 +58,7 @@ def _opened(path: Path, mode: Literal["w", "a"]) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, mode)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder with --runs") from None
+        raise UserError(f"{path}: cannot write ({error.strerror}); choose another folder with --runs") from None
 
 
 @contextmanager

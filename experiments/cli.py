@@ -18,14 +18,26 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 
 from experiments import checkpoints_cli, jobs_cli
 from experiments.data_cli import data
 from experiments.errors import UserError
-from experiments.options import ADDRESS, AS_JSON, GRID, OVERRIDES, PROFILE, RUNS, SEEDS, age, as_value, duration
+from experiments.options import (
+    ADDRESS,
+    AS_JSON,
+    GRID,
+    OVERRIDES,
+    PROFILE,
+    RUNS,
+    SEEDS,
+    GroupedCommands,
+    age,
+    as_value,
+    duration,
+)
 
 if TYPE_CHECKING:
     from experiments.estimate import Hours
@@ -33,9 +45,24 @@ if TYPE_CHECKING:
     from experiments.tracking.listing import Listed
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(GroupedCommands):
+    headings: ClassVar = {
+        "Train": ("plan", "run", "report", "study"),
+        "Checkpoints": ("evaluate", "robustness", "show", "convert"),
+        "Models": ("models", "complexity"),
+        "Data": ("data",),
+        "Cluster": ("submit", "status", "logs", "stop"),
+        "Runs": ("runs", "ui"),
+    }
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with: san run experiments/grids/footprint.yaml",
+)
 def cli() -> None:
-    """Self-attention networks for image recognition: train a grid of questions, and answer it beside the paper."""
+    """Train and compare self-attention networks (SAN, CVPR 2020)."""
 
 
 cli.add_command(data)
@@ -50,12 +77,18 @@ for command in (
 @click.argument("pattern", default="*")
 @AS_JSON
 def models(pattern: str, as_json: bool) -> None:
-    """List the named variants, such as those that match 'san*_pairwise', with their fields, which can be overridden."""
+    """List the named models and their fields.
+
+    PATTERN selects models by name. Every field can be overridden in grids and commands.
+
+    \b
+    Example: san models 'san*_pairwise'
+    """
     from san.models import list_models, model_spec
 
     records = [dataclasses.asdict(model_spec(name)) for name in list_models(pattern)]
     if not records:
-        raise UserError(f"no variant matches {pattern!r}; `san models` lists them all")
+        raise UserError(f"no model matches {pattern!r}; run `san models` to list all models")
     if as_json:
         click.echo(json.dumps(records))
         return
@@ -68,15 +101,22 @@ def models(pattern: str, as_json: bool) -> None:
 @click.argument("name", required=False)
 @OVERRIDES
 @click.option(
-    "--grid", type=click.Path(path_type=Path), help="every row of this grid, at full size, beside the paper's numbers"
+    "--grid", type=click.Path(path_type=Path), help="Count every row of this grid at full size, next to the paper's numbers."
 )
-@click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="side of the image in pixels")
-@click.option("--stages", is_flag=True, help="a line per stage too; always so for one model")
+@click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
+@click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
 @AS_JSON
 def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
-    """Count parameters and FLOPs: of one model (with overrides such as footprint=9), of a grid's rows, or of all variants."""
+    """Count a model's parameters and FLOPs.
+
+    NAME is one of the models that `san models` lists; overrides such as footprint=9 change its fields. Without NAME, counts
+    all models, or the rows of --grid.
+
+    \b
+    Example: san complexity san10_pairwise footprint=9
+    """
     if name is not None and grid is not None:
-        raise UserError(f"complexity takes a model or a grid, not both: leave out {name!r} or --grid")
+        raise UserError(f"both a model and a grid: {name!r} and `--grid {grid}`; give one of them")
     from experiments import counts
 
     if name is not None:
@@ -96,7 +136,13 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
 def run(
     grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
 ) -> None:
-    """Train what is missing of a grid and print its table; interrupted, the same command continues."""
+    """Train a grid's unfinished cells and print the results.
+
+    Rerun the same command to resume after an interruption. Overrides change every cell, for example recipe.epochs=5.
+
+    \b
+    Example: san run experiments/grids/footprint.yaml --profile digits
+    """
     from experiments.job import open_job
     from experiments.run import run as run_job
 
@@ -120,9 +166,12 @@ def plan(
     address: str | None,
     as_json: bool,
 ) -> None:
-    """Show what would run: the cells of a grid in order and which are finished, how many at a time, and hours as measured.
+    """List a grid's cells, their status and the estimated time.
 
-    Trains nothing, but writes an embedded data set that is missing.
+    Trains nothing. If the profile uses an embedded data set that is missing, writes its images.
+
+    \b
+    Example: san plan experiments/grids/footprint.yaml --profile digits
     """
     from experiments.job import open_job
     from experiments.plan import plan as plan_job
@@ -160,9 +209,9 @@ def _hours(hours: Hours | None) -> str:
     type=click.Choice(["text", "markdown", "latex", "csv"]),
     default="text",
     show_default=True,
-    help="of the table; all but text print it alone",
+    help="Table format. Formats other than text print only the table.",
 )
-@click.option("--html", type=click.Path(path_type=Path), help="write table, plots and curves as one page to this file")
+@click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this HTML file.")
 @AS_JSON
 def report(
     grid: Path,
@@ -174,12 +223,18 @@ def report(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Print the table of what is finished, and draw its plot; trains nothing."""
+    """Print the results of a grid's finished cells.
+
+    Trains nothing. Text output also draws the grid's plot, and its exit code is 1 while cells are unfinished.
+
+    \b
+    Example: san report experiments/grids/footprint.yaml --html footprint.html
+    """
     from experiments.answer import robustness_of, show, table_of, tables, tell_what_is_left, write_page
     from experiments.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":
-        raise UserError(f"--json and --format {form} ask for two forms of the table; leave out one")
+        raise UserError(f"two output formats: `--json` and `--format {form}`; give one of them")
     job = open_job(grid, profile, overrides, runs, seeds)
     if html is not None:
         write_page(job, finished_results(job), html)
@@ -197,17 +252,23 @@ def report(
 
 
 @cli.command()
-@click.option("--profile", default="study", show_default=True, help="what to train on; never what is compared")
-@click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="seeds 0 to N-1")
+@click.option("--profile", default="study", show_default=True, help="Data set and model size, as in `san run`.")
+@click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="Train seeds 0 to N-1.")
 @RUNS
 @ADDRESS
 @click.option(
     "--page",
     type=click.Path(path_type=Path),
-    help="the page to write, plots beside it  [default: docs/results/digits-study.md]",
+    help="Markdown page to write, with its plots in the same folder.  [default: docs/results/digits-study.md]",
 )
 def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
-    """Train the paper's ablation tables over several seeds, and tell which of its orderings show; continues like `run`."""
+    """Train the paper's ablations over seeds and test its claims.
+
+    Writes a page that says which of the paper's orderings hold beyond seed noise. Rerun the same command to resume.
+
+    \b
+    Example: san study --profile study --seeds 5
+    """
     from experiments.config import base_folder
     from experiments.run import study as run_study
 
@@ -217,17 +278,23 @@ def study(profile: str, seeds: int, runs: Path | str | None, address: str | None
 
 @cli.command("runs")
 @click.argument("grid", required=False)
+@click.option("--follow", is_flag=True, help="Refresh every 5 seconds until no run is active.")
 @RUNS
 @AS_JSON
-@click.option("--follow", is_flag=True, help="again every 5 seconds, on a terminal in place, until nothing runs")
-def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: bool) -> None:
-    """List the runs of the store, or of one grid by its name: state, epoch, top-1, age; the newest first."""
+def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: bool) -> None:
+    """List runs with state, epoch, top-1 and age, newest first.
+
+    GRID is the name or file of a grid. Without it, lists all runs in the store.
+
+    \b
+    Example: san runs footprint --follow
+    """
     from experiments.job import has_store
     from experiments.tracking.listing import list_runs as listed_runs
     from experiments.workspace import open_workspace
 
     if as_json and follow:
-        raise UserError("--json tells once; leave out --follow")
+        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of them")
     uri = open_workspace(runs).tracking_uri
     while True:
         listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
@@ -235,7 +302,7 @@ def list_runs(grid: str | None, runs: Path | str | None, as_json: bool, follow: 
             click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
             return
         if not listed and not follow:
-            click.echo(f"no runs{f' of {grid}' if grid else ''} in {uri}", err=True)
+            click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
         lines = [_listed(run) for run in listed]
         in_place = follow and sys.stdout.isatty()
         if in_place:  # what has ended longest ago does not fit a full screen
@@ -260,25 +327,31 @@ def _listed(run: Listed) -> str:
 
 
 @cli.command()
+@click.option("--port", type=click.IntRange(1, 65535), help="Port on this machine.  [default: first free port from 5000]")
 @RUNS
-@click.option("--port", type=click.IntRange(1, 65535), help="[default: 5000, or the next one that is free]")
-def ui(runs: Path | str | None, port: int | None) -> None:
-    """Browse the runs: MLflow on the project's store, on this machine only, with the address of each grid's page."""
+def ui(port: int | None, runs: Path | str | None) -> None:
+    """Browse runs in MLflow's web interface on this machine.
+
+    Prints the address of each grid's page. Press Ctrl-C to stop the server.
+
+    \b
+    Example: san ui --port 5000
+    """
     from experiments.job import has_store
     from experiments.tracking.listing import experiment_pages
     from experiments.workspace import open_workspace
 
     uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
-        raise UserError(f"{uri}: no runs yet; train a grid with `san run` first, or name the folder with --runs")
+        raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or give the folder that has runs with --runs")
     is_server = uri.startswith("http")
     if is_server and port is not None:
-        raise UserError(f"--port {port}: MLflow is served at {uri} (MLFLOW_TRACKING_URI) already; leave it out")
+        raise UserError(f"--port {port}: MLFLOW_TRACKING_URI already names a server, {uri}; leave out --port")
     port = None if is_server else _free_port(port)
     address = uri if is_server else f"http://127.0.0.1:{port}"
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
-    asks = f", which asks for {user}'s password" if user else ""
-    how = f"(the server of MLFLOW_TRACKING_URI{asks})" if is_server else "(starts in some seconds; Ctrl-C ends it)"
+    login = f"; log in as {user}" if user else ""
+    how = f"(the server in MLFLOW_TRACKING_URI{login})" if is_server else "(starting; press Ctrl-C to stop)"
     found = experiment_pages(uri, address.rstrip("/"))
     width = max(map(len, found), default=0)
     click.echo("\n".join([f"{address}  {how}", *(f"{name:{width}s}  {page}" for name, page in found.items())]))
@@ -305,7 +378,7 @@ def _free_port(wanted: int | None) -> int:
             with suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port
-    raise UserError(f"port {wanted or '5000 to 5099'} is taken; name another with --port")
+    raise UserError(f"port {wanted or '5000 to 5099'} is in use; choose another with --port")
 
 
 def main() -> None:
@@ -320,7 +393,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted: what is finished is kept, the same command continues", err=True)
+        click.echo("interrupted; finished work is kept. Run the same command again to resume", err=True)
         sys.exit(1)
     except ValueError as error:
         if not isinstance(error, UserError) and not isinstance(error, _errors_below()):

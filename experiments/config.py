@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from experiments.custom_code import custom_code
@@ -38,10 +40,9 @@ def is_job_copy() -> bool:
 def _no_boolean(value: object) -> object:
     """For Python, and so for pydantic, true and false are the numbers 1 and 0."""
     if isinstance(value, bool):
-        raise PydanticCustomError("number_type", "A number was expected")
-    if isinstance(value, list):
-        for part in value:
-            _no_boolean(part)
+        raise PydanticCustomError("boolean_number", "must be a number")
+    if isinstance(value, list) and any(isinstance(part, bool) for part in value):
+        raise PydanticCustomError("boolean_in_list", "must be a list of numbers")
     return value
 
 
@@ -62,7 +63,7 @@ class Strict(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """A named variant; every other key overrides the field of its record of that name (`san models` lists both)."""
+    """The model: `name`, and any other field of the named model to override (`san models` lists both)."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: str
@@ -92,6 +93,7 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     except ValueError as error:
         yield "model.name", str(error)
         return
+    hints = typing.get_type_hints(type(model_spec(model.name)))
     fields = [field for field in readers if field != "name"]
     found = False
     for key, value in model.overrides.items():
@@ -103,7 +105,8 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
             readers[key].validate_python(value)
         except ValidationError as error:
             found = True
-            yield f"model.{key}", _wrong(error.errors()[0])
+            item = error.errors()[0]
+            yield f"model.{key}{_path(item['loc'])}", _wrong(item, hints[key])
     if found:
         return
     try:
@@ -118,73 +121,82 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
 
 
 class DataConfig(Strict):
-    """Where images come from and what happens to them before the model."""
+    """The images and their preprocessing."""
 
     source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
-    """`folder`: ImageNet's layout at `root`. `shards`: what `san data pack` wrote there. `synthetic`: noise, to measure
-    computing without a disk. Else an embedded data set of that name, written to `root` when it is missing."""
+    """`folder`: images at `root` in ImageNet's layout. `shards`: tar files at `root`, written by `san data pack`. `synthetic`:
+    random noise, to measure speed without a disk. `digits`, `shifted_digits`: embedded data sets, written to `root`
+    if missing."""
     root: str | None = None
-    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards; a relative path starts at `base_folder()`. Synthetic
-    images have none."""
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path starts at the project's folder, or at
+    the current folder if the project is installed as a package. Not used with synthetic images."""
     lists: str | None = None
-    """Folder with the lists that `san data check` or `san data split` wrote, where they are not in `root`; as `root`."""
+    """Folder of the image lists written by `san data check` or `san data split`, if it is not `root`. Relative paths as in
+    `root`."""
     split: Literal["val-original", "val-split"] = "val-original"
-    """Validation: the images of `val`, or some of `train` that are then not trained on, as in the paper's ablations."""
+    """Validation images: `val-original` uses `val`; `val-split` holds out images from `train`, as in the paper's ablations."""
     val_split_per_class: Count | None = None
-    """How many images of each class val-split holds out, the same for every seed of a trial; lists and shards `train-split` and
-    `val-split` do not count then. Where it is null, those are taken, and where there are none, `val` serves for both."""
+    """Images per class that `val-split` holds out, the same for every seed; existing `train-split` and `val-split` lists or
+    shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
     val_split_seed: Annotated[Whole, Field(ge=0)] = 0
-    """Which images val-split holds out."""
+    """Seed that selects the images that `val-split` holds out."""
     train_per_class: Count | None = None
-    """Training: only so many images of each class, the same for every seed; all where it is null."""
+    """Maximum number of training images per class, the same images for every seed. Null: all images."""
     synthetic_classes: Count = 1000
+    """Number of classes of the synthetic images."""
     synthetic_per_class: Count = 50
-    """Synthetic images of each class, in training and in validation. For them `root`, `split` and `val_split_*`, which profiles
-    and grids give, mean nothing, and of the transform `size` alone counts."""
+    """Synthetic images per class, in training and in validation. With `source: synthetic`, the keys `root`, `split` and
+    `val_split_*` have no effect, and `size` is the only transform key that has one."""
     size: Count
-    """Side in pixels of the square that the model sees."""
+    """Side in pixels of the model's square input."""
     resize: Count
-    """Validation: the shorter side is resized to this before the centre crop."""
+    """Validation: length in pixels to which the shorter side is resized before the centre crop."""
     crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]]
-    """Training: range of the share of the image's area that a random crop takes."""
+    """Training: range of a random crop's area, as a fraction of the image's area."""
     crop_ratio: tuple[Positive, Positive]
-    """Training: range of a random crop's width over its height."""
+    """Training: range of a random crop's aspect ratio (width over height)."""
     flip: bool
-    """Training: mirror every other image. Digits must not be."""
+    """Training: flip images horizontally with probability 0.5. Set it to false for digits."""
     mean: tuple[Fraction, Fraction, Fraction]
+    """Mean of each RGB channel, subtracted from the images (pixel values from 0 to 1)."""
     std: tuple[Positive, Positive, Positive]
+    """Standard deviation of each RGB channel, by which the images are divided."""
 
 
 class RecipeConfig(Strict):
-    """How a model is trained: SGD with a cosine learning rate (section 5, "Implementation").
+    """Training: SGD with a cosine learning rate (section 5 of the paper, "Implementation").
 
-    What has a default here goes beyond the paper and is off. Such a value counts in a trial's key only where it is another than
-    its default, so an option that is added changes no key; a default must never change.
+    Keys with a default go beyond the paper and are off. They are part of a cell's key only if they differ from the default, so
+    new options change no key, and a default must never change.
     """
 
     epochs: Annotated[Whole, Field(ge=1, le=9999)]
-    """At most what four digits hold, by which checkpoints are sorted."""
+    """Number of training epochs."""
     batch_size: Count
     """Images per step over all workers."""
     lr: Positive
-    """Learning rate of the first step; follows a half cosine to zero, step by step."""
+    """Initial learning rate; decays to zero along a half cosine, step by step."""
     momentum: Fraction
+    """Momentum of SGD."""
     weight_decay: NotNegative
+    """Weight decay of SGD."""
     label_smoothing: Fraction
+    """Label smoothing of the cross-entropy loss."""
     lr_batch_size: Count | None = None
-    """`lr` is for so many images a step; with another `batch_size` it is scaled linearly. Never where it is null."""
+    """Batch size that `lr` is meant for; with another `batch_size`, the learning rate is scaled linearly. Null: no scaling."""
     warmup_epochs: NotNegative = 0.0
-    """The learning rate rises linearly from 0 for so long, step by step; the cosine has the rest."""
+    """Epochs during which the learning rate rises linearly from 0, before the cosine decay."""
     mixup_alpha: NotNegative = 0.0
-    """Images are blended in pairs, by shares drawn from Beta(mixup_alpha, mixup_alpha), and so are their labels; 0 does not."""
+    """Alpha of mixup: pairs of images and labels are blended with weights from Beta(alpha, alpha). 0 turns mixup off."""
     ema_decay: Fraction = 0.0
-    """Decay per step of the average over weights and BatchNorm statistics that is then validated and kept; 0 keeps none."""
+    """Decay per step of the exponential moving average of weights and BatchNorm statistics, which is then validated and saved.
+    0 turns it off."""
     grad_accum_steps: Count = 1
-    """In so many parts the images of a step are worked through, to save memory; BatchNorm sees each part alone."""
+    """Number of parts in which each step's images are processed, to save memory. BatchNorm normalizes each part separately."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the layers that torch's autocast lists; weights, their updates and validation are always float32."""
+    """Precision of the layers that torch's autocast covers. Weights, their updates and validation are always float32."""
     sync_batchnorm: bool = False
-    """BatchNorm sees the images of all workers, not of its own; on GPUs only."""
+    """Computes BatchNorm statistics over the images of all workers. GPUs only."""
 
     @property
     def lr_used(self) -> float:
@@ -197,28 +209,28 @@ class RecipeConfig(Strict):
         if self.lr_used == self.lr:
             return None
         return (
-            f"learning rate {self.lr_used:.6g} for batches of {self.batch_size}: "
-            f"recipe.lr={self.lr:g} is for recipe.lr_batch_size={self.lr_batch_size}"
+            f"learning rate scaled to {self.lr_used:.6g} for recipe.batch_size={self.batch_size} "
+            f"(recipe.lr={self.lr:g} is for recipe.lr_batch_size={self.lr_batch_size})"
         )
 
 
 class EngineConfig(Strict):
-    """How the recipe's steps are computed; changes speed, memory and roundings, and is no part of a trial's key."""
+    """How training steps are computed. Affects speed, memory and rounding, and is not part of a cell's key."""
 
     zero_stage: Annotated[Literal[0, 1, 2], NUMBERS] = 0
-    """Stage of DeepSpeed's ZeRO: from 1 on each worker keeps a share of the momentum, from 2 on of the gradients too."""
+    """Stage of DeepSpeed's ZeRO: 1 partitions the momentum across workers, 2 also the gradients."""
     compile: bool = False
-    """The model runs through `torch.compile`; an averaged model, which is validated only, does not."""
+    """Trains the model with `torch.compile`. The averaged model of `recipe.ema_decay` is not compiled."""
     channels_last: bool | None = None
-    """Feature maps and weights use the channels-last memory format. Null: on GPUs only, and not with `zero_stage`."""
+    """Uses the channels-last memory format. Null: on GPUs only, and not with `zero_stage`."""
     tf32: bool | None = None
-    """Tensor cores compute float32 products with 10-bit mantissas, several times faster. Null: on GPUs only."""
+    """Computes float32 products in TF32 (10-bit mantissas) on tensor cores. Null: on GPUs only."""
     cuda_graphs: bool = False
-    """Forward and backward are captured once for each batch size and replayed, which saves some 1 500 launches a step."""
+    """Captures the forward and backward pass once per batch size and replays it, which saves about 1 500 launches a step."""
     reference_operators: bool = False
-    """Lets a cell train on a GPU without the CUDA kernels, on slower operators that need about four times the memory."""
+    """Allows training on a GPU without the CUDA kernels, with slower operators that need about four times the memory."""
     deterministic: bool = False
-    """Only algorithms that give the same bits each time, where torch knows of any; on a CPU that is so anyway."""
+    """Uses only deterministic algorithms where torch has them. CPU training is always deterministic."""
 
     def on(self, device: str) -> EngineConfig:
         """These settings with every null resolved for a device type, `cpu` or `cuda`."""
@@ -228,24 +240,27 @@ class EngineConfig(Strict):
 
 
 class PlacementConfig(Strict):
-    """What one cell takes from the cluster: `workers` processes, each with `cpus` and `gpus`."""
+    """Resources of one cell: `workers` processes, each with `cpus` and `gpus`."""
 
     workers: Count = 1
+    """Number of worker processes of a cell."""
     cpus: Count = 1
+    """CPUs per worker."""
     gpus: Annotated[Whole, Field(ge=0)] = 0
+    """GPUs per worker."""
 
 
 class ReliabilityConfig(Strict):
-    """What is done about failures; changes no result."""
+    """Checkpoints and failure detection. Does not change results."""
 
     checkpoint_every_n_minutes: Positive = 10.0
-    """A checkpoint is written after every epoch, and inside an epoch when the last one is so old."""
+    """Maximum time between checkpoints within an epoch. A checkpoint is also written after every epoch."""
     keep_checkpoints: Count = 2
-    """How many of the last checkpoints are kept, besides the best."""
+    """Number of latest checkpoints to keep, in addition to the best one."""
     check_every_n_steps: Count = 20
-    """After so many steps it is looked whether losses are finite and whether a checkpoint is due."""
+    """Steps between checks for non-finite losses and for a checkpoint that is due."""
     hang_timeout_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
-    """A worker that ends no step for so long is ended, and so long it waits for the others."""
+    """Stops a worker that finishes no step for this long; also how long a worker waits for the others."""
 
     @property
     def patience(self) -> timedelta:
@@ -253,7 +268,7 @@ class ReliabilityConfig(Strict):
 
 
 class TrialConfig(Strict):
-    """Everything that decides a trial's result, how and where it runs, and what is done about failures."""
+    """The configuration of a cell: what is trained, how and where, and how failures are handled."""
 
     model: ModelConfig
     data: DataConfig
@@ -267,8 +282,8 @@ def too_many_parts(config: TrialConfig, images: int) -> str:
     """What is wrong with `recipe.grad_accum_steps` where a worker has so few images in a step."""
     recipe, workers = config.recipe, config.placement.workers
     return (
-        f"{recipe.grad_accum_steps} parts cannot be made of the {images} images that each worker has in some steps "
-        f"(recipe.batch_size={recipe.batch_size}, placement.workers={workers}); make them fewer"
+        f"must be at most {images}, not {recipe.grad_accum_steps}: in some steps each worker has {images} images "
+        f"(recipe.batch_size={recipe.batch_size}, placement.workers={workers})"
     )
 
 
@@ -281,20 +296,26 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
     if each and recipe.grad_accum_steps > each:  # that workers have no image at all, the loader tells
         yield "recipe.grad_accum_steps", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
-        yield "recipe.sync_batchnorm", "torch has it for GPUs only, and placement.gpus is 0; leave it out"
+        yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave it out, or set placement.gpus=1"
     if engine.cuda_graphs and not placement.gpus:
-        yield "engine.cuda_graphs", "CUDA graphs need a GPU, and placement.gpus is 0; leave it out"
+        yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave it out, or set placement.gpus=1"
     elif engine.cuda_graphs and engine.zero_stage:
         yield (
             "engine.cuda_graphs",
-            f"a graph cannot capture how engine.zero_stage={engine.zero_stage} moves gradients; leave out one",
+            f"cannot be combined with engine.zero_stage={engine.zero_stage}, whose gradient communication a CUDA graph cannot "
+            "capture; leave out one of the two",
         )
     elif engine.cuda_graphs and recipe.sync_batchnorm:
-        yield "engine.cuda_graphs", "a graph cannot capture recipe.sync_batchnorm's communication; leave out one of the two"
+        yield (
+            "engine.cuda_graphs",
+            "cannot be combined with recipe.sync_batchnorm, whose communication a CUDA graph cannot capture; "
+            "leave out one of the two",
+        )
     if engine.channels_last and engine.zero_stage:
         yield (
             "engine.channels_last",
-            f"engine.zero_stage={engine.zero_stage} keeps all weights in one flat piece; leave out one of the two",
+            f"cannot be combined with engine.zero_stage={engine.zero_stage}, which keeps all weights in one flat buffer; "
+            "leave out one of the two",
         )
 
 
@@ -304,48 +325,133 @@ def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[
     for item in found:
         loc = item["loc"]
         if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
-            continue  # too few, because of the mistakes that are told below it
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-        if item["type"] == "extra_forbidden":
+            continue  # too few, because of the mistakes below it, which have their own messages
+        path = _path(loc)
+        if item["type"] == "missing" and isinstance(loc[-1], int):  # a list that is too short, with an error for each value
+            if loc[-1] == len(item["input"]):
+                expected = len(typing.get_args(getattr(_type_at(schema, loc[:-1]), "annotation", None)))
+                yield _path(loc[:-1]), f"must have {expected} values, not {len(item['input'])}"
+        elif item["type"] == "extra_forbidden":
             yield path, _unknown(path, keys_at(schema, loc[:-1]))
+        elif item["type"] == "missing" and any(other["type"] == "extra_forbidden" and _renames(other, loc) for other in found):
+            continue  # given under its old name or misspelled, which has its own message
         else:
-            yield path, _wrong(item)
+            yield path, _wrong(item, _type_at(schema, loc))
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Such as `rows[2].recipe.lr`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _shown(value: object) -> str:
+    """A value as YAML has it."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _renames(unknown: Any, missing: tuple[int | str, ...]) -> bool:
+    """Whether an unknown key was probably meant to be the missing one."""
+    loc = unknown["loc"]
+    if loc[:-1] != missing[:-1]:
+        return False
+    old, name = str(loc[-1]), str(missing[-1])
+    new = new_key(".".join(map(str, loc)))
+    return new == ".".join(map(str, missing)) or (new is None and bool(difflib.get_close_matches(old, [name])))
 
 
 def _unknown(path: str, allowed: Sequence[str]) -> str:
     if new := new_key(path):
-        return f"this key is now called {new}"
-    near = difflib.get_close_matches(path.rpartition(".")[2], allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"unknown key{hint} Allowed: {', '.join(sorted(allowed))}"
+        return f"renamed to `{new}`; use the new name"
+    section, dot, key = path.rpartition(".")
+    near = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"did you mean `{section}{dot}{near[0]}`? Allowed" if near else "allowed"
+    return f"unknown key; {hint}: {', '.join(sorted(allowed))}"
 
 
-# What pydantic calls by names of Python's, in words of YAML's.
-PLAIN_WORDS = {
-    "missing": "missing; it must be given",
-    "model_type": "a mapping of keys was expected",
-    "dict_type": "a mapping of keys was expected",
-    "tuple_type": "a list was expected",
+TYPES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number", "boolean_number"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("model_type", "dict_type"), "a mapping of keys"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    "boolean_in_list": "a list of numbers",
+    "string_type": "text",
 }
+"""What was expected, by pydantic's type of error."""
+BOUNDS = {"ge": "of at least {}", "gt": "greater than {}", "le": "at most {}", "lt": "less than {}"}
+BOUND_ERRORS = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
 
 
-def _wrong(item: Any) -> str:
-    if item["type"] == "missing":
-        return PLAIN_WORDS["missing"]
-    expected = PLAIN_WORDS.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}"
-    return f"{expected}, not {item['input']!r}"
+def _wrong(item: Any, annotation: Any = None) -> str:
+    """What is wrong with a value, with what was expected of it. `annotation` is the type of the value, where it is known."""
+    kind, context, value = item["type"], item.get("ctx", {}), item["input"]
+    if kind == "missing":
+        return "missing; this key is required"
+    if kind in BOUND_ERRORS or kind in TYPES:
+        kinds, bounds = _numbers(annotation)
+        noun = TYPES.get(kind) or "a number"
+        if noun in ("a number", "an integer"):
+            noun = "an integer" if int in kinds and float not in kinds else noun
+            limits = bounds or ({key: context[key] for key in BOUNDS if key in context})
+            noun = " ".join([noun, " and ".join(BOUNDS[key].format(limit) for key, limit in limits.items())]).rstrip()
+        return f"must be {noun}, not {_shown(value)}"
+    if kind in ("literal_error", "enum"):
+        return f"must be {context['expected']}, not {_shown(value)}"
+    if kind in ("too_short", "too_long"):
+        limit = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"must have {limit} values, not {context['actual_length']}"
+    if kind == "string_pattern_mismatch":
+        return f"must contain only letters, digits, `_`, `.` and `-`, not {_shown(value)}"
+    return f"{item['msg'][0].lower()}{item['msg'][1:]}, not {_shown(value)}"
+
+
+def _numbers(annotation: Any) -> tuple[set[type], dict[str, float]]:
+    """The types that an annotation allows, and the bounds of its number."""
+    kinds: set[type] = set()
+    bounds: dict[str, float] = {}
+    if isinstance(annotation, FieldInfo):
+        kinds, bounds = _numbers(annotation.annotation)
+        parts = annotation.metadata
+    elif typing.get_origin(annotation) is Annotated:
+        kinds, bounds = _numbers(annotation.__origin__)
+        parts = [part for each in annotation.__metadata__ for part in getattr(each, "metadata", [each])]
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        for part in typing.get_args(annotation):
+            more, limits = _numbers(part)
+            kinds, bounds = kinds | more, bounds | limits
+        parts = []
+    else:
+        return ({annotation} if isinstance(annotation, type) else set()), {}
+    for part in parts:
+        bounds |= {key: getattr(part, key) for key in BOUNDS if getattr(part, key, None) is not None}
+    return kinds, bounds
+
+
+def _type_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Any:
+    """The field or annotation at a path, None if it has none of its own."""
+    found: Any = schema
+    for part in loc:
+        if isinstance(found, FieldInfo):
+            found = found.annotation
+        if typing.get_origin(found) is types.UnionType:
+            found = typing.get_args(found)[0]
+        if isinstance(part, int):
+            below = typing.get_args(found)
+            found = below[0 if Ellipsis in below else min(part, len(below) - 1)] if below else None
+        else:
+            found = getattr(found, "model_fields", {}).get(part)
+        if found is None:
+            return None
+    return found
 
 
 def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     """Keys that the schema allows below a path."""
-    found: Any = schema
-    for part in loc:
-        if isinstance(part, int):
-            found = typing.get_args(found)[0]
-        else:
-            found = found.model_fields[part].annotation
-        if isinstance(found, types.UnionType):
-            found = typing.get_args(found)[0]
+    found = _type_at(schema, loc)
+    if isinstance(found, FieldInfo):
+        found = found.annotation
+    if isinstance(found, types.UnionType):
+        found = typing.get_args(found)[0]
     return list(found.model_fields)
 
 

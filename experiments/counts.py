@@ -64,7 +64,7 @@ def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str,
     wrong = []
     for name, model in models.items():
         for key, what in model_mistakes(model, size):
-            field = key.removeprefix("model").removeprefix(".")
+            field, what = key.removeprefix("model").removeprefix("."), what.replace("`model.", "`")
             wrong.append(what if field == "name" or what.startswith(name) else ": ".join(filter(None, (name, field, what))))
     if wrong:
         raise UserError("\n".join(wrong))

@@ -117,7 +117,7 @@ def _object(value: Any) -> list[Any]:
     if not _is_installed(type(value).__module__):
         return [type(value), vars(value)]
     if " at 0x" in (text := repr(value)):
-        raise UnknownCodeError(f"cannot follow {text} in the code of a row; use functions and constants instead")
+        raise UnknownCodeError(f"cannot hash {text}, which a registered operator uses; use functions and constants instead")
     return [text]  # such as an operator of torch
 
 
@@ -128,7 +128,9 @@ def _read(function: types.FunctionType) -> Iterator[Any]:
         code = codes.pop(0)
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         if any(step.opname == "IMPORT_NAME" and not _is_installed(step.argval) for step in dis.get_instructions(code)):
-            raise UnknownCodeError(f"{function.__qualname__} imports a module when it runs; import it at the top of its file")
+            raise UnknownCodeError(
+                f"cannot hash {function.__qualname__}: it imports a module when it runs; import it at the top of its file"
+            )
         spaces = [function.__globals__]
         for name in code.co_names:
             found = [space[name] for space in spaces if name in space]
@@ -158,5 +160,5 @@ def _source(value: Any) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         raise UnknownCodeError(
-            f"the source of {value.__qualname__} cannot be read, so its key could not change with the code; define it in a file"
+            f"cannot read the source of {value.__qualname__}, which the key of a cell depends on; define it in a file"
         ) from None

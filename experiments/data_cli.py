@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from experiments.errors import UserError
+from experiments.options import AS_JSON
 
 if TYPE_CHECKING:
     from pipelines import Dataset
@@ -24,12 +25,14 @@ SECONDS_BETWEEN_LINES = 10.0
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 ROOT = click.argument("root", type=click.Path(path_type=Path))
-SPLITS = click.option("--split", "splits", multiple=True, help="may be repeated  [default: train and val, where they are]")
-LISTS = click.option("--lists", type=click.Path(path_type=Path), help="where lists of images are kept  [default: ROOT]")
+SPLITS = click.option("--split", "splits", multiple=True, help="Split to read; may be repeated.  [default: train and val]")
+LISTS = click.option("--lists", type=click.Path(path_type=Path), help="Folder of the image lists.  [default: ROOT]")
 WORKERS = click.option(
-    "--workers", type=click.IntRange(1, 1024), default=lambda: len(os.sched_getaffinity(0)), help="[default: one per CPU]"
+    "--workers",
+    type=click.IntRange(1, 1024),
+    default=lambda: len(os.sched_getaffinity(0)),
+    help="Number of processes.  [default: one per CPU]",
 )
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
 
 
 class Size(click.ParamType[int]):
@@ -42,20 +45,31 @@ class Size(click.ParamType[int]):
             return value
         found = re.fullmatch(r"(\d+) ?([a-zA-Z]*)", value)
         if found is None or found[2] not in UNITS or int(found[1]) == 0:
-            self.fail(f"{value!r} is no size; expected a number and one of {', '.join(UNITS)[2:]}, such as 256MiB", param, ctx)
+            units = ", ".join(UNITS)[2:]
+            self.fail(f"{value!r} is not a size; give a positive number and a unit ({units}), for example 256MiB", param, ctx)
         return int(found[1]) * UNITS[found[2]]
 
 
 @click.group()
 def data() -> None:
-    """Data sets."""
+    """Prepare, check, split and pack image data sets.
+
+    \b
+    Example: san data check data/digits
+    """
 
 
 @data.command()
 @click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 def prepare(name: str, folder: Path | None) -> None:
-    """Write an embedded data set as JPEGs in ImageNet's folder layout, by default where the profile looks for it."""
+    """Write an embedded data set as JPEGs in ImageNet's layout.
+
+    FOLDER defaults to the place where the profile expects the data set.
+
+    \b
+    Example: san data prepare digits
+    """
     from experiments.config import base_folder
     from pipelines import prepare_digits
 
@@ -63,7 +77,7 @@ def prepare(name: str, folder: Path | None) -> None:
     try:
         click.echo(prepare_digits(folder, name))
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+        raise UserError(f"{folder}: cannot write ({error.strerror}); choose another folder") from None
 
 
 @data.command()
@@ -73,9 +87,13 @@ def prepare(name: str, folder: Path | None) -> None:
 @WORKERS
 @AS_JSON
 def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int, as_json: bool) -> None:
-    """Decode every image, tell which are broken, and write a list of the others, which training uses from then on.
+    """Decode every image and list the valid ones for training.
 
-    Of shards the checksums are verified too, and no list is written. Exits with 1 when something is broken.
+    Reports broken images. Training then uses the written list. For shards, verifies checksums as well and writes no list.
+    The exit code is 1 if anything is broken.
+
+    \b
+    Example: san data check /data/imagenet --split train --split val
     """
     from pipelines.lists import list_path, require_writable
 
@@ -86,7 +104,7 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     try:
         results = [_checked(dataset, lists or root, workers) for dataset in found]
     except KeyboardInterrupt:
-        click.echo("interrupted: a split that was not finished has no new list", err=True)
+        click.echo("interrupted; splits that were not fully checked have no new list", err=True)
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(results))
@@ -148,8 +166,8 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     try:
         sound = dataset.without(one.index for one in images)
     except DataError as error:
-        old = f" The old {path} stays, and is used." if path.exists() else ""
-        return result | {"list": None, "digest": None, "problem": f"{error}{old}"}
+        old = f"; the existing {path} stays in use" if path.exists() else ""
+        return result | {"list": None, "digest": None, "problem": f"{str(error).rstrip('.')}{old}"}
     write_list(path, sound.paths, sound.sizes)
     stale = _still_naming({dataset.paths[one.index] for one in images}, lists) if dataset.split == "train" else []
     return result | {"list": str(path), "digest": sound.digest(), "stale": stale}
@@ -168,24 +186,28 @@ def _sentence(result: dict[str, Any]) -> str:
     broken = len(result["broken"])
     text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
     if others := result["passed_over"]:
-        text += f"; {len(others)} other files passed over, such as {others[0]}"
+        text += f"; skipped {len(others)} files that are not images, for example {others[0]}"
     if problem := result.get("problem"):
-        return f"{text}; no list was written: {problem}"
-    listed = f"; {result['list']} lists the sound ones" if result["list"] else ""
-    stale = f"; run `san data split` again: broken images are in {', '.join(old)}" if (old := result.get("stale")) else ""
+        return f"{text}; no list written: {problem}"
+    listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
+    stale = f"; run `san data split` again: {', '.join(old)} names broken images" if (old := result.get("stale")) else ""
     return f"{text}{listed}; digest {result['digest']}{stale}"
 
 
 @data.command()
 @ROOT
-@click.option("--per-class", type=click.IntRange(1), default=50, show_default=True, help="images of each class to hold out")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--per-class", type=click.IntRange(1), default=50, show_default=True, help="Images to hold out per class.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed that selects the images.")
 @LISTS
 @AS_JSON
 def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bool) -> None:
-    """Hold out random training images of each class: write the lists train-split and val-split.
+    """Hold out training images per class for validation.
 
-    The same numbers as data.val_split_per_class and data.val_split_seed give the same images.
+    Writes the lists train-split and val-split. The keys data.val_split_per_class and data.val_split_seed select the same
+    images when they have the same values.
+
+    \b
+    Example: san data split /data/imagenet --per-class 50
     """
     from pipelines import Dataset
     from pipelines.lists import list_path, require_listable, require_writable, write_list
@@ -211,16 +233,20 @@ def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bo
 @ROOT
 @click.argument("out", type=click.Path(path_type=Path))
 @SPLITS
-@click.option("--shard-size", type=Size(), default="256MiB", show_default=True, help="bytes of a tar file, at most")
+@click.option("--shard-size", type=Size(), default="256MiB", show_default=True, help="Maximum size of a tar file.")
 @LISTS
 @WORKERS
 @AS_JSON
 def pack(
     root: Path, out: Path, splits: tuple[str, ...], shard_size: int, lists: Path | None, workers: int, as_json: bool
 ) -> None:
-    """Pack images into tar files in WebDataset's layout, for data.source=shards; interrupted, the same command continues.
+    """Pack images into WebDataset tar files (shards).
 
-    Packs what the list of a split names, where there is one, else all images of its folder.
+    Packs the images in a split's list, or all images in its folder if there is no list. Train on the result with
+    data.source=shards. Rerun the same command to resume.
+
+    \b
+    Example: san data pack /data/imagenet /data/imagenet-shards
     """
     from pipelines import Dataset
     from pipelines.pack import pack as pack_shards
@@ -251,7 +277,7 @@ def pack(
         return
     for result in results:
         line = (
-            f"{result['split']}: {result['images']} images in {len(result['shards'])} shards ({result['kept']} were there), "
+            f"{result['split']}: {result['images']} images in {len(result['shards'])} shards ({result['kept']} already there), "
             f"{result['bytes']} bytes, {result['index']}, digest {result['digest']}"
         )
         click.echo(_printable(line))
@@ -260,18 +286,21 @@ def pack(
 @data.command()
 @ROOT
 @click.argument("split")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="of the trial")
-@click.option("--epoch", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="images per step over all workers")
-@click.option("--workers", type=click.IntRange(1, 1024), default=1, show_default=True, help="placement.workers")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the cell.")
+@click.option("--epoch", type=click.IntRange(0), default=0, show_default=True, help="Epoch, counted from 0.")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images per step over all workers.")
+@click.option("--workers", type=click.IntRange(1, 1024), default=1, show_default=True, help="Number of training workers.")
 @LISTS
 @AS_JSON
 def order(
     root: Path, split: str, seed: int, epoch: int, batch_size: int, workers: int, lists: Path | None, as_json: bool
 ) -> None:
-    """Print which worker sees which image in which step of an epoch: step, worker, path.
+    """Print the order of images in an epoch: step, worker, path.
 
-    `train` and `train-split` are trained on, in a new order every epoch; all others are validated on, always in their own.
+    The splits `train` and `train-split` are shuffled every epoch. Other splits are used for validation and keep their order.
+
+    \b
+    Example: san data order data/digits train --epoch 3 --batch-size 64
     """
     import numpy as np
 

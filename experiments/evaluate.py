@@ -40,7 +40,7 @@ KEY = "[0-9a-f]{12}"
 RUN_ID = "[0-9a-f]{32}"
 """Of MLflow."""
 CHECKPOINT = (
-    "a file or folder (s3://... too), a trial's key (`san runs` lists them), the id of its MLflow run, or models:/NAME/VERSION"
+    "a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, or models:/NAME/VERSION"
 )
 """What `reach` knows, for sentences."""
 
@@ -101,7 +101,9 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     if found is None:
         return _other_checkpoint(path, changes, profile)
     if profile is not None:
-        raise UserError(f"{path}: is of a trial, which tells its data; leave out --profile, and change it by overrides")
+        raise UserError(
+            f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and change data.* with overrides"
+        )
     _require_no_model(path, changes)
     origin = found.origin
     config = _config(merged(origin.record, changes))
@@ -113,13 +115,15 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     changes = merged({}, *map(parse_override, overrides))
     for key in flat(changes):
         if not key.startswith(("data.", "model.")) and key not in TAKEN:
-            raise UserError(f"override {key}: an evaluation takes data.*, {', '.join(TAKEN)} and, for some files, model.*")
+            raise UserError(
+                f"override {key}: not allowed here; allowed are data.*, {', '.join(TAKEN)} and, for released files, model.*"
+            )
     return changes
 
 
 def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
     if "model" in changes:
-        raise UserError(f"{path}: tells its model; leave out {', '.join(flat({'model': changes['model']}))}")
+        raise UserError(f"{path}: already stores its model; leave out {', '.join(flat({'model': changes['model']}))}")
 
 
 def kind_of(path: Path) -> Kind:
@@ -139,16 +143,14 @@ def _trial_checkpoint(path: Path) -> Checkpoint | None:
     if os.path.isdir(path):
         best = best_in(path)
         if best is None:
-            raise UserError(f"{path}: has no checkpoint epoch-*-step-0000000.pt of a whole epoch that can be read")
+            raise UserError(f"{path}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
         return best
     if "engine" not in _read(path):
         return None
     try:
         return Checkpoint.read(path)
     except DAMAGE as error:
-        raise UserError(
-            f"{path}: this checkpoint is damaged, or of an older version ({type(error).__name__}: {error})"
-        ) from None
+        raise UserError(f"{path}: damaged checkpoint, or one of an older version ({type(error).__name__}: {error})") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | Non
             _require_no_model(path, changes)
             model = checkpoint.load_checkpoint(path)
             if model.in_channels != 3:
-                raise UserError(f"{path}: wants images of {model.in_channels} channel(s), and those of the data are RGB")
+                raise UserError(f"{path}: this model takes {model.in_channels}-channel images, but the data set is RGB")
         else:
             fields = dict(values.get("model", {}))
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
@@ -196,12 +198,14 @@ def open_images(opened: Opened, split: str | None = None) -> Dataset:
     count = checkpoint.classes(opened.model)
     if len(images.classes) != count:
         raise UserError(
-            f"{opened.path}: answers with {count} classes, but {where} has {len(images.classes)}; "
-            "give the images that it was trained for: data.root=..., --split or --profile"
+            f"{opened.path}: the model has {count} classes, but {where} has {len(images.classes)}; "
+            "select the images that it was trained for with data.root=..., --split or --profile"
         )
     if opened.classes is not None and images.classes != opened.classes:
         theirs, ours = next(pair for pair in zip(images.classes, opened.classes, strict=True) if pair[0] != pair[1])
-        raise UserError(f"{opened.path}: was trained on other classes than those of {where}, such as {ours!r}, not {theirs!r}")
+        raise UserError(
+            f"{opened.path}: trained on other classes than those in {where}: for example {ours!r} instead of {theirs!r}"
+        )
     return images
 
 
@@ -280,12 +284,12 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
     """
     if not name or (is_uri(name) and not name.startswith("s3://")):
         told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
-        raise UserError(f"{told}: is no checkpoint; give {CHECKPOINT}")
+        raise UserError(f"{told}: not a checkpoint; give {CHECKPOINT}")
     place, asked = open_runs(runs), name
     bucket = Bucket.parse(name) if is_uri(name) else None
     if (key := _tracked(name, runs)) is not None:
         if isinstance(place, Path) and not (place / "checkpoints" / key).is_dir():
-            raise UserError(f"{name}: the checkpoints of its trial {key} are not in {place}; name where they are with --runs")
+            raise UserError(f"{name}: the checkpoints of its cell {key} are not in {place}; give their folder with --runs")
         asked = key
     if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not os.path.exists(asked):
         bucket = place.folder(f"checkpoints/{asked}")
@@ -305,9 +309,7 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
                 (Path(folder) / found).write_bytes(bucket.get(found) or b"")
         best = best_in(Path(folder))
         if best is None:
-            raise UserError(
-                f"{bucket}: there is no such file, nor a folder with a checkpoint of a whole epoch that can be read"
-            )
+            raise UserError(f"{bucket}: no such file, and no folder with a readable checkpoint of a complete epoch")
         yield Path(folder) / best.name, bucket.below(best.name)
 
 
@@ -318,7 +320,7 @@ def _tracked(name: str, runs: str | Path | None) -> str | None:
         return None
     uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
-        raise UserError(f"{name}: there are no runs yet in {uri}; name another store with --runs or MLFLOW_TRACKING_URI")
+        raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
     if is_run:
         from experiments.tracking.listing import trial_key  # brings MLflow
 
@@ -339,5 +341,5 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         return path
     folder = runs / "checkpoints" / name
     if not folder.is_dir():
-        raise UserError(f"{name}: there is no such file, and no trial of that key in {runs}; `san runs` lists the keys")
+        raise UserError(f"{name}: no such file, and no cell with this key in {runs}; run `san runs` to list the keys")
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import re
@@ -41,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
         twice = [key for key, count in Counter(keys).items() if count > 1]
         if twice:
-            raise yaml.MarkedYAMLError(problem=f"the key {twice[0][1]!r} is given twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"duplicate key {twice[0][1]!r}", problem_mark=node.start_mark)
         return node
 
 
@@ -50,14 +51,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a grid's YAML file") from None
+        raise UserError(f"{path}: cannot read ({error.strerror}); give the path of a grid's YAML file") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path}{where}: not valid YAML: {problem}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: a mapping of keys was expected at the top, not {type(content).__name__}")
+        found = "nothing" if content is None else type(content).__name__
+        raise UserError(f"{path}: must be a mapping of keys at the top level, not {found}")
     return content
 
 
@@ -65,7 +67,9 @@ def profile_path(name: str) -> Path:
     """The file of a profile. Raises UserError for an unknown one."""
     known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
     if name not in known:
-        raise UserError(f"unknown profile {name!r}; known: {', '.join(known)}")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean `{near[0]}`? Profiles" if near else "profiles"
+        raise UserError(f"unknown profile {name!r}; {hint}: {', '.join(known)}")
     return known[name]
 
 
@@ -80,11 +84,11 @@ def parse_override(text: str) -> dict[str, Any]:
     """`recipe.epochs=3` as a nested mapping. Raises UserError where there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise UserError(f"override {text!r}: it is written key.path=value, such as recipe.epochs=3")
+        raise UserError(f"override {text!r}: not KEY=VALUE; write it like recipe.epochs=3")
     try:
         layer: Any = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
-        raise UserError(f"override {text!r}: the value is not valid YAML; quote it") from None
+        raise UserError(f"override {text!r}: the value is not valid YAML; put it in quotes") from None
     return _nested(key, layer)
 
 
@@ -114,7 +118,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     product = content.get("product")
     for key in product if isinstance(product, dict) else ():
         wrong += [
-            f"override {text!r}: {key} is an axis of {path}'s product; change its values there"
+            f"override {text!r}: {key} is a product axis of {path}; change its values in that file"
             for text, layer in layers
             if isinstance(key, str) and _has(layer, key)
         ]
@@ -151,12 +155,14 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
             base=Layer.model_validate(base if _fits(Layer, base) else {}),
         )
     if grid.table is not None and grid.table not in tables:
-        wrong.append(f"{path}: table: the paper has no table {grid.table!r}; its tables: {', '.join(tables)}")
+        wrong.append(f"{path}: table: unknown table {grid.table!r}; tables of the paper: {', '.join(tables)}")
     protocols = get_args(ProtocolName)
     if grid.robustness is not None and grid.table not in (None, grid.robustness):
-        wrong.append(f"{path}: table: {grid.table!r} has no numbers of robustness: {grid.robustness}; leave out one of the two")
+        wrong.append(
+            f"{path}: table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out one of the two keys"
+        )
     if grid.robustness is None and grid.table in protocols:
-        wrong.append(f"{path}: robustness: missing; the numbers of table {grid.table!r} are those of robustness: {grid.table}")
+        wrong.append(f"{path}: robustness: missing; table {grid.table!r} needs it: set `robustness: {grid.table}`")
     if not {"rows", "product"} & set(content):
         wrong.append(f"{path}: rows: missing; give rows, a product, or both")
     axes = _axes(path, grid, wrong)
@@ -166,7 +172,7 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
     for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
         twice = [str(value) for value, count in Counter(values).items() if count > 1]
         if twice:
-            wrong.append(f"{path}: {what} must be used once, but {', '.join(twice)} is used more often")
+            wrong.append(f"{path}: {what} must be unique, but these occur more than once: {', '.join(twice)}")
     return grid
 
 
@@ -177,11 +183,13 @@ def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]
     for key, values in grid.product.items():
         rows = [row.id for row in grid.rows if _has(row.model_dump(), key)]
         if not re.fullmatch(rf"({sections})\.\w+", key, re.ASCII):
-            wrong.append(f"{path}: product.{key}: a path below {', '.join(Layer.model_fields)} was expected, such as recipe.lr")
+            wrong.append(
+                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; write it like recipe.lr"
+            )
         elif not values:
-            wrong.append(f"{path}: product.{key}: the list is empty; give at least one value")
+            wrong.append(f"{path}: product.{key}: empty list; give at least one value")
         elif rows:
-            wrong.append(f"{path}: product.{key}: row {', '.join(rows)} gives it too; give it in one of the two places")
+            wrong.append(f"{path}: product.{key}: also set in row {', '.join(rows)}; set it in one of the two places")
         else:
             axes[key] = values
     return axes
@@ -230,7 +238,7 @@ class _Layers:
     def place(self, key: str, row: Row) -> str:
         """The layer that gave the value at `key`."""
         for text, layer in reversed(self.overrides):
-            is_whole_section = key in layer and not isinstance(layer[key], dict)
+            is_whole_section = key in layer and not (isinstance(layer[key], dict) and key in TrialConfig.model_fields)
             if is_whole_section or _has(layer, key):
                 return f"override {text!r}"
         if not _has(row.model_dump(), key) and not _has(self.grid.base.model_dump(), key) and _has(self.profile, key):
@@ -253,7 +261,7 @@ def _has(layer: Any, key: str) -> bool:
 def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
     """The config of every row that has no mistake; a mistake made in many rows is told once."""
     found: dict[str, TrialConfig] = {}
-    told: dict[tuple[str, str, str], list[str]] = {}
+    told: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     known: dict[tuple[str, int], list[tuple[str, str]]] = {}  # large grids have few models
     for row in layers.grid.rows:
         values = layers.values(row)
@@ -271,8 +279,9 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
                 known[model] = list(model_mistakes(ModelConfig.model_validate(values["model"]), size))
             mine += known[model]
         for key, what in mine:
-            told.setdefault((layers.place(key, row), key, what), []).append(row.id)
-    for (place, key, what), rows in told.items():
+            problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
+            told.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
+    for (place, key, _), (what, rows) in told.items():
         in_grid = place == str(layers.path)
         every = len(rows) == len(layers.grid.rows) > 1
         where = (": every row" if every else f": row {', '.join(rows)}") if in_grid else ""
@@ -293,8 +302,8 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
             except AttributeError:
                 fits = False
             if not fits:
-                expected = "number" if name == "x" else "name or number"
-                wrong.append(f"{path}: plot.{name}: row {row} has no {expected} at {getattr(plot, name)!r}")
+                expected = "number" if name == "x" else "text or number"
+                wrong.append(f"{path}: plot.{name}: row {row} has no {expected} at `{getattr(plot, name)}`")
                 break
     if not wrong:
         places: dict[tuple[Any, Any], str] = {}
@@ -302,7 +311,7 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
             place = value_at(config, plot.series), value_at(config, plot.x)
             if place in places:
                 wrong.append(
-                    f"{path}: plot: rows {places[place]} and {row} would be one point; choose a series that parts them"
+                    f"{path}: plot: rows {places[place]} and {row} would be the same point; choose a series that differs"
                 )
                 break
             places[place] = row
@@ -313,14 +322,15 @@ def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping
     """Why cells cannot be compared on their way; an option that does nothing is a mistake too."""
     if grid.table is not None:
         return [
-            f"{path}: early_stopping: a table of the paper ({grid.table}) compares whole trainings; leave out one of the two"
+            f"{path}: early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
+            "leave out one of the two keys"
         ]
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
     if len(set(lengths.values())) > 1:
         short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
         return [
-            f"{path}: early_stopping: cells are compared after equal epochs of equally long trainings, but recipe.epochs is "
-            f"{lengths[short]} in row {short} and {lengths[long]} in row {long}; make them one, or leave early_stopping out"
+            f"{path}: early_stopping: needs the same recipe.epochs in every row, but it is {lengths[short]} in row {short} "
+            f"and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
         ]
     return [
         f"{path}: early_stopping.grace_epochs: must be less than recipe.epochs={epochs}, not {wanted.grace_epochs}"

@@ -17,56 +17,68 @@ from san.models import ModelSpec
 
 
 class Layer(Strict):
-    """What a row, or all rows together, change of a trial's config."""
+    """Changes to the profile's configuration."""
 
     model: dict[str, Any] = Field(default={})
+    """Changes to the `model` section."""
     data: dict[str, Any] = Field(default={})
+    """Changes to the `data` section."""
     recipe: dict[str, Any] = Field(default={})
+    """Changes to the `recipe` section."""
 
 
 class Row(Layer):
-    """A line of the table: an id and what it changes."""
+    """One row of the results table: an id and its changes."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the row: letters, digits, `_`, `.` and `-`."""
 
 
 class Plot(Strict):
-    """A picture of the grid: top-1 over the number at path `x`, one line per value at path `series`."""
+    """The grid's plot: top-1 against `x`, with one line per value of `series`."""
 
     x: str
+    """Configuration key with a number, for example `model.footprint`."""
     series: str
+    """Configuration key whose values become the lines of the plot, for example `model.relation`."""
     label: str
+    """Label of the x axis."""
 
 
 class EarlyStopping(Strict):
-    """Cells whose top-1 is low among those of the same epoch end early: asynchronous successive halving."""
+    """Asynchronous successive halving: stops cells whose top-1 is low compared with other cells at the same epoch."""
 
     grace_epochs: Count
-    """After so many epochs cells are compared first, and then after each `reduction` times as many."""
+    """Number of epochs before the first comparison. Each later comparison follows after `reduction` times as many epochs."""
     reduction: Annotated[Whole, Field(ge=2)] = 3
-    """About the best 1 of so many goes on."""
+    """About one in `reduction` cells continues after each comparison."""
 
 
 ProtocolName = Literal["rotation", "attack"]
 
 
 class Grid(Strict):
-    """The file of a grid."""
+    """A grid file."""
 
     question: str
+    """Question that the grid answers; the title of its results."""
     table: str | None = None
-    """Key of the paper's table whose rows have the same ids; none where the paper does not ask the question."""
+    """Table of the paper with the same row ids, to compare results with. Null: no table."""
     rows: tuple[Row, ...] = Field(default=(), min_length=1)
+    """Rows of the results table. Optional if `product` is given."""
     product: dict[str, tuple[Any, ...]] = Field(default={}, min_length=1)
-    """Values by dotted path: every row is repeated with each combination of them, which may also stand without rows."""
+    """Lists of values by dotted key, for example `recipe.lr: [0.1, 0.2]`. Every row is repeated with each combination. Without
+    `rows`, each combination is a row."""
     base: Layer = Layer()
-    """What all rows share."""
+    """Changes that apply to all rows."""
     seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
+    """Seeds: each row is trained once per seed."""
     plot: Plot | None = None
+    """Plot of the results. Null: one mark per row."""
     early_stopping: EarlyStopping | None = None
-    """Off where it is null. No part of a trial's key: what is finished has the same result."""
+    """Null: off. Not part of a cell's key, because finished cells have the same results."""
     robustness: ProtocolName | None = None
-    """The protocol whose numbers the table holds, taken of each trained cell, in place of its accuracy."""
+    """Protocol to measure on each trained cell; the table then shows its results instead of accuracy."""
 
 
 PLACES = (

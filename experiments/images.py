@@ -55,11 +55,9 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
 def _require_fitting(config: DataConfig) -> None:
     """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
     if config.lists is not None and config.source != "folder":
-        raise DataError(f"data.lists: only data.source=folder has lists, not {config.source}; leave it out")
+        raise DataError(f"data.lists: not used with data.source={config.source}, only with folder; leave it out")
     if config.train_per_class is not None and config.source == "synthetic":
-        raise DataError(
-            "data.train_per_class: synthetic images are not chosen from others; give data.synthetic_per_class instead"
-        )
+        raise DataError("data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead")
 
 
 def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
@@ -71,8 +69,8 @@ def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
         (missing,) = set(names) - set(there)
         where, command = lists or root, "pack" if source == "shards" else "split"
         raise DataError(
-            f"data.split: {where} has {described(where, there[0]).name}, but {described(where, missing).name} is missing; "
-            f"make both with `san data {command}`, or remove the one"
+            f"data.split: {where} has {described(where, there[0]).name} but not {described(where, missing).name}; "
+            f"create both with `san data {command}`, or remove {described(where, there[0]).name}"
         )
     return tuple(there)
 
@@ -80,7 +78,7 @@ def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """Of the images, and of their lists where that is another."""
     if config.root is None:
-        raise DataError(f"data.root: missing; give the folder with the images, which data.source={config.source} needs")
+        raise DataError(f"data.root: missing; data.source={config.source} needs it: give the folder of the images")
     return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 
 
@@ -115,7 +113,7 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
         return Dataset.open(root, name, lists, _listings())
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
-        raise DataError(f"{root}: no images can be read or written there ({where}); give another data.root") from None
+        raise DataError(f"{root}: cannot read or write images ({where}); set another data.root") from None
 
 
 def _listings() -> Path | None:
@@ -134,12 +132,12 @@ def _require_digits(root: Path, name: str) -> None:
     is_missing = not (root.is_dir() and any(root.iterdir()))
     if is_missing and not is_ours and not root.parent.is_dir():
         raise DataError(
-            f"data.root={root}: there are no digits, nor a folder {root.parent} to write them to; correct the path, or write "
-            f"them there with `san data prepare {name} {root}`"
+            f"data.root={root}: no such folder, and its parent {root.parent} does not exist either; correct the path, or "
+            f"write the data set there with `san data prepare {name} {root}`"
         )
     prepare_digits(root, name)
     if is_missing and not is_ours:
-        print(f"{name}: written to {root}, where none were", file=sys.stderr, flush=True)
+        print(f"wrote data set {name} to {root}", file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -205,7 +203,7 @@ def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.dev
     root = found[0][0].root
     if not root.is_dir():
         raise DataError(
-            f"There is no data folder {root} on the node {platform.node()}: images need the same path on every node."
+            f"{root}: no such folder on node {platform.node()}; make the images available at the same path on every node"
         )
     return found[0]
 

@@ -137,8 +137,8 @@ def finished_results(job: Job) -> dict[str, Result]:
     results = known_results(job)
     if not any(is_finished(results, trial) for trial in job.trials):
         raise UserError(
-            f"no cell of grid {job.name} under profile {job.profile} is finished in {job.workspace.tracking_uri}; "
-            f"train it with `{job.kept_there(job.command)}`, or name another store with --runs"
+            f"no finished cell of grid {job.name} with profile {job.profile} in {job.workspace.tracking_uri}; "
+            f"train the grid with `{job.kept_there(job.command)}`, or choose another store with --runs"
         )
     return results
 

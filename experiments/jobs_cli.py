@@ -21,35 +21,48 @@ if TYPE_CHECKING:
 SERVER = click.option(
     "--address",
     callback=named_address,
-    help="the job server, such as http://head:8265  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
+    help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
 
 
 @click.command()
 @GRID
 @OVERRIDES
-@PROFILE
 @click.option(
-    "--runs", help="where runs are kept, a folder of the cluster's or s3://...  [default: SAN_RUNS there, else ~/.san/runs]"
+    "--env",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Pass the value of this environment variable to the job; may be repeated.",
 )
+@click.option(
+    "--wait/--no-wait", default=True, help="Follow the log and exit with the job's code, or print the job's id and exit."
+)
+@PROFILE
 @SEEDS
+@click.option(
+    "--runs",
+    help="Store for runs: a folder on the cluster or s3://...  [default: the cluster's SAN_RUNS, else ~/.san/runs]",
+)
 @SERVER
-@click.option("--env", "names", multiple=True, metavar="NAME", help="give the job this variable's value; may be repeated")
-@click.option("--wait/--no-wait", default=True, help="follow the log and end as the job does; or print its id and leave")
 def submit(
     grid: Path,
     overrides: tuple[str, ...],
-    profile: str,
-    runs: str | None,
-    seeds: int | None,
-    address: str | None,
     names: tuple[str, ...],
     wait: bool,
+    profile: str,
+    seeds: int | None,
+    runs: str | None,
+    address: str | None,
 ) -> None:
-    """Run a grid as a job of a cluster elsewhere: `san run`, on its head. Submitted again, it continues.
+    """Run a grid as a job on a remote Ray cluster.
 
-    Paths in overrides, and --runs, are the cluster's. MLFLOW_TRACKING_URI goes along where it is set; passwords go with --env,
-    or are in the environment of the nodes already.
+    Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
+    on the cluster. MLFLOW_TRACKING_URI is passed to the job if it is set here. Pass passwords with --env, unless the nodes
+    already have them.
+
+    \b
+    Example: san submit experiments/grids/footprint.yaml --address http://head:8265
     """
     from experiments import submit as job
 
@@ -59,7 +72,7 @@ def submit(
     name = job.new_id(grid, profile)
     with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
         size = job.stage(grid, Path(folder))
-        click.echo(f"{size / 1e6:.1f} MB, the project and the grid, to {server.address}", err=True)
+        click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
         server.submit(name, job.command(grid, profile, overrides, runs, seeds), Path(folder), environment)
     click.echo(f"job {name}", err=True)
     if not wait:
@@ -74,7 +87,13 @@ def submit(
 @SERVER
 @AS_JSON
 def status(job: str | None, address: str | None, as_json: bool) -> None:
-    """List the jobs of a cluster, or tell of one: state, age, id, message; the newest first."""
+    """List a cluster's jobs: state, age, id and message.
+
+    Newest first. With JOB, prints only that job.
+
+    \b
+    Example: san status --address http://head:8265
+    """
     server = _server(address)
     jobs = [server.job(job)] if job else server.jobs()
     if as_json:
@@ -86,10 +105,14 @@ def status(job: str | None, address: str | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("job")
+@click.option("--follow", is_flag=True, help="Print the log until the job ends, and exit with its code.")
 @SERVER
-@click.option("--follow", is_flag=True, help="until the job is over, and end as it does")
-def logs(job: str, address: str | None, follow: bool) -> None:
-    """Print what a job has said."""
+def logs(job: str, follow: bool, address: str | None) -> None:
+    """Print a job's log.
+
+    \b
+    Example: san logs JOB --follow --address http://head:8265
+    """
     server = _server(address)
     if follow:
         _follow(server, job)
@@ -100,10 +123,16 @@ def logs(job: str, address: str | None, follow: bool) -> None:
 @click.argument("job")
 @SERVER
 def stop(job: str, address: str | None) -> None:
-    """End a job and its cells, and wait for that; what they have saved is kept, and submitted again the grid continues."""
+    """Stop a job and its cells, keeping their checkpoints.
+
+    Waits until the job has ended. Submit the grid again to resume it.
+
+    \b
+    Example: san stop JOB --address http://head:8265
+    """
     server = _server(address)
     before, after = server.job(job), server.stop(job)
-    click.echo(f"{job}: had ended before, {before.state}" if before.over else f"{job}: {after.state}")
+    click.echo(f"{job}: already {before.state}" if before.over else f"{job}: {after.state}")
 
 
 def _server(address: str | None) -> JobServer:
@@ -120,17 +149,18 @@ def _hint(server: JobServer, job: str) -> str:
 def _follow(server: JobServer, job: str) -> NoReturn:
     """Prints a job's log to its end and exits as the job did: 0, 1 or 2 as its command, 1 where it was stopped or broke."""
     from cluster import ClusterError
+    from cluster.submit import UnreachableError
 
     server.job(job)
     click.echo(_hint(server, job), err=True)
     try:
         ended = server.follow(job, lambda piece: click.echo(piece, nl=False))
     except KeyboardInterrupt:
-        click.echo(f"no longer followed; the job goes on\n{_hint(server, job)}", err=True)
+        click.echo(f"interrupted; the job is still running\n{_hint(server, job)}", err=True)
         sys.exit(1)
     except ClusterError as error:  # nobody's mistake in what was asked
-        may = "" if "knows no job" in str(error) else "\nthe job may go on"
-        click.echo(f"san: {error}{may}; the same command continues the grid", err=True)
+        may = "\nthe job may still be running" if isinstance(error, UnreachableError) else ""
+        click.echo(f"san: {error}{may}; run the same command again to resume the grid", err=True)
         sys.exit(1)
     sys.exit(_exit_code(ended))
 
@@ -140,5 +170,5 @@ def _exit_code(job: Job) -> int:
         return 0
     click.echo(f"job {job.id} {job.state}: {job.message}", err=True)
     if job.exit_code == 127:
-        click.echo("the head finds no `python`: start Ray there with the environment's bin/ on PATH", err=True)
+        click.echo("the head node has no `python` on PATH; start Ray there with the environment's bin/ on PATH", err=True)
     return 2 if job.exit_code == 2 else 1

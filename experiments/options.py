@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
@@ -17,15 +19,29 @@ class _Place(click.ParamType[str | Path]):
 
     def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> str | Path:
         if value == "":
-            raise UserError("--runs: it is empty, as of a variable that is not set; name a folder, or leave the option out")
+            raise UserError("--runs: empty value (is a shell variable unset?); give a folder or a URI, or leave out --runs")
         return value if "://" in str(value) else Path(value)
 
 
 def named_address(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
     """The value of `--address`. `--address "$HEAD"` must not mean this machine where HEAD is not set."""
     if value is not None and not value.strip():
-        raise UserError("--address: it is empty, as of a variable that is not set; give an address, or leave the option out")
+        raise UserError("--address: empty value (is a shell variable unset?); give an address, or leave out --address")
     return value
+
+
+class GroupedCommands(click.Group):
+    """Lists its commands under headings."""
+
+    headings: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Names of commands by heading, in the order of the help text."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in self.headings.items():
+            with formatter.section(heading):
+                width = max(map(len, self.commands))
+                formatter.write_dl([(f"{name:{width}s}", self.commands[name].get_short_help_str(limit)) for name in names])
 
 
 GRID = click.argument("grid", type=click.Path(path_type=Path))
@@ -33,21 +49,21 @@ PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
-    help="digits (laptop), study (harder digits) or imagenet (the paper's setting)",
+    help="Data set and model size: digits, study (harder digits), imagenet (as in the paper), imagenet-1gpu or imagenet-fast.",
 )
 RUNS = click.option(
     "--runs",
     type=_Place(),
-    help="where runs are kept: a folder, or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
+    help="Store for runs: a folder or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
 )
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="seeds 0 to N-1 instead of the grid's")
+SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's.")
 ADDRESS = click.option(
     "--address",
     callback=named_address,
-    help="a Ray cluster, such as auto or host:6379  [default: RAY_ADDRESS, else this machine]",
+    help="Ray cluster, for example auto or host:6379.  [default: RAY_ADDRESS, else this machine]",
 )
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="a list of objects")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def age(seconds: float) -> str:

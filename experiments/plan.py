@@ -73,7 +73,7 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
     beside = [f"compared with the paper's table `{job.grid.table}`{lacking}"] if lacking else []
     if not missing:
         return [first, *beside]
-    first += ", in this order"
+    first += " in the order above"
     here = this_machine if is_local(address) else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
@@ -98,7 +98,8 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
         if not fits:
             raise
         raise ClusterError(
-            f"{error}. `{' '.join(fits)}` fits here, with the same images per step, memory per worker and images per BatchNorm"
+            f"{error}; use `{' '.join(fits)}`, which fits here with the same batch size, memory per worker "
+            "and images per BatchNorm layer"
         ) from None
 
 
@@ -121,7 +122,7 @@ def room(job: Job, resources: Resources, at_once: int) -> str:
     now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
     room = f"{at_once} cells at a time, {job.placement} per cell"
     if resources.grows:
-        return f"{now} now: {room}; its autoscaler adds nodes while cells wait, Ray does not tell how many"
+        return f"{now} now: {room}; the autoscaler may add nodes while cells wait"
     return f"{now}: {room}"
 
 
@@ -130,19 +131,20 @@ def _is_settled(cell: Cell) -> bool:
 
 
 BASES: dict[Basis, str] = {
-    "like": "by the speed of finished runs like them",
-    "flops": "by the FLOPs of their models, at the speed of other finished runs",
-    "guess": "a rough guess by the FLOPs of their models, until a run has finished (expect a factor of 3 either way)",
+    "like": "estimated from finished runs with the same model and settings",
+    "flops": "estimated from model FLOPs and the speed of other finished runs",
+    "guess": "rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
 }
 
 
 def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
     hours = [cell.hours for cell in missing if cell.hours is not None]
     cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
-    text = f"training: {cpu:.3g} CPU-hours and {gpu:.3g} GPU-hours"
+    text = f"CPU time {duration(3600 * cpu)}" + (f", GPU time {duration(3600 * gpu)}" if gpu else "")
     if at_once:
-        text += f", {duration(3600 * max(wall / at_once, max(each.wall for each in hours)))} with {at_once} at a time"
+        longest = duration(3600 * max(wall / at_once, max(each.wall for each in hours)))
+        text = f"{longest} with {at_once} {'cell' if at_once == 1 else 'cells'} at a time ({text})"
     counts = Counter(each.basis for each in hours)
     if len(counts) == 1:
-        return [f"{text}; {BASES[hours[0].basis]}"]
-    return [text, *(f"  {counts[basis]} cells {words}" for basis, words in BASES.items() if counts[basis])]
+        return [f"training time: {text}; {BASES[hours[0].basis]}"]
+    return [f"training time: {text}", *(f"  {counts[basis]} cells: {words}" for basis, words in BASES.items() if counts[basis])]

@@ -121,7 +121,7 @@ class Progress:
 
     def started(self, key: str) -> None:
         cell = self.cells[key]
-        again = "continues after a failure" if cell.attempts else "starts"
+        again = "resumes after a failure" if cell.attempts else "starts"
         cell.start(self.clock())
         self._say(f"{cell.name} {again}")
 
@@ -146,7 +146,7 @@ class Progress:
         elif cell.latest is not None:
             self._say(f"{cell.name} finished in {seconds:.0f} s: {', '.join(words(cell.latest))}")
         else:
-            self._say(f"{cell.name} finished in {seconds:.0f} s: it was complete already")
+            self._say(f"{cell.name} finished in {seconds:.0f} s: already complete")
 
     def close(self) -> None:
         """Leaves nothing behind but what was said."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from experiments.errors import MachineError, UserError
 from experiments.grid import Trial
 from experiments.images import open_data
 from experiments.job import GRIDS_DIR, Job, is_done, is_finished, known_results, open_job, patiently, say
+from experiments.options import duration
 from experiments.plan import cells_that_fit, room, to_train
 from experiments.progress import Progress
 from experiments.report.paper import paper_claims
@@ -50,9 +51,9 @@ def run(job: Job, address: str | None) -> bool:
     done = sum(is_finished(results, trial) for trial in job.trials)
     stopped = sum(is_done(job, results, trial) for trial in job.trials) - done
     equal = len(job.trials) - done - stopped - len(missing)
-    found = f", {done} finished before (taken from MLflow)" if done else ""
-    found += f", {stopped} stopped before" if stopped else ""
-    found += f", {equal} equal to another" if equal else ""
+    found = f", {done} already finished" if done else ""
+    found += f", {stopped} already stopped early" if stopped else ""
+    found += f", {equal} identical to another cell" if equal else ""
     say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
     if not missing and not to_measure(job, results):
         files, complete = show(job, results)
@@ -63,7 +64,10 @@ def run(job: Job, address: str | None) -> bool:
         results = patiently(lambda: known_results(job))
         unsent = [missing[key].name for key in trained if not is_done(job, results, missing[key])]
         if unsent:
-            say(f"{', '.join(unsent)}: trained, but MLflow did not take everything; the same command sends the rest")
+            say(
+                f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
+                "run the same command again to send the rest"
+            )
         if unmeasured := to_measure(job, results):
             _measure(job, unmeasured, results, address)
             results = patiently(lambda: known_results(job))
@@ -72,7 +76,7 @@ def run(job: Job, address: str | None) -> bool:
         patiently(lambda: job.tracker.describe(note(job, results), measured(job)))
     except TrackerError as error:
         raise TrackerError(
-            f"{error}\nwhat was trained is kept; the same command continues and sends what MLflow lacks"
+            f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
         ) from None
     return complete
 
@@ -85,7 +89,7 @@ def study(profile: str, seeds: int, runs: str | Path | None, address: str | None
     with suppress(OSError):
         page.parent.mkdir(parents=True, exist_ok=True)
     if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
-        raise UserError(f"{page}: cannot be written; name another file with --page")
+        raise UserError(f"{page}: cannot write the page; choose another file with --page")
     jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
     complete = all([run(job, address) for job in jobs])
     train, val = open_data(jobs[0].trials[0].config.data)
@@ -112,7 +116,7 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
         with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
-                say(f"{', '.join(others)}: left to another `san run`, which is training the same")
+                say(f"skipped, because another `san run` is training the same cells: {', '.join(others)}")
             results = known_results(job)  # another run may have finished some before they could be claimed
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as goes_on:
@@ -123,8 +127,16 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
                     run_id = job.workspace.run_id(missing[key])
                     patiently(functools.partial(job.tracker.failed, missing[key], run_id, outcome.error))
     trained = [key for key, outcome in outcomes.items() if outcome.error is None]
-    say(f"trained {len(trained)} cells in {time.monotonic() - start:.0f} s")
+    failed = [missing[key].name for key, outcome in outcomes.items() if outcome.error is not None]
+    say(_summary("trained", len(trained), failed, time.monotonic() - start))
     return trained
+
+
+def _summary(done: str, finished: int, failed: Sequence[str], seconds: float) -> str:
+    """What a sweep has done, such as `trained 3 of 4 cells in 2 min 40 s; failed: footprint9`."""
+    total = finished + len(failed)
+    text = f"{done} {finished}{f' of {total}' if failed else ''} {'cell' if total == 1 else 'cells'} in {duration(seconds)}"
+    return f"{text}; failed: {', '.join(failed)}" if failed else text
 
 
 @contextmanager
@@ -160,7 +172,7 @@ def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complet
         _prepare(job, results)
         job.tracker.log_report(files, complete)
     except UserError as error:  # of the tracker, of the folder or of the bucket
-        say(f"MLflow's pages of the grid are as they were: {error}")
+        say(f"MLflow's pages of the grid were not updated: {error}")
 
 
 def _sweep(
@@ -221,7 +233,7 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
     with session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, claim):
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
-        say(f"{job.grid.robustness}: {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
+        say(f"robustness ({job.grid.robustness}): {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
         _prepare(job, results)
         job.tracker.begin()
         watch = Watch(values, keep, sys.stderr)
@@ -235,7 +247,8 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
     failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
     for key in failed:
         _keep_story(job, missing[key].trial, outcomes[key].traceback)
-    say(f"measured {len(outcomes) - len(failed)} cells in {time.monotonic() - start:.0f} s")
+    names = [missing[key].trial.name for key in failed]
+    say(_summary("measured", len(outcomes) - len(failed), names, time.monotonic() - start))
 
 
 def _keep_story(job: Job, trial: Trial, story: str) -> None:
@@ -245,8 +258,8 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(story, encoding="utf-8")
     except OSError as error:
-        say(f"{path}: cannot be written ({error.strerror}); the whole error of {trial.name}:\n{story}")
+        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); it follows\n{story}")
         return
     patiently(lambda: workspace.keep(path))
     log = workspace.place(workspace.log(trial, node="*"))
-    say(f"{trial.name}: the whole error is in {workspace.place(path)}, what it said before in {log}")
+    say(f"{trial.name}: traceback in {workspace.place(path)}, log in {log}")

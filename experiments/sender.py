@@ -128,9 +128,7 @@ class Sender:
                 self._monitor = NodeMonitor(self._run.uri, self._run.run_id)
         except (TrackerError, CheckpointError, *UNUSABLE) as error:
             if not self._refused:  # once, for it is asked again and again
-                _log.warning(
-                    "MLflow does not take what it is sent, it is sent again later: %s", str(error).partition("\n")[0][:400]
-                )
+                _log.warning("cannot send results to MLflow, will retry: %s", str(error).partition("\n")[0][:400])
             self._refused = True
             return False
         self._refused = False

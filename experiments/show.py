@@ -29,12 +29,14 @@ def open_image(opened: Opened, image: str, split: str | None = None) -> Dataset:
     if os.path.isfile(image) or not image.isdecimal():
         picture = Dataset.of_image(image)
         for broken in broken_images(picture, [0]):
-            raise DataError(f"{image}: {broken.reason}; give a sound JPEG or PNG file")
+            raise DataError(f"{image}: {broken.reason}; give a valid JPEG or PNG file")
         return picture
     images = open_images(opened, split)
     if int(image) >= len(images):
         where = images.root / images.split
-        raise UserError(f"image {image}: {where} has {len(images)}; give a number from 0 to {len(images) - 1}, or a file")
+        raise UserError(
+            f"image {image}: {where} has {len(images)} images; give a number from 0 to {len(images) - 1}, or a file"
+        )
     return images.only([int(image)])
 
 
@@ -99,7 +101,9 @@ def between_channels(weight_GKP: Tensor) -> float:
 def _layer(opened: Opened, asked: str | None) -> tuple[str, SelfAttention]:
     layers = {name: module for name, module in opened.model.named_modules() if isinstance(module, SelfAttention)}
     if not layers:
-        raise UserError(f"{opened.path}: {opened.model.spec.name} has no attention to show; give a checkpoint of a SAN")
+        raise UserError(
+            f"{opened.path}: {opened.model.spec.name} has no attention layers; give a checkpoint of a self-attention network"
+        )
     names = list(layers)
     if asked is None:
         widest = max(layer.footprint for layer in layers.values())
@@ -112,21 +116,23 @@ def _layer(opened: Opened, asked: str | None) -> tuple[str, SelfAttention]:
         name = asked
     else:
         known = ", ".join(f"{number} {name}" for number, name in enumerate(names))
-        raise UserError(f"layer {asked}: {opened.model.spec.name} has {known}; give a number or a name")
+        raise UserError(
+            f"--layer {asked}: no such attention layer in {opened.model.spec.name}; give a number or a name of: {known}"
+        )
     return name, layers[name]
 
 
 def _map_pixel(pixel: tuple[int, int], size: int, reduction: int) -> tuple[int, int]:
     row, column = pixel
     if not (0 <= row < size and 0 <= column < size):
-        seen = f"the network sees {size} x {size} pixels"
-        raise UserError(f"pixel {row},{column}: {seen}; give a row and a column from 0 to {size - 1}")
+        seen = f"outside the model's input of {size} x {size} pixels"
+        raise UserError(f"--pixel {row},{column}: {seen}; give a row and a column from 0 to {size - 1}")
     last = size // reduction - 1  # what pooling leaves over at the border belongs to no pixel of the map
     return min(row // reduction, last), min(column // reduction, last)
 
 
 def _grid(grid: int, side: int, layer: str) -> list[tuple[int, int]]:
     if grid > side:
-        raise UserError(f"grid {grid}: the map of {layer} has {side} x {side} pixels; give {side} at most")
+        raise UserError(f"--grid {grid}: the feature map of {layer} has {side} x {side} pixels; give at most {side}")
     places = [(2 * number + 1) * side // (2 * grid) for number in range(grid)]
     return [(row, column) for row in places for column in places]

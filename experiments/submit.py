@@ -45,12 +45,12 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
     for config in expand(grid, profile, overrides, table_names()).configs.values():
         data = config.data
         if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
-            raise UserError(f"data.root={data.root}: a folder of the cluster's, so it must be absolute")
+            raise UserError(f"data.root={data.root}: a relative path; give the absolute path of a folder on the cluster")
     if runs is not None and is_uri(runs):
         Bucket.parse(runs)
     elif runs is not None and not PurePosixPath(runs).is_absolute():
         raise UserError(
-            f"--runs {runs}: a folder of the cluster's, so it must be absolute: the job's own folder is thrown away"
+            f"--runs {runs}: a relative path, whose folder Ray deletes after the job; give an absolute path on the cluster"
         )
 
 
@@ -74,15 +74,18 @@ def environment(names: Iterable[str]) -> dict[str, str]:
         require_no_secret(uri)
         if re.match("sqlite:///(?!/)", uri) or ("://" not in uri and not PurePosixPath(uri).is_absolute()):
             raise UserError(
-                f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away; name a server, or a file "
-                "of the cluster's by its whole path, such as sqlite:////srv/san/runs/mlflow.db"
+                f"MLFLOW_TRACKING_URI={uri}: a relative path, whose folder Ray deletes after the job; give a server, or an "
+                "absolute path on the cluster such as sqlite:////srv/san/runs/mlflow.db"
             )
         found["MLFLOW_TRACKING_URI"] = uri
     for name in names:
         if "=" in name:
-            raise UserError(f"--env {name.partition('=')[0]}=...: give the name alone; others can read a command line")
+            raise UserError(
+                f"--env {name.partition('=')[0]}=...: give only the name, because other users can see command lines; "
+                "the value is read from the environment"
+            )
         if name not in os.environ:
-            raise UserError(f"--env {name}: not set here; export it first, or leave it out")
+            raise UserError(f"--env {name}: not set in this environment; export it first, or leave it out")
         found[name] = os.environ[name]
     return found
 

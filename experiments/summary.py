@@ -35,8 +35,8 @@ def write_summary(path: Path, history: Sequence[Epoch], ended: Mapping[int, int]
         partial.replace(path)
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); see to the disk, "
-            "then the same command continues from the checkpoint"
+            f"{path}: cannot write ({error.strerror}); check the disk, then run the same command again to resume from the "
+            "checkpoint"
         ) from None
 
 

@@ -145,7 +145,7 @@ def _train(
     def save(running: RunningEpoch) -> None:
         state = engine.state_dict()
         if not engine.is_finite():
-            raise FloatingPointError(f"weights are not finite after {running.steps} steps of epoch {running.number}")
+            raise FloatingPointError(f"non-finite weights after {running.steps} steps of epoch {running.number}")
         if rank == 0:
             checkpoints.save(Checkpoint(trial.key, origin, history, running, state))
         send()
@@ -169,7 +169,7 @@ def _train(
                 send()
     except FloatingPointError as error:
         good = checkpoints.newest()
-        raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; lower recipe.lr") from None
+        raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; try a lower recipe.lr") from None
     finally:
         if run is not None:
             run.close()
@@ -234,7 +234,9 @@ def _best(checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> Checkpoint | 
     """The checkpoint whose weights are registered."""
     best = best_in(checkpoints.folder)
     if best is None or best.history[-1].top1 < max(epoch.top1 for epoch in history):
-        _log.warning("the best epoch's checkpoint cannot be read; %s is registered", best.name if best else "none")
+        _log.warning(
+            "cannot read the checkpoint of the best epoch; registered instead: %s", best.name if best else "no checkpoint"
+        )
     return best
 
 
@@ -254,11 +256,11 @@ def _saved(workspace: Workspace, checkpoints: Checkpoints, mirror: Mirror | None
     if name is not None and rank != 0:
         saved = _read(workspace, checkpoints.folder / name)
     elif saved is not None:
-        _log.info("goes on from %s", name)
+        _log.info("resuming from %s", name)
     if saved is not None and saved.workers != world and rank == 0:
         _log.warning(
-            "%d workers began this trial, %d go on with it: BatchNorm starts from the mean of their statistics and sees other "
-            "shares of each batch, so the result is another than theirs, as one of another seed would be",
+            "the number of workers changed from %d to %d: BatchNorm resumes from the mean of the workers' statistics and sees "
+            "a different part of each batch, so the result will differ as with another seed",
             saved.workers,
             world,
         )
@@ -271,7 +273,9 @@ def _read(workspace: Workspace, path: Path) -> Checkpoint:
         return Checkpoint.read(path)
     content = workspace.bucket.get(workspace.name(path))
     if content is None:
-        raise UserError(f"{workspace.place(path)}: is gone since it was read; the same command goes on from another")
+        raise UserError(
+            f"{workspace.place(path)}: deleted while it was being read; run the same command again to resume from another one"
+        )
     return Checkpoint.of_bytes(content)
 
 
@@ -286,7 +290,7 @@ def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
+        raise UserError(f"{path}: cannot write the log ({error.strerror}); choose another folder with --runs") from None
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter(f"%(asctime)s worker {rank}: %(message)s"))
     logger = logging.getLogger("experiments")

@@ -100,7 +100,7 @@ def open_workspace(runs: str | Path | None = None) -> Workspace:
         require_no_secret(uri)
     elif bucket is not None:
         raise UserError(
-            f"--runs {bucket}: MLflow's own database cannot lie in a bucket; set MLFLOW_TRACKING_URI, such as to the "
-            "http://server:5000 of an `mlflow server`"
+            f"--runs {bucket}: MLflow's database cannot be in a bucket; set MLFLOW_TRACKING_URI to an `mlflow server`, for "
+            "example http://server:5000"
         )
     return Workspace(folder, uri or f"sqlite:///{folder / 'mlflow.db'}", bucket)

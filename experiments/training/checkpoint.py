@@ -183,10 +183,10 @@ class Checkpoints:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             kept = self.newest()
-            good = f"{kept.name} is the last good one" if kept else "there is none before it"
+            good = f"the last good one is {kept.name}" if kept else "there is no earlier one"
             raise UserError(
-                f"{path}: this checkpoint cannot be written ({error.strerror}); {good}; "
-                "see to the disk, then the same command continues from there"
+                f"{path}: cannot write this checkpoint ({error.strerror}); {good}; "
+                "check the disk, then run the same command again to resume"
             ) from None
         self._saved_at = time.monotonic()
 
@@ -201,20 +201,20 @@ class Checkpoints:
                 checkpoint = Checkpoint.read(path)
             except OSError as error:
                 raise UserError(
-                    f"{path}: cannot be read ({error.strerror}); see to the disk, then the same command continues from there, "
-                    "or move the file away to continue from the one before"
+                    f"{path}: cannot read this checkpoint ({error.strerror}); check the disk and run the same command again to "
+                    "resume, or move the file away to resume from the previous checkpoint"
                 ) from None
             except (KeyError, TypeError):
                 raise UserError(
-                    f"{path}: is whole, but not what this version of the project writes; continue with the version that wrote "
-                    "it, or move the cell's checkpoints away to train it anew"
+                    f"{path}: intact, but written by another version of this project; resume with that version, or move "
+                    "the cell's checkpoints away to train from the start"
                 ) from None
             except DAMAGE as error:
                 self._set_aside(path, error)
                 continue
             if checkpoint.key != self.key:
                 raise UserError(
-                    f"{path}: is a checkpoint of trial {checkpoint.key}, not of {self.key}; move it to a folder of its own"
+                    f"{path}: a checkpoint of cell {checkpoint.key}, not of {self.key}; move it to the folder of that cell"
                 )
             return checkpoint
         return None
@@ -223,8 +223,8 @@ class Checkpoints:
         aside = path.with_suffix(".broken")
         path.replace(aside)
         before = self.newest()
-        goes_on = f"training goes on from {before.name}" if before else "there is none before it, training starts anew"
-        _log.warning("%s cannot be read (%s: %s); it is kept as %s; %s", path, type(error).__name__, error, aside.name, goes_on)
+        goes_on = f"resuming from {before.name}" if before else "no earlier checkpoint, so training starts from the beginning"
+        _log.warning("%s: damaged (%s: %s); renamed to %s; %s", path, type(error).__name__, error, aside.name, goes_on)
 
     def _remove_old(self, history: Sequence[Epoch]) -> None:
         paths = sorted(self.folder.glob("epoch-*.pt"))
@@ -246,7 +246,7 @@ def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")
     except OSError as error:
-        raise UserError(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
+        raise UserError(f"{folder}: cannot write checkpoints ({error.strerror}); choose another folder with --runs") from None
     limit, told = time.monotonic() + seconds, False
     with lock:
         while True:
@@ -256,11 +256,11 @@ def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > limit:
                     raise UserError(
-                        f"{folder}: another process trains this cell and has not ended within {seconds:.0f} s; "
-                        "wait for it or end it, then the same command continues"
+                        f"{folder}: another process has been training this cell for more than {seconds:.0f} s; "
+                        "wait for it to end or stop it, then run the same command again to resume"
                     ) from None
                 if not told:
-                    _log.warning("%s: another process trains this cell; its end is waited for, %.0f s at most", folder, seconds)
+                    _log.warning("%s: another process is training this cell; waiting up to %.0f s for it", folder, seconds)
                 told = True
                 time.sleep(0.1)
         yield

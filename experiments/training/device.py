@@ -44,8 +44,8 @@ def training_device(config: TrialConfig) -> torch.device:
     require_gpu(config)
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
         raise MachineError(
-            f"the CUDA kernels cannot be used on {os.uname().nodename}: {missing}. Without them training is several "
-            "times slower and needs about four times the memory; set engine.reference_operators=true to accept that"
+            f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without them training is several times "
+            "slower and needs about four times the memory; set engine.reference_operators=true to train without them"
         )
     return torch.device("cuda", _local_rank())
 
@@ -89,8 +89,8 @@ def gpu_problem() -> str:
             f"update the driver,{older_torch} {otherwise}"
         )
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} names no usable GPU ({built_for}, driver {driver}); unset it, {otherwise}"
-    return f"{built_for}, and the driver is {driver}, which fit together; check the output of `nvidia-smi`, {otherwise}"
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} selects no usable GPU ({built_for}, driver {driver}); unset it, {otherwise}"
+    return f"{built_for}, which is compatible with driver {driver}; check the output of `nvidia-smi`, {otherwise}"
 
 
 def driver_version() -> str | None:
@@ -140,7 +140,7 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
     at_once = -(-recipe.batch_size // (workers * recipe.grad_accum_steps))
     remedies = []
     if at_once > 1:
-        halved = f"halves the images at a time to {-(-at_once // 2)}, also for BatchNorm"
+        halved = f"processes {-(-at_once // 2)} images at a time, also for BatchNorm"
         remedies.append(f"recipe.grad_accum_steps={2 * recipe.grad_accum_steps} ({halved})")
     if recipe.precision == "float32":
         remedies.append("recipe.precision=bfloat16 (halves most activations)")
@@ -148,7 +148,7 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
     return (
         f"out of GPU memory: tensors took {peak:.1f} of {total:.1f} GiB with {at_once} images of {config.data.size} x "
         f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, placement.workers={workers}, "
-        f"recipe.grad_accum_steps={recipe.grad_accum_steps}). Any of these helps: {', '.join(remedies)}"
+        f"recipe.grad_accum_steps={recipe.grad_accum_steps}); set one of: {', '.join(remedies)}"
     )
 
 

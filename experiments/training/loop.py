@@ -56,7 +56,7 @@ def run_epoch(engine: Engine, train: Loader, val: Loader, running: RunningEpoch,
     engine.average_buffers()
     val_loss, top1, top5, _ = evaluate(engine.model, val, between.ended)
     if not math.isfinite(val_loss):
-        raise FloatingPointError(f"the validation loss after epoch {running.number} is not finite")
+        raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
     images = len(train.dataset)
     return Epoch(
         epoch=running.number,
@@ -109,7 +109,7 @@ def _look(steps: list[_Step], running: RunningEpoch, between: BetweenSteps, is_l
     if first < len(steps):
         number = running.steps - len(steps) + first + 1
         raise FloatingPointError(
-            f"the loss of step {number} in epoch {running.number} is not finite, at learning rate {steps[first].lr:.4g}"
+            f"non-finite loss in step {number} of epoch {running.number} at learning rate {steps[first].lr:.4g}"
         )
     for total in totals:
         running.loss += sum(total)

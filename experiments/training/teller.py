@@ -95,7 +95,7 @@ class Teller:
             return
         self.report({"epoch": len(self.history), "epochs": self.epochs, "stopped": 1, **self.history[-1].metrics()})
         if dist.get_rank() == 0:
-            _log.info("%s: other trials of the grid are better after as many", stopped(len(self.history), self.epochs))
+            _log.info("%s: other cells had a higher top-1 at this epoch", stopped(len(self.history), self.epochs))
 
     def _say(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:

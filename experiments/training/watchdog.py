@@ -64,6 +64,6 @@ class Watchdog:
             with suppress(BrokenPipeError):  # somebody has ended the guard
                 self._guard.stdin.write(b".")
             if time.monotonic() - self._alive_at >= self.seconds:
-                _log.error("no step has ended for %.3g minutes; this worker is ended, its threads were at:", self.seconds / 60)
+                _log.error("no step finished for %.3g minutes; stopping this worker. Stack of each thread:", self.seconds / 60)
                 faulthandler.dump_traceback(self.log, all_threads=True)
                 os._exit(EXIT_CODE)

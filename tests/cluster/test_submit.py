@@ -192,7 +192,7 @@ def test_a_grid_with_an_odd_name_runs_and_is_found_finished(head: Head, san: San
 
     again = san("submit", *arguments[:-2])
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "1 cells, 1 finished before (taken from MLflow), 0 to train" in again.stdout
+    assert "1 cells, 1 already finished, 0 to train" in again.stdout
     assert runs_of(tmp_path / "runs" / "mlflow.db") == ["FINISHED"]
     assert commits_of(tmp_path / "runs" / "mlflow.db") == {git_commit()}, "the job's copy of the project is no checkout"
     client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
@@ -238,10 +238,10 @@ def test_one_at_a_time_and_nothing_is_left_of_a_stopped_one(
         log += line
     follower.send_signal(signal.SIGINT)
     rest = follower.stdout.read()
-    assert follower.wait(timeout=20) == 1 and f"the job goes on\n  follow: san logs --follow {job}" in rest, rest
+    assert follower.wait(timeout=20) == 1 and f"the job is still running\n  follow: san logs --follow {job}" in rest, rest
 
     second = san(*arguments)
-    assert second.returncode == 2 and "another `san run` is at work on this grid" in second.stdout
+    assert second.returncode == 2 and "another `san run` is training this grid" in second.stdout
 
     limit = time.monotonic() + 60
     while runs_of(runs / "mlflow.db") != ["RUNNING"]:  # the cell has begun to train
@@ -264,7 +264,7 @@ def test_a_grid_that_fails_ends_with_one(san: San, tmp_path: Path) -> None:
     (tmp_path / "wild.yaml").write_text(GRID)
     done = san("submit", "wild.yaml", "--runs", str(tmp_path / "runs"), "recipe.epochs=1", "recipe.lr=1e30")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "not finished: only; the same command continues" in done.stdout
+    assert "not finished: only; to resume, run `" in done.stdout
     assert "failed: the command exited with code 1" in done.stderr
 
 
@@ -470,7 +470,7 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.environment([])
     for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        with pytest.raises(UserError, match=f"MLFLOW_TRACKING_URI={uri}: a file in the job's own folder, which is thrown away"):
+        with pytest.raises(UserError, match=f"MLFLOW_TRACKING_URI={uri}: a file in whose folder Ray deletes after the job"):
             submit.environment([])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////srv/san/runs/mlflow.db")
     assert submit.environment([])["MLFLOW_TRACKING_URI"] == "sqlite:////srv/san/runs/mlflow.db"

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 
-from experiments.cli import main
+from experiments.cli import cli, main
 from experiments.config import PROJECT_DIR
-from experiments.report.paper import paper_rows
+from experiments.expand import expand, profile_path
+from experiments.report.paper import paper_rows, table_names
 from experiments.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint
@@ -194,9 +198,12 @@ def test_report_as_json(san: San) -> None:
 
 def test_hints_are_for_the_runs_that_were_asked_for(san: San, tmp_path: Path) -> None:
     command = "san run tests/experiments/small.yaml --profile digits"
-    assert f"train it with `{command}`, or" in san("report", str(SMALL_GRID))[2]
+    assert f"train the grid with `{command}`, or" in san("report", str(SMALL_GRID))[2]
     elsewhere = tmp_path / "my runs"
-    assert f"train it with `{command} --runs '{elsewhere}'`, or" in san("report", str(SMALL_GRID), "--runs", str(elsewhere))[2]
+    assert (
+        f"train the grid with `{command} --runs '{elsewhere}'`, or"
+        in san("report", str(SMALL_GRID), "--runs", str(elsewhere))[2]
+    )
 
 
 def test_runs_of_an_empty_store(san: San, tmp_path: Path) -> None:
@@ -227,13 +234,16 @@ def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -
     save_checkpoint(create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5), ours)
     code, _, err = san("convert", ours, theirs, "--to", "released")
     hidden = "name=san10_pairwise, num_stages=2, width_mult=0.5, footprint=9"
-    assert (code, err) == (0, f"note: the released form does not tell {hidden}; give it when {theirs} is loaded\n")
+    assert (code, err) == (
+        0,
+        f"note: the released format does not store {hidden}; give it as an override when you load {theirs}\n",
+    )
     told = ("--name", "san10_pairwise", "num_stages=2", "width_mult=0.5", "footprint=9")
     assert san("convert", theirs, ours, "--force", *told)[0] == 0
     assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5).spec
     needless = ("footprint=9", "--name", "san10_pairwise")
     code, _, err = san("convert", ours, theirs, "--force", *needless)
-    assert (code, err) == (2, f"san: {ours}: tells its model; leave out --name, footprint=9\n")
+    assert (code, err) == (2, f"san: {ours}: already stores its model; leave out --name, footprint=9\n")
 
 
 def released_file(tmp_path: Path) -> str:
@@ -263,13 +273,13 @@ def image_folder(root: Path, classes: tuple[str, ...], empty: tuple[str, ...] = 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a name among the fields of a released file": (
         lambda tmp: ["convert", released_file(tmp), str(tmp / "out.pth"), "name=san10_pairwise"],
-        ["name: not a field of a model; --name tells the variant"],
+        ["override `name`: not a field of a model; set the model with --name"],
     ),
     "a field that a released file's model does not have": (
         lambda tmp: ["convert", released_file(tmp), str(tmp / "out.pth"), "path=x"],
         ["san10_pairwise has no field path; its fields: depths"],
     ),
-    "a pattern that nothing matches": (lambda tmp: ["models", "zzz"], ["no variant matches 'zzz'"]),
+    "a pattern that nothing matches": (lambda tmp: ["models", "zzz"], ["no model matches 'zzz'"]),
     "an image beyond all sizes": (lambda tmp: ["complexity", "resnet26", "--size", "400000000"], ["--size"]),
     "a stage of a million blocks": (
         lambda tmp: ["complexity", "san10_pairwise", "depths=[1000000,1,1,1,1]"],
@@ -278,14 +288,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "unknown keys and values, all at once": (
         lambda tmp: ["run", bad_grid(tmp)],
         [
-            "row a: recipe.epoch: unknown key; did you mean 'epochs'?",
-            "row a: model.footprnt: unknown key; did you mean 'footprint'?",
+            "row a: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
+            "row a: model.footprnt: unknown key; did you mean `model.footprint`?",
         ],
     ),
-    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot be read", "give the path of a grid"]),
+    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot read", "give the path of a grid"]),
     "unknown profile": (
         lambda tmp: ["run", str(SMALL_GRID), "--profile", "laptop"],
-        ["unknown profile 'laptop'; known: digits, imagenet, imagenet-1gpu, imagenet-fast, study"],
+        ["unknown profile 'laptop'; profiles: digits, imagenet, imagenet-1gpu, imagenet-fast, study"],
     ),
     "missing data folder": (
         lambda tmp: ["run", str(SMALL_GRID), "data.source=folder", f"data.root={tmp / 'nowhere'}"],
@@ -299,7 +309,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than CPUs": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=20"],
-        ["a cell needs 20 workers with 1 CPU each", "`placement.workers=2 recipe.grad_accum_steps=10` fits here"],
+        ["a cell needs 20 workers with 1 CPU each", "`placement.workers=2 recipe.grad_accum_steps=10`, which fits here"],
     ),
     "more workers than images in a batch": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch_size=1"],
@@ -314,24 +324,24 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ],
     ),
     "crop that is not one": (lambda tmp: ["run", str(SMALL_GRID), "data.resize=8"], ["data.resize: must be at least size (24"]),
-    "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot be"]),
+    "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot write"]),
     "data in a file": (
         lambda tmp: ["plan", str(SMALL_GRID), f"data.root={bad_grid(tmp)}/x"],
-        ["bad.yaml/x: there are no digits, nor a folder ", "or write them there with `san data prepare digits"],
+        ["bad.yaml/x: no such folder, and its parent ", "write the data set there with `san data prepare digits"],
     ),
     "data where nothing can be written": (
         lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],
-        ["/proc/x: no images can be read or written there", "give another data.root"],
+        ["/proc/x: cannot read or write images", "set another data.root"],
     ),
     "digits in a file": (
         lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"],
-        ["cannot be written", "another folder"],
+        ["cannot write", "another folder"],
     ),
     "unknown option": (lambda tmp: ["run", str(SMALL_GRID), "--speed", "9"], ["No such option"]),
     "no seeds": (lambda tmp: ["run", str(SMALL_GRID), "--seeds", "0"], ["Invalid value for '--seeds': 0 is not in the range"]),
     "complexity of a model and a grid": (
         lambda tmp: ["complexity", "resnet26", "--grid", str(SMALL_GRID)],
-        ["complexity takes a model or a grid, not both: leave out 'resnet26' or --grid"],
+        ["both a model and a grid: 'resnet26' and `--grid "],
     ),
     "complexity of an unknown model": (
         lambda tmp: ["complexity", "san10_pairwize"],
@@ -339,11 +349,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "complexity with unknown fields": (
         lambda tmp: ["complexity", "resnet26", "footprnt=5", "relation=dot"],
-        ["resnet26: footprnt: unknown key; did you mean 'footprint'?", "resnet26: relation: unknown key"],
+        ["resnet26: footprnt: unknown key; did you mean `footprint`?", "resnet26: relation: unknown key"],
     ),
     "complexity with fields that do not fit": (
         lambda tmp: ["complexity", "san10_pairwise", "r1=48"],
-        ["san: san10_pairwise: ", "cannot be divided by r1=48"],
+        ["san: san10_pairwise: ", "are not divisible by r1=48"],
     ),
     "complexity at a size that is too small": (
         lambda tmp: ["complexity", "--grid", str(SMALL_GRID), "--size", "20"],
@@ -351,13 +361,13 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "complexity of a broken grid": (
         lambda tmp: ["complexity", "--grid", bad_grid(tmp)],
-        ["row a: model.footprnt: unknown key; did you mean 'footprint'?"],
+        ["row a: model.footprnt: unknown key; did you mean `model.footprint`?"],
     ),
     "no cluster there": (
         lambda tmp: ["run", str(SMALL_GRID), "--address", "127.0.0.1:9"],
         ["no Ray cluster answers at '127.0.0.1:9'"],
     ),
-    "nothing to browse": (lambda tmp: ["ui"], ["no runs yet; train a grid with `san run` first"]),
+    "nothing to browse": (lambda tmp: ["ui"], ["no runs yet; train a grid with `san run`"]),
     "weights that are none": (
         lambda tmp: ["convert", bad_grid(tmp), str(tmp / "ours.pth")],
         ["bad.yaml: not a file written by torch.save, or damaged"],
@@ -372,15 +382,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "no channels in a stem": (
         lambda tmp: ["complexity", "resnet26", "stem_width=0"],
-        ["resnet26: stem and bottlenecks need at least 1 channel, not 0 and 64; give larger widths"],
+        ["resnet26: stem and bottlenecks need at least 1 channel, not 0 and 64; increase widths"],
     ),
     "too many channels": (
         lambda tmp: ["complexity", "san10_pairwise", "width_mult=1e9"],
-        ["san10_pairwise: a stage of at most 65536 channels, not 2048000000000"],
+        ["san10_pairwise: a stage may have at most 65536 channels, not 2048000000000"],
     ),
     "weights over a file": (
         lambda tmp: ["convert", "a.pth", bad_grid(tmp)],
-        ["bad.yaml: exists; name another file, or replace it with --force"],
+        ["bad.yaml: already exists; choose another file, or replace it with --force"],
     ),
 }  # fmt: skip
 
@@ -398,7 +408,7 @@ def test_rejects(what: str, san: San, tmp_path: Path) -> None:
 
 
 TAKEN = (
-    "is no checkpoint; give a file or folder (s3://... too), a trial's key (`san runs` lists them), the id of its MLflow run, "
+    "not a checkpoint; give a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, "
     "or models:/NAME/VERSION"
 )
 
@@ -422,7 +432,7 @@ def test_a_name_that_is_too_long_is_no_file(command: str, san: San) -> None:
 @pytest.mark.parametrize("address", ["http://me:secret@host/model.pth", "s3://bucket/model.pth"])
 def test_weights_are_written_on_this_machine(address: str, san: San, tmp_path: Path) -> None:
     kind = address.partition(":")[0]
-    sentence = f"san: {kind}://...: is an address; `san convert` writes files of this machine, so give the path of one\n"
+    sentence = f"san: {kind}://...: `san convert` writes local files only; give a local path as TARGET\n"
     assert san("convert", released_file(tmp_path), address) == (2, "", sentence)
 
 
@@ -430,7 +440,7 @@ def test_runs_that_are_empty_are_not_this_folder(san: San, tmp_path: Path, monke
     code, _, err = san("runs", "--runs", "")
     assert (code, err) == (
         2,
-        "san: --runs: empty file, as of a variable that is not set; name a folder, or leave the option out\n",
+        "san: --runs: empty value (is a shell variable unset?); give a folder or a URI, or leave out --runs\n",
     )
     monkeypatch.setenv("SAN_RUNS", "")
     assert default_runs() == str(PROJECT_DIR / "runs")
@@ -448,7 +458,7 @@ def test_an_empty_address_is_not_taken_for_none(
     command: list[str], san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")  # which an address comes before
-    sentence = "san: --address: empty file, as of a variable that is not set; give an address, or leave the option out\n"
+    sentence = "san: --address: empty value (is a shell variable unset?); give an address, or leave out --address\n"
     assert san(*command, "--address", "") == (2, "", sentence)
     assert not (tmp_path / "runs").exists()
 
@@ -458,3 +468,64 @@ def test_an_empty_ray_address_is_none(san: San, monkeypatch: pytest.MonkeyPatch)
     code, out, _ = san("plan", str(SMALL_GRID))
     assert code == 0
     assert "\nthis machine has " in out
+
+
+def _commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _commands(command, *path, name)
+        else:
+            yield (*path, name)
+
+
+def _command(path: Sequence[str]) -> click.Command:
+    command: click.Command = cli
+    for name in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[name]
+    return command
+
+
+COMMANDS = list(_commands(cli))
+
+
+def test_every_command_has_a_heading_and_a_whole_summary() -> None:
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    assert "..." not in shown.partition("Options:")[2]
+    listed = [name for names in type(cli).headings.values() for name in names]
+    assert sorted(listed) == sorted(cli.commands)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids="-".join)
+def test_help_is_complete(path: tuple[str, ...]) -> None:
+    command = _command(path)
+    assert len((command.help or "").partition("\n")[0]) <= 62
+    if isinstance(command, click.Group):
+        assert "..." not in CliRunner().invoke(cli, [*path, "--help"]).output.partition("Commands:")[2]
+    unfinished = [
+        option.name
+        for option in command.params
+        if isinstance(option, click.Option) and not re.search(r"\.(  \[default: .*\])?$", option.help or "")
+    ]
+    assert not unfinished, "options without help, or whose help has no full stop"
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids="-".join)
+def test_example_in_help_parses(path: tuple[str, ...]) -> None:
+    """Parses it without running it; the grid and the profile must exist."""
+    command = _command(path)
+    found = re.search(r"(?:Example|Start with): san (.+)", f"{command.help}\n{command.epilog or ''}")
+    assert found, "no example"
+    words = shlex.split(found[1])
+    assert words[: len(path)] == list(path)
+    context, command = click.Context(cli, info_name="san"), cli
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+        rest = words[:1] if isinstance(command, click.Group) else list(words)
+        context = command.make_context(command.name, rest, context)
+    grid, profile = context.params.get("grid"), context.params.get("profile")
+    if isinstance(grid, Path):
+        expand(PROJECT_DIR / grid, profile or "digits", context.params.get("overrides", ()), table_names())
+    if profile is not None:
+        profile_path(profile)

@@ -136,7 +136,7 @@ def test_code_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     exec("def typed(phi, psi, footprint): return phi", names)
     monkeypatch.setitem(PAIRWISE, "typed", Relation(lambda R, K: R, names["typed"]))  # type: ignore[arg-type]
     said = told(lambda: _trial("typed"))
-    assert "the source of typed cannot be read" in said
+    assert "cannot read the source of typed" in said
     assert custom_code(model_spec("resnet26")) == {}
 
 
@@ -157,7 +157,7 @@ def key_here() -> str:
     ("code", "said"),
     [
         ("def relate(phi, psi, footprint):\n    import helpers_of_nobody", "imports a module when it runs"),
-        ("import threading\nLOCK = threading.Lock()\ndef relate(phi, psi, footprint): return LOCK", "cannot follow <"),
+        ("import threading\nLOCK = threading.Lock()\ndef relate(phi, psi, footprint): return LOCK", "cannot hash <"),
     ],
     ids=["an import inside", "a lock"],
 )

@@ -77,8 +77,8 @@ def test_check_of_clean_images(images: Path, san_data: SanData) -> None:
     digests = [Dataset.scan(images, split).digest() for split in ("train", "val")]
     assert san_data("check", images) == (
         0,
-        f"train: 12 images, none broken; {images}/train.txt lists the sound ones; digest {digests[0]}\n"
-        f"val: 2 images, none broken; {images}/val.txt lists the sound ones; digest {digests[1]}\n",
+        f"train: 12 images, none broken; valid images are listed in {images}/train.txt; digest {digests[0]}\n"
+        f"val: 2 images, none broken; valid images are listed in {images}/val.txt; digest {digests[1]}\n",
         "",
     )
     assert read_list(images / "train.txt").paths == Dataset.scan(images, "train").paths
@@ -103,7 +103,7 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
     assert code == 1
     first, last = out.splitlines()
     assert first == f"{images}/train/dog/3.jpg: empty file"
-    assert last.startswith("train: 12 images, 1 broken; 2 other files passed over, such as train/loose.jpg; ")
+    assert last.startswith("train: 12 images, 1 broken; skipped 2 files that are not images, for example train/loose.jpg; ")
 
     code, out, _ = san_data(*arguments, "--json", "--workers", "1")
     assert code == 1
@@ -131,7 +131,7 @@ def test_check_tells_of_split_lists_that_name_what_is_broken(images: Path, san_d
     broken = images / train.paths[0]
     broken.write_bytes(bytes(len(broken.read_bytes())))
     _, out, _ = san_data("check", images, "--split", "train")
-    assert out.endswith(f"; run `san data split` again: broken images are in {images}/train-split.txt\n")
+    assert out.endswith(f"; run `san data split` again: {images}/train-split.txt names broken images\n")
     with pytest.raises(DataError, match=rf"{train.paths[0]}: cannot use this image: .* and `san data split {images}` again"):
         list(Loader(train, Transform(), train=False, batch=1).epoch(0))
     san_data("split", images, "--per-class", "1")
@@ -156,18 +156,18 @@ def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> No
     first, last = out.splitlines()
     assert code == 1
     assert first == f"{images}/{shown}: its name contains a line break, which image lists cannot store; rename it"
-    assert r"; 1 other files passed over, such as train/dog/x\n; " in last
+    assert r"; skipped 1 files that are not images, for example train/dog/x\n; " in last
 
 
 def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: SanData) -> None:
     (images / "val/dog/0.jpg").write_bytes(b"no image")
     code, out, _ = san_data("check", images)
     assert code == 1
-    assert "no list was written: " in out and "val: no readable image left in dog" in out
+    assert "no list written: " in out and "val: no readable image left in dog" in out
     assert sorted(path.name for path in images.glob("*.txt")) == ["train.txt"]
     data = Dataset.scan(images, "val")
     write_list(images / "val.txt", data.paths, data.sizes)
-    assert f"The old {images}/val.txt stays, and is used." in san_data("check", images, "--split", "val")[1]
+    assert f"the existing {images}/val.txt stays in use" in san_data("check", images, "--split", "val")[1]
 
 
 def test_split_writes_what_training_holds_out(images: Path, san_data: SanData, tmp_path: Path) -> None:
@@ -195,13 +195,9 @@ def test_rejects_half_a_val_split(images: Path, san_data: SanData, tmp_path: Pat
     assert san_data("split", images, "--per-class", "2")[0] == 0
     assert san_data("pack", images, tmp_path / "shards", "--split", "train", "--split", "val", "--split", other)[0] == 0
     (images / f"{missing}.txt").unlink()
-    with pytest.raises(
-        DataError, match=rf"^data.split: {images} has {other}\.txt, but {missing}\.txt is missing; make both with"
-    ):
+    with pytest.raises(DataError, match=rf"^data.split: {images} has {other}\.txt but not {missing}\.txt; create both with"):
         open_data(config(images, split="val-split"))
-    with pytest.raises(
-        DataError, match=rf"has {other}\.index, but {missing}\.index is missing; make both with `san data pack`"
-    ):
+    with pytest.raises(DataError, match=rf"has {other}\.index but not {missing}\.index; create both with `san data pack`"):
         open_data(config(tmp_path / "shards", source="shards", split="val-split"))
 
 
@@ -246,7 +242,7 @@ def test_shards_are_trained_on_as_the_folder_was(images: Path, san_data: SanData
         assert data_digest(packed) == data_digest(folder)
         assert all(part.packed for part in open_data(packed))
     code, out, _ = san_data("pack", images, out_folder, "--shard-size", "4KiB", "--workers", "3")
-    assert f"train: 12 images in {len(train['shards'])} shards ({len(train['shards'])} were there), " in out
+    assert f"train: 12 images in {len(train['shards'])} shards ({len(train['shards'])} already there), " in out
 
     code, out, _ = san_data("check", out_folder)
     assert (code, out.splitlines()[0]) == (0, f"train: 12 images in shards, none broken; digest {train['digest']}")
@@ -313,7 +309,7 @@ def test_digits_are_written_into_a_folder_that_is_named_and_that_is_said(
 ) -> None:
     root = tmp_path / "mine"
     assert len(open_data(config(root, source="digits"))[1]) == 360
-    assert capsys.readouterr().err == f"digits: written to {root}, where none were\n"
+    assert capsys.readouterr().err == f"wrote data set digits to {root}\n"
     open_data(config(root, source="digits", train_per_class=3))
     assert capsys.readouterr().err == ""
 
@@ -327,8 +323,8 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
     with pytest.raises(DataError) as wrong:
         open_data(config(Path(root.format(tmp=tmp_path)), source="digits"))
     assert str(wrong.value) == (
-        f"data.root={meant}: there are no digits, nor a folder {meant.parent} to write them to; correct the path, or write "
-        f"them there with `san data prepare digits {meant}`"
+        f"data.root={meant}: no such folder, and its parent {meant.parent} does not exist either; correct the path, or "
+        f"write the data set there with `san data prepare digits {meant}`"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -336,18 +332,21 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"root": None}, "data.root: missing; give the folder with the images, which data.source=folder needs"),
-        ({"source": "digits", "lists": "lists"}, "data.lists: only data.source=folder has lists, not digits; leave it out"),
+        ({"root": None}, "data.root: missing; data.source=folder needs it: give the folder of the images"),
+        (
+            {"source": "digits", "lists": "lists"},
+            "data.lists: not used with data.source=digits, only with folder; leave it out",
+        ),
         ({"source": "shards"}, "no shards of 'train'; expected "),
         (
             {"source": "synthetic", "lists": "lists"},
-            "data.lists: only data.source=folder has lists, not synthetic; leave it out",
+            "data.lists: not used with data.source=synthetic, only with folder; leave it out",
         ),
         (
             {"source": "synthetic", "train_per_class": 3},
-            "data.train_per_class: synthetic images are not chosen from others; give",
+            "data.train_per_class: not used with data.source=synthetic; set",
         ),
-        ({"source": "synthetic", "synthetic_classes": 10**9}, "1000000000 classes of 50 synthetic images are "),
+        ({"source": "synthetic", "synthetic_classes": 10**9}, "1000000000 classes with 50 synthetic images each make "),
         ({"lists": "/no/such/lists"}, "/no/such/lists: no such folder of image lists; create it with `san data check"),
         ({"split": "val-split", "val_split_per_class": 6}, "data.val_split_per_class: "),
     ],
@@ -363,14 +362,17 @@ def test_rejects_data_that_cannot_be_had(images: Path, fields: dict[str, Any], s
     [
         (["check", "{root}/nowhere"], ["{root}/nowhere: no such data folder; expected "]),
         (["check", "{root}", "--split", "test"], ["{root}: this data folder has no folder test/; expected "]),
-        (["check", "{root}", "--lists", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg cannot be "]),
+        (["check", "{root}", "--lists", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg: cannot create this folder"]),
         (["split", "{root}", "--per-class", "5"], ["too few images for 5 per class plus 1 to keep: dog has 5"]),
         (["split", "{root}/nowhere", "--lists", "{root}"], ["{root}/nowhere: no such data folder"]),
         (["split", "{root}", "--per-class", "0"], ["Invalid value for '--per-class'"]),
-        (["pack", "{root}", "{root}/out", "--shard-size", "3 pages"], ["'3 pages' is no size; expected a number and one of"]),
+        (
+            ["pack", "{root}", "{root}/out", "--shard-size", "3 pages"],
+            ["'3 pages' is not a size; give a positive number and a unit"],
+        ),
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg: cannot write to this folder (File exists)"]),
-        (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/: expected "]),
-        (["order", "{root}", "train", "--batch-size", "1", "--workers", "2"], ["too few for 2 ranks"]),
+        (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/; expected "]),
+        (["order", "{root}", "train", "--batch-size", "1", "--workers", "2"], ["too few for 2 workers"]),
         (["order", "{root}", "train", "--seed", str(2**63)], ["Invalid value for '--seed'"]),
         (["check", "{root}", "--split", ""], ["'' is not a valid split; expected"]),
         (["pack", "{root}", "{root}/out", "--split", "../x"], ["'../x' is not a valid split; expected"]),
@@ -422,7 +424,7 @@ def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     os.close(terminal)
     assert (process.returncode, out) == (1, "")
     assert b"train:   0%" in shown and b"/20012" in shown
-    assert b"interrupted: a split that was not finished has no new list" in shown and b"Traceback" not in shown
+    assert b"interrupted; splits that were not fully checked have no new list" in shown and b"Traceback" not in shown
     assert not psutil.wait_procs(workers, timeout=5)[1]
     assert not list(images.glob("*.txt")) and not list(images.glob(".*"))
 
@@ -458,11 +460,11 @@ def test_first_worker_lists_the_images_for_all(images: Path, two_workers: None, 
 
 def test_every_worker_says_what_is_wrong_with_the_images(images: Path, two_workers: None) -> None:
     for rank in range(2):
-        with pytest.raises(DataError, match=r"no data folder .*/absent"):
+        with pytest.raises(DataError, match=r".*/absent: no such data folder"):
             loaders(cell(config(images / "absent")), 0, rank, 2)
     loaders(cell(config(images)), 0, 0, 2)
     images.rename(images.with_name("moved"))
-    with pytest.raises(DataError, match=r"no data folder .* on the node .*: images need the same path on every node"):
+    with pytest.raises(DataError, match=r"no such folder on node .*; make the images available at the same path on every node"):
         loaders(cell(config(images)), 0, 1, 2)
 
 

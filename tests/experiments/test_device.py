@@ -120,7 +120,7 @@ def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(device, "driver_version", lambda: "550.54.15")
-    assert "CUDA_VISIBLE_DEVICES='7' names no usable GPU" in gpu_problem()
+    assert "CUDA_VISIBLE_DEVICES='7' selects no usable GPU" in gpu_problem()
 
 
 @pytest.mark.parametrize(("text", "version"), [(OPEN_MODULE, "580.65.06"), (OLD_MODULE, "550.54.15")], ids=["open", "old"])
@@ -177,7 +177,7 @@ def test_a_full_gpu_is_an_error_with_numbers_and_remedies(error: Exception, monk
         raise error
     assert "22.5 of 24.0 GiB" in str(told.value)
     assert "128 images of" in str(told.value)
-    assert "recipe.grad_accum_steps=4 (halves the images at a time to 64" in str(told.value)
+    assert "recipe.grad_accum_steps=4 (processes 64 images at a time" in str(told.value)
     assert "recipe.precision=bfloat16" in str(told.value)
 
 

@@ -43,12 +43,13 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
     [
         (
             "table: footprint, rows: [{id: pairwise_3, model: {name: resnet26}}], early_stopping: {grace_epochs: 1}",
-            "early_stopping: a table of the paper (footprint) compares whole trainings; leave out one of the two",
+            "early_stopping: cannot be combined with table 'footprint', which compares complete trainings; "
+            "leave out one of the two keys",
         ),
         (
             "product: {model.name: [resnet26], recipe.epochs: [4, 8]}, early_stopping: {grace_epochs: 1}",
-            "early_stopping: cells are compared after equal epochs of equally long trainings, but recipe.epochs is 4 in row "
-            "nameresnet26-epochs4 and 8 in row nameresnet26-epochs8; make them one, or leave early_stopping out",
+            "early_stopping: needs the same recipe.epochs in every row, but it is 4 in row nameresnet26-epochs4 and 8 in row "
+            "nameresnet26-epochs8; use one value, or leave out early_stopping",
         ),
         (
             "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 18}",
@@ -57,9 +58,9 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
         (
             "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 0, reduction: 1, metric: loss}",
             [
-                "early_stopping.grace_epochs: input should be greater than or equal to 1, not 0",
-                "early_stopping.reduction: input should be greater than or equal to 2, not 1",
-                "early_stopping.metric: unknown key. Allowed: grace_epochs, reduction",
+                "early_stopping.grace_epochs: must be an integer of at least 1, not 0",
+                "early_stopping.reduction: must be an integer of at least 2, not 1",
+                "early_stopping.metric: unknown key; allowed: grace_epochs, reduction",
             ],
         ),
     ],
@@ -112,7 +113,7 @@ def test_a_cell_that_is_stopped_ends_well_and_can_go_on(
     assert (result.finished, result.stopped_at) == (True, None)
     history = tracker.client.get_metric_history(result.run_id, "val/top1")
     assert sorted(metric.step for metric in history) == [0, 1, 2]
-    assert "goes on from epoch-0002" in workspace.log(trial).read_text()
+    assert "resuming from epoch-0002" in workspace.log(trial).read_text()
 
 
 TOP1 = {"good": 60.0, "bad": 20.0, "fair": 55.0}
@@ -177,14 +178,14 @@ def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
     out, err = capsys.readouterr()
     assert "bad stopped at epoch 1 of 9 by early stopping, top-1 20.0 %, after " in err
     assert "trained 3 cells" in err
-    assert "stopped early: bad, fair; without early_stopping in the grid the same command continues them" in err
+    assert "stopped early: bad, fair; to train them fully, remove early_stopping from the grid" in err
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("good", "bad", "fair"))}
     assert lines["bad"].split()[1] == "-" and lines["bad"].endswith("  stopped at epoch 1 of 9 by early stopping")
     assert lines["good"].split()[1] == "60.0" and lines["good"].endswith("  -")
 
     assert run(stopping, None)
     assert len(trained) == 3
-    assert "3 cells, 1 finished before (taken from MLflow), 2 stopped before, 0 to train" in capsys.readouterr().err
+    assert "3 cells, 1 already finished, 2 already stopped early, 0 to train" in capsys.readouterr().err
     cells = plan(stopping)
     assert {cell.row: (cell.finished, cell.stopped_at) for cell in cells} == {
         "good": (True, None),
@@ -223,4 +224,4 @@ def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: 
     assert f"stopped early: {', '.join(behind)}" in first.said
     again = Driver(path, tmp_path / "runs", given)
     assert again.finish() == 0, again.said
-    assert "4 cells, 2 finished before (taken from MLflow), 2 stopped before, 0 to train" in again.said
+    assert "4 cells, 2 already finished, 2 already stopped early, 0 to train" in again.said

@@ -79,10 +79,10 @@ def test_a_grid_survives_kill_and_interrupt_and_is_trained_once(start: Callable[
 
     interrupted = start()
     interrupted.wait_for(r"\w+ starts")
-    assert re.search(r"3 cells, [12] finished before \(taken from MLflow\)", interrupted.said)
+    assert re.search(r"3 cells, [12] already finished", interrupted.said)
     os.killpg(interrupted.process.pid, signal.SIGINT)
     assert interrupted.finish() == 1
-    assert "interrupted: what is finished is kept, the same command continues" in interrupted.said
+    assert "interrupted; finished work is kept. Run the same command again to resume" in interrupted.said
     assert "Traceback" not in interrupted.said
 
     last = start()
@@ -95,7 +95,7 @@ def test_a_grid_survives_kill_and_interrupt_and_is_trained_once(start: Callable[
 
     again = start()
     assert again.finish() == 0, again.said
-    assert "3 cells, 3 finished before (taken from MLflow), 0 to train" in again.said
+    assert "3 cells, 3 already finished, 0 to train" in again.said
     assert again.said.count("top-1 paper") == 1
     assert logged_epochs(job) == epochs
 

@@ -140,7 +140,7 @@ def test_other_images_than_the_trials_are_told(
     (tmp_path / "val").symlink_to(DIGITS / "val")
     monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
-    assert capsys.readouterr().err == f"note: the images of train in {tmp_path} are not those of the trial\n"
+    assert capsys.readouterr().err == (f"note: train in {tmp_path} has other images than those this model was trained with\n")
 
 
 def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +217,12 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
     "no trial of that key": (
         lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
-        "0123456789ab: there is no such file, and no trial of that key in ",
+        "0123456789ab: no such file, and no cell with this key in ",
     ),
     "no such run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
     "no store that could have a run": (
         lambda _, tmp: [32 * "0", "--runs", str(tmp)],
-        f"{32 * '0'}: there are no runs yet in sqlite:///",
+        f"{32 * '0'}: no runs in sqlite:///",
     ),
     "no such model": (
         lambda trained, _: ["models:/none/1", *store_of(trained)],
@@ -237,35 +237,42 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
         f"models:/{MODEL}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS",
     ),
-    "a folder of something else": (lambda _, tmp: [str(tmp)], "has no checkpoint epoch-*-step-0000000.pt of a whole epoch"),
+    "a folder of something else": (
+        lambda _, tmp: [str(tmp)],
+        "no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder",
+    ),
     "a text": (lambda _, tmp: [str(SMALL_GRID)], "not a file written by torch.save, or damaged"),
     "one flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
-    "a tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "holds no dict of weights but Tensor"),
-    "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "holds no state dict"),
+    "a tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "expected a dict of weights, not Tensor"),
+    "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
     "an older checkpoint": (
         lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})],
-        "damaged, or of an older version (KeyError",
+        "damaged checkpoint, or one of an older version (KeyError",
     ),
     "a trial's model changed": (
         lambda trained, tmp: [str(trained.folder), "model.footprint=5"],
-        "tells its model; leave out model.footprint",
+        "already stores its model; leave out model.footprint",
     ),
     "our file's model changed": (
         lambda trained, tmp: [ours(trained, tmp), "model.footprint=5"],
-        "ours.pt: tells its model; leave out model.footprint",
+        "ours.pt: already stores its model; leave out model.footprint",
     ),
     "a profile for a trial": (
         lambda trained, tmp: [str(trained.folder), "--profile", "digits"],
-        "is of a trial, which tells its data; leave out --profile",
+        "this checkpoint stores its own preprocessing; leave out --profile",
     ),
-    "an unknown profile": (lambda trained, tmp: [ours(trained, tmp), "--profile", "x"], "unknown profile 'x'; known: digits"),
+    "an unknown profile": (
+        lambda trained, tmp: [ours(trained, tmp), "--profile", "x"],
+        "unknown profile 'x'; profiles: digits",
+    ),
     "an override without a use": (
         lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
-        "override recipe.lr: an evaluation takes data.*, recipe.batch_size, placement.cpus and, for some files, model.*",
+        "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for "
+        "released files, model.*",
     ),
     "an unknown override": (
         lambda trained, tmp: [str(trained.folder), "data.rot=x"],
-        "data.rot: unknown key; did you mean 'root'?",
+        "data.rot: unknown key; did you mean `data.root`?",
     ),
     "a field that is none": (
         lambda trained, tmp: [
@@ -276,7 +283,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "a network of grey images": (
         lambda trained, tmp: [grey(tmp)],
-        "grey.pt: wants images of 1 channel(s), and those of the data are RGB",
+        "grey.pt: this model takes 1-channel images, but the data set is RGB",
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
@@ -286,11 +293,11 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no such split": (lambda trained, tmp: [str(trained.folder), "--split", "test"], "has no folder test/"),
     "another number of classes": (
         lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)],
-        "ours.pt: answers with 10 classes, but ",
+        "ours.pt: the model has 10 classes, but ",
     ),
     "other classes": (
         lambda trained, tmp: [str(trained.folder), "data.source=folder", "data.split=val-original", other_classes(tmp, 10)],
-        "such as '0', not 'class0'",
+        "for example '0' instead of 'class0'",
     ),
 }
 
@@ -325,7 +332,7 @@ def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
         main()
     (said,) = capsys.readouterr().err.splitlines()
     key = trained.job.trials[0].key
-    assert said == f"san: {name}: the checkpoints of its trial {key} are not in {tmp_path}; name where they are with --runs"
+    assert said == f"san: {name}: the checkpoints of its cell {key} are not in {tmp_path}; give their folder with --runs"
 
 
 def test_a_file_with_the_name_of_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_the_papers_setting() -> None:
 def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
     text = told(lambda: expand(path, "recipe.lr=0.5"))
-    assert text == f"override 'recipe.lr=0.5': recipe.lr is an axis of {path}'s product; change its values there"
+    assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change its values in that file"
 
 
 def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
@@ -132,12 +132,12 @@ def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
 
 
 def test_an_override_of_a_section_is_blamed_for_itself(small_grid: Path) -> None:
-    assert told(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: a mapping of keys was expected, not 3"
+    assert told(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: must be a mapping of keys, not 3"
 
 
 def test_a_row_that_is_wrong_is_told_once(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
-    assert told(lambda: expand(path)) == f"{path}: rows[0].model: a mapping of keys was expected, not 'resnet26'"
+    assert told(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
 
 
 def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
@@ -146,7 +146,7 @@ def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Pat
         plot: {x: model.footprint, series: model.name, label: footprint}
         rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
     """)
-    assert told(lambda: expand(path)) == f"{path}: plot: rows a and b would be one point; choose a series that parts them"
+    assert told(lambda: expand(path)) == f"{path}: plot: rows a and b would be the same point; choose a series that differs"
 
 
 def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
@@ -204,16 +204,16 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
     lines = told(lambda: expand(path)).splitlines()
     cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
     wanted = [
-        "product.recipe.momentum: a list was expected, not 0.9",
-        "product.model: a list was expected, not {'num_stages': [1, 2]}",
-        "product.lr: a path below model, data, recipe was expected, such as recipe.lr",
-        "product.placement.workers: a path below model, data, recipe was expected, such as recipe.lr",
-        "product.recipe.lr.x: a path below model, data, recipe was expected, such as recipe.lr",
-        "product.data.flip: the list is empty; give at least one value",
-        "product.model.footprint: row a gives it too; give it in one of the two places",
-        f"row {cells[0]}, {cells[2]}: recipe.batch_size: input should be greater than or equal to 1, not 0",
-        "every row: model.width_facto: unknown key; did you mean 'width_mult'?",
-        f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean 'epochs'?",
+        "product.recipe.momentum: must be a list, not 0.9",
+        'product.model: must be a list, not {"num_stages": [1, 2]}',
+        "product.lr: not a key of section model, data, recipe; write it like recipe.lr",
+        "product.placement.workers: not a key of section model, data, recipe; write it like recipe.lr",
+        "product.recipe.lr.x: not a key of section model, data, recipe; write it like recipe.lr",
+        "product.data.flip: empty list; give at least one value",
+        "product.model.footprint: also set in row a; set it in one of the two places",
+        f"row {cells[0]}, {cells[2]}: recipe.batch_size: must be an integer of at least 1, not 0",
+        "every row: model.width_facto: unknown key; did you mean `model.width_mult`?",
+        f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
     ]
     for start in wanted:
         assert sum(line.startswith(f"{path}: {start}") for line in lines) == 1, start
@@ -237,14 +237,14 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
         lines,
         [
             ["row a: model.name:", "unknown model 'san10_pairwize'", "did you mean 'san10_pairwise'?"],
-            ["row b: model.footprnt:", "unknown key; did you mean 'footprint'?", "Allowed: depths, footprint"],
+            ["row b: model.footprnt:", "unknown key; did you mean `model.footprint`?", "Allowed: depths, footprint"],
             ["row c: model:", "stage 2 of san10_pairwise with images of 24", "at least 7x7, not 6x6"],
             ["row d: model.footprint:", "integer", "'seven'"],
             ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
             [
                 "row e: recipe.epoch:",
-                "unknown key; did you mean 'epochs'?",
+                "unknown key; did you mean `recipe.epochs`?",
                 "Allowed: batch_size, ema_decay, epochs, grad_accum_steps",
             ],
         ],
@@ -265,12 +265,12 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
     """)
     lines = told(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
     wanted = [
-        "override 'recipe.lr': it is written key.path=value",
+        "override 'recipe.lr': not KEY=VALUE; write it like recipe.epochs=3",
         f"{path}: foo: unknown key",
-        f"{path}: rows[1].modl: unknown key; did you mean 'model'?",
-        f"{path}: table: the paper has no table 'footprints'",
-        "override 'data.flip=perhaps': data.flip: input should be a valid boolean",
-        "override 'recipe.epochs=0': recipe.epochs: input should be greater than or equal to 1, not 0",
+        f"{path}: rows[1].modl: unknown key; did you mean `rows[1].model`?",
+        f"{path}: table: unknown table 'footprints'",
+        "override 'data.flip=perhaps': data.flip: must be true or false, not 'perhaps'",
+        "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0",
         f"{path}: row a: model.footprnt: unknown key",
     ]
     for start in wanted:
@@ -281,9 +281,9 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("table: footprint, robustness: rotation", "table: 'footprint' has no numbers of robustness: rotation"),
-        ("table: attack, robustness: rotation", "table: 'attack' has no numbers of robustness: rotation"),
-        ("table: rotation", "robustness: missing; the numbers of table 'rotation' are those of robustness: rotation"),
+        ("table: footprint, robustness: rotation", "table: 'footprint' has no results for `robustness: rotation`"),
+        ("table: attack, robustness: rotation", "table: 'attack' has no results for `robustness: rotation`"),
+        ("table: rotation", "robustness: missing; table 'rotation' needs it: set `robustness: rotation`"),
     ],
 )
 def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:
@@ -297,15 +297,15 @@ def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: C
     [
         ("{name: resnet26, footprint: 4}", "the footprint must be odd and positive"),
         ("{name: resnet26, footprint: -3}", "the footprint must be odd and positive"),
-        ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: input should be a valid number"),
+        ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: must be a number, not '0.5x'"),
         ("{name: resnet26, width_mult: .inf}", "width_mult must be positive, not inf"),
-        ("{name: resnet26, num_stages: two}", "model.num_stages: input should be a valid integer"),
-        ("{name: resnet26, widths: 5}", "model.widths: a list was expected, not 5"),
-        ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* cannot be divided by group_size=8"),
+        ("{name: resnet26, num_stages: two}", "model.num_stages: must be an integer, not 'two'"),
+        ("{name: resnet26, widths: 5}", "model.widths: must be a list, not 5"),
+        ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* are not divisible by group_size=8"),
         ("{name: san10_pairwise, r1: 0}", "r1 must be an integer of at least 1, not 0"),
         ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
-        ("{}", "model.name: missing; it must be given"),
-        ("3", r"rows\[0\].model: a mapping of keys was expected, not 3"),
+        ("{}", "model.name: missing; this key is required"),
+        ("3", r"rows\[0\].model: must be a mapping of keys, not 3"),
     ],
 )
 def test_rejects_a_model_that_cannot_be_built(row: str, message: str, write_grid: Callable[[str], Path]) -> None:
@@ -328,42 +328,48 @@ def test_full_size_models_follow_row_and_override_not_profile(small_grid: Path) 
 def test_rejects_a_plot_of_nothing(key: str, wrong: str, write_grid: Callable[[str], Path]) -> None:
     plot = {"x": "model.footprint", "series": "model.name", "label": "l"} | {key: wrong}
     path = write_grid(f"{{question: q, table: footprint, plot: {plot}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
-    with pytest.raises(UserError, match=f"plot.{key}: row a has no .* at '{wrong}'"):
+    with pytest.raises(UserError, match=f"plot.{key}: row a has no .* at `{wrong}`"):
         expand(path)
 
 
 def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
     text = told(lambda: expand(small_grid, "recipe.epochs=0"))
     assert text.count("\n") == 0
-    assert text == "override 'recipe.epochs=0': recipe.epochs: input should be greater than or equal to 1, not 0"
+    assert text == "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("question: [", r"grid.yaml:\d: not valid YAML"),
-        ("- a list", "a mapping of keys was expected at the top, not list"),
-        ("question: q\nquestion: q", "grid.yaml:1: not valid YAML: the key 'question' is given twice"),
-        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*the key 'x' is given twice"),
+        ("- a list", "must be a mapping of keys at the top level, not list"),
+        ("question: q\nquestion: q", "grid.yaml:1: not valid YAML: duplicate key 'question'"),
+        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*duplicate key 'x'"),
         ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: not valid YAML: expected a mapping"),
         ("question: 2020-13-45", "not valid YAML: month must be in 1..12"),
         ("question: " + 3000 * "[", "not valid YAML"),
-        ("question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]", r"seeds\[0\]: .*greater than or equal to 0, not -1"),
-        ("question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]", "each seed must be used once, but 1 is used"),
+        (
+            "question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]",
+            r"seeds\[0\]: must be an integer of at least 0 and less than 9223372036854775808, not -1",
+        ),
+        (
+            "question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]",
+            "each seed must be unique, but these occur more than once: 1",
+        ),
         ("question: q\ntable: t\nrows: []", "rows: .*at least 1"),
-        ("question: q\ntable: t\nrows: [{id: a, modl: {}}]", r"rows\[0\].modl: unknown key; did you mean 'model'\?"),
-        ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be used once, but a is used more often"),
+        ("question: q\ntable: t\nrows: [{id: a, modl: {}}]", r"rows\[0\].modl: unknown key; did you mean `rows\[0\].model`\?"),
+        ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),
         ("question: q\ntable: t\nrows: [{id: 'a b'}]", r"rows\[0\].id: .*'a b'"),
-        ("question: q\ntable: [t]\nrows: [{id: a}]", r"table: input should be a valid string, not \['t'\]"),
+        ("question: q\ntable: [t]\nrows: [{id: a}]", r"table: must be text, not \[\"t\"\]"),
         ("question: q", "rows: missing; give rows, a product, or both"),
         ("question: q\nproduct: {}", "product: .*at least 1"),
-        ("question: q\nproduct: [model.name]", "product: a mapping of keys was expected, not "),
+        ("question: q\nproduct: [model.name]", "product: must be a mapping of keys, not "),
         ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
         (
             "question: q\nrows: [{id: a, model: {name: resnet26}}, {id: a-lr1}]\nproduct: {recipe.lr: [1, 2, 1]}",
-            "each id must be used once, but a-lr1, a-lr1-lr1 is used more often",
+            "each id must be unique, but these occur more than once: a-lr1, a-lr1-lr1",
         ),
-        ("question: q\ntable: t\nseed: [1]\nrows: [{id: a}]", r"seed: unknown key; did you mean 'seeds'\?"),
+        ("question: q\ntable: t\nseed: [1]\nrows: [{id: a}]", r"seed: unknown key; did you mean `seeds`\?"),
     ],
 )
 def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
@@ -394,7 +400,7 @@ def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
 
 
 def test_rejects_a_missing_file(tmp_path: Path) -> None:
-    assert "none.yaml: cannot be read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
+    assert "none.yaml: cannot read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
 
 
 def test_a_profile_extends_another(small_grid: Path) -> None:
@@ -409,7 +415,7 @@ def test_a_profile_extends_another(small_grid: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
     text = told(lambda: expand(small_grid, profile=name))
-    assert text == f"unknown profile {name!r}; known: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
+    assert text == f"unknown profile {name!r}; profiles: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
 
 
 @pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])

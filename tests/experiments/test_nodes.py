@@ -73,7 +73,7 @@ def test_a_lost_node_costs_a_checkpoint_interval_at_most(tmp_path: Path) -> None
             driver.process.kill()
             driver.process.wait()
     assert code == 0, driver.said
-    assert driver.said.count("continues after a failure") == 1, driver.said
+    assert driver.said.count("resumes after a failure") == 1, driver.said
 
     numbers = [step.number for step in steps_of(runs) if step.rank == 0]
     twice = len(numbers) - 2 * EPOCHS * STEPS
@@ -141,8 +141,8 @@ def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypat
             seconds = time.monotonic() - lost_at
             assert code == 0, driver.said
             (trial,) = (trial for trial in job.trials if trial.key == step.cell)
-            assert driver.said.count("continues after a failure") == 1, driver.said
-            assert f"{trial.name} continues after a failure" in driver.said
+            assert driver.said.count("resumes after a failure") == 1, driver.said
+            assert f"{trial.name} resumes after a failure" in driver.said
 
             steps = steps_of(job.workspace.runs)
             lost = [other for other in steps if other.pid == step.pid]
@@ -182,7 +182,7 @@ def test_a_node_that_is_cut_off_lets_go_of_its_cell(tmp_path: Path) -> None:
                 assert place is not None
                 several.cut_off(place)
                 cut_at = time.monotonic()
-                driver.wait_for("continues after a failure")
+                driver.wait_for("resumes after a failure")
                 missed = time.monotonic() - cut_at
                 while Path(f"/proc/{old.pid}").exists():
                     assert driver.process.poll() is None, driver.said

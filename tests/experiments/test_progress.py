@@ -330,7 +330,7 @@ def test_a_cell_that_was_complete_says_nothing_of_speed() -> None:
     clock.now += 10
     progress.finished(Outcome("a"))
     assert progress.seconds_left() is None
-    assert "pairwise_3 finished in 10 s: it was complete already" in out.getvalue()
+    assert "pairwise_3 finished in 10 s: already complete" in out.getvalue()
 
 
 def test_the_pulse_of_short_epochs_is_their_end() -> None:

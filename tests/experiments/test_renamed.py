@@ -30,7 +30,7 @@ def record() -> dict[str, Any]:
 def test_an_old_key_is_an_error_that_names_the_new_one(key: str, tmp_path: Path) -> None:
     grid = tmp_path / "grid.yaml"
     grid.write_text("question: q\nrows: [{id: a, model: {name: san10_pairwise}}]")
-    with pytest.raises(UserError, match=rf"override '{key}=1': {key}: this key is now called {new_key(key)}$"):
+    with pytest.raises(UserError, match=rf"override '{key}=1': {key}: renamed to `{new_key(key)}`; use the new name$"):
         expand(grid, "digits", (f"{key}=1",), ())
 
 

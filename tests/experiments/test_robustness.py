@@ -421,7 +421,7 @@ def weights(trained: Trained, tmp: Path) -> str:
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "a model where all tell theirs": (
         lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
-        "weights.pt: tells its model; leave out model.footprint",
+        "weights.pt: already stores its model; leave out model.footprint",
     ),
     "a profile where all tell their data": (
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "is of a trial, which tells its data; leave out",
@@ -431,11 +431,11 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "not a file written by torch.save, or damaged"),
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
     "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
-    "no such key": (lambda *_: [12 * "0"], "000000000000: there is no such file, and no trial of that key in "),
+    "no such key": (lambda *_: [12 * "0"], "000000000000: no such file, and no cell with this key in "),
     "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given twice; remove one of them"),
     "no such split": (lambda trained, _: [str(trained.folder), "--split", "test"], "has no folder test/"),
     "another number of classes": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "answers with 10 classes, but ",
+        lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "the model has 10 classes, but ",
     ),
     "a split without images": (
         lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], ": 10 class folder(s) without an image",
@@ -471,7 +471,7 @@ def test_rejects(
 
 def test_rejects_an_unknown_protocol_in_a_grid(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
     path = write_grid("{question: q, robustness: noise, rows: [{id: a, model: {name: resnet26}}]}")
-    with pytest.raises(UserError, match=r"robustness: input should be 'rotation' or 'attack', not 'noise'"):
+    with pytest.raises(UserError, match=r"robustness: must be 'rotation' or 'attack', not 'noise'"):
         open_job(path, "digits", (), tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_equal_rows_are_trained_once_and_both_are_shown(
     assert run(job, None)
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
-    assert "grid first, profile digits: 3 cells, 1 equal to another, 2 to train" in err
+    assert "grid first, profile digits: 3 cells, 1 identical to another cell, 2 to train" in err
     assert "trained 2 cells" in err
     assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 1.0, 2.0]
     assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
@@ -106,7 +106,7 @@ def test_equal_rows_are_trained_once_and_both_are_shown(
         ["written_out", "2.0"],
     ]
     assert run(job, None)
-    assert "3 cells, 3 finished before (taken from MLflow), 0 to train" in capsys.readouterr().err
+    assert "3 cells, 3 already finished, 0 to train" in capsys.readouterr().err
 
 
 def test_a_cell_of_another_grid_is_not_trained_again(
@@ -117,7 +117,7 @@ def test_a_cell_of_another_grid_is_not_trained_again(
     assert [cell.finished for cell in plan(job)] == [True, False]
     assert run(job, None)
     assert trained == ["first/other", "first/plain", "second/namesan10_pairwise-footprint3"]
-    assert "grid second, profile digits: 2 cells, 1 finished before (taken from MLflow), 1 to train" in capsys.readouterr().err
+    assert "grid second, profile digits: 2 cells, 1 already finished, 1 to train" in capsys.readouterr().err
     assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 3.0]
 
 
@@ -245,7 +245,7 @@ def test_whoever_may_only_read_has_the_table_of_a_finished_grid(
     assert run(job, None)
     out, err = capsys.readouterr()
     assert "Is it?" in out and "written_out" in out
-    assert re.search("MLflow's pages of the grid are as they were: cannot use MLflow at sqlite:.*: .*you may only read", err)
+    assert re.search("MLflow's pages of the grid were not updated: cannot use MLflow at sqlite:.*: .*you may only read", err)
 
 
 def test_a_table_that_is_too_long_for_a_description_is_cut_between_rows(open_text: Callable[..., Job]) -> None:
@@ -282,13 +282,13 @@ def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_te
     assert done is equal is None
 
     said = plan_in_words(job, cells, None)
-    assert said[0] == "grid second, profile digits: 4 cells, 2 to train, in this order"
+    assert said[0] == "grid second, profile digits: 4 cells, 2 to train in the order above"
     assert said[1].endswith("cells at a time, 1 worker with 1 CPU per cell")
-    cpu_hours, wall = longer.cpu + other.cpu, max((longer.wall + other.wall) / 2, longer.wall, other.wall)
-    assert said[2] == f"training: {cpu_hours:.3g} CPU-hours and 0 GPU-hours, {duration(3600 * wall)} with 2 at a time"
+    cpu, wall = longer.cpu + other.cpu, max((longer.wall + other.wall) / 2, longer.wall, other.wall)
+    assert said[2] == f"training time: {duration(3600 * wall)} with 2 cells at a time (CPU time {duration(3600 * cpu)})"
     assert said[3:] == [
-        "  1 cells by the speed of finished runs like them",
-        "  1 cells a rough guess by the FLOPs of their models, until a run has finished (expect a factor of 3 either way)",
+        "  1 cells: estimated from finished runs with the same model and settings",
+        "  1 cells: rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
     ]
 
 
@@ -360,9 +360,9 @@ with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
         assert trained == ["first/other"]
         other.communicate("")
     err = capsys.readouterr().err
-    assert "plain: left to another `san run`, which is training the same" in err
-    assert "trained 1 cells" in err
-    assert "not finished: plain, written_out; the same command continues" in err
+    assert "skipped, because another `san run` is training the same cells: plain" in err
+    assert "trained 1 cell in " in err
+    assert "not finished: plain, written_out; to resume, run `" in err
     assert run(job, None)
     assert trained == ["first/other", "first/plain"]
 
@@ -389,12 +389,10 @@ def test_what_the_tracker_lacks_after_training_is_told(
     monkeypatch.setattr(jobs, "PAUSE", 0.01)
     if answers:
         assert not run(job, None)
-        said = "other, plain: trained, but MLflow did not take everything; the same command sends the rest"
+        said = "other, plain: trained, but MLflow did not accept all results; run the same command again to send the rest"
         assert said in capsys.readouterr().err
         return
-    with pytest.raises(
-        UserError, match=r"cannot use MLflow .*\nwhat was trained is kept; the same command continues and sends"
-    ):
+    with pytest.raises(UserError, match=r"cannot be used: .*\ntrained cells are kept; run the same command again"):
         run(job, None)
 
 
@@ -407,7 +405,7 @@ def test_cells_that_failed_are_not_counted_as_trained(
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
     assert not run(open_text(EQUAL_ROWS), None)
-    assert "trained 1 cells" in capsys.readouterr().err
+    assert "trained 1 of 2 cells in " in capsys.readouterr().err
 
 
 def test_a_question_without_a_table_has_no_numbers_of_the_paper(
@@ -457,6 +455,6 @@ def test_the_study_asks_for_its_page_before_it_trains(where: str, trained: list[
     (tmp_path / "folder").mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
-    with pytest.raises(UserError, match="cannot be"):
+    with pytest.raises(UserError, match="cannot write"):
         study("study", 2, tmp_path / "runs", None, tmp_path / where)
     assert not trained

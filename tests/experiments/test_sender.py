@@ -85,7 +85,7 @@ def test_a_server_that_goes_away_costs_no_epoch(
     server.wait()
     assert [status for status, _ in steps(job)] == ["RUNNING"]
     assert [(run.state, run.epoch) for run in list_runs(server.uri, None)] == [("running", steps(job)[0][1][-1] + 1)]
-    assert job.workspace.log(trial).read_text().count("MLflow does not take what it is sent, it is sent again later: ") == 2
+    assert job.workspace.log(trial).read_text().count("cannot send results to MLflow, will retry: ") == 2
     again: list[Mapping[str, float]] = []
     run_trial(job.workspace, trial, again.append)
     assert again == []  # nothing was trained
@@ -135,5 +135,5 @@ def test_summary_round_trip(tmp_path: Path) -> None:
 
 def test_rejects_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "summary.partial").mkdir()  # as good as a disk that is full, for root too
-    with pytest.raises(UserError, match=r"summary\.csv: cannot be written \(Is a directory\); see to the disk"):
+    with pytest.raises(UserError, match=r"summary\.csv: cannot write \(Is a directory\); check the disk"):
         write_summary(tmp_path / "summary.csv", [EPOCH], {EPOCH.epoch: 0})

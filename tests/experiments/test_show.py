@@ -212,11 +212,11 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "a text": (
         lambda files, tmp: pairwise(files, written(tmp / "a.png", b"a text")),
-        "{tmp}/a.png: not a JPEG or PNG image; give a sound JPEG or PNG file\n",
+        "{tmp}/a.png: not a JPEG or PNG image; give a valid JPEG or PNG file\n",
     ),
     "a picture that DALI does not know": (
         lambda files, tmp: pairwise(files, gif(files, tmp)),
-        "{tmp}/a.gif: a GIF image, which DALI cannot decode; give a sound JPEG or PNG file\n",
+        "{tmp}/a.gif: a GIF image, which DALI cannot decode; give a valid JPEG or PNG file\n",
     ),
     "a folder": (
         lambda files, tmp: pairwise(files, str(tmp)),
@@ -235,32 +235,36 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: damaged: "),
     "a number beyond the split": (
         lambda files, _: pairwise(files, "360"),
-        "digits/val has 360; give a number from 0 to 359, or a file",
+        "digits/val has 360 images; give a number from 0 to 359, or a file",
     ),
     "a pixel outside": (
         lambda files, _: colours(files, "--pixel", "3,24"),
-        "pixel 3,24: the network sees 24 x 24 pixels; give a row and a column from 0 to 23",
+        "--pixel 3,24: outside the model's input of 24 x 24 pixels; give a row and a column from 0 to 23",
     ),
-    "no pixel": (lambda files, _: colours(files, "--pixel", "3"), "--pixel 3: it is written ROW,COL, such as 12,8"),
+    "no pixel": (
+        lambda files, _: colours(files, "--pixel", "3"),
+        "--pixel 3: not ROW,COL; give two integers, for example 12,8",
+    ),
     "a pixel and a grid": (
         lambda files, _: colours(files, "--pixel", "3,3", "--grid", "2"),
-        "leave out --pixel or --grid",
+        "both `--pixel` and `--grid`; give one of them",
     ),
     "a grid finer than the map": (
         lambda files, _: colours(files, "--grid", "7"),
-        "grid 7: the map of stages.1.blocks.0.attention has 6 x 6 pixels; give 6 at most",
+        "--grid 7: the feature map of stages.1.blocks.0.attention has 6 x 6 pixels; give at most 6",
     ),
     "an unknown layer": (
         lambda files, _: colours(files, "--layer", "3"),
-        "layer 3: san10_pairwise has 0 stages.0.blocks.0.attention, 1 stages.0.blocks.1.attention, 2 stages.1.blocks",
+        "--layer 3: no such attention layer in san10_pairwise; "
+        "give a number or a name of: 0 stages.0.blocks.0.attention, 1 stages.0.blocks.1.attention, 2 stages.1.blocks",
     ),
     "a network without attention": (
         lambda files, _: [str(files / "resnet26.pt"), str(files / "colours.png")],
-        "resnet26.pt: resnet26 has no attention to show; give a checkpoint of a SAN",
+        "resnet26.pt: resnet26 has no attention layers; give a checkpoint of a self-attention network",
     ),
     "no PNG": (
         lambda files, tmp: colours(files, "--out", str(tmp / "a.jpg")),
-        "--out {tmp}/a.jpg: the picture is a PNG; name a file that ends in .png",
+        "--out {tmp}/a.jpg: the picture is a PNG; give a file name that ends in .png",
     ),
     "a place that cannot be written": (
         lambda files, tmp: colours(files, "--out", str(tmp / "none" / "a.png")),

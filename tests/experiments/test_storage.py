@@ -333,7 +333,7 @@ def test_a_broken_checkpoint_in_the_bucket_gives_way_to_the_one_before(
     assert loaded is not None and loaded.running.number == 2
     mirror.send()
     assert names(bucket)[1:] == ["epoch-0002-step-0000000.pt", "epoch-0003-step-0000000.broken"]
-    assert "training goes on from epoch-0002-step-0000000.pt" in caplog.text
+    assert "resuming from epoch-0002-step-0000000.pt" in caplog.text
     checkpoints, _ = mirrored("elsewhere")
     loaded = checkpoints.load()
     assert loaded is not None and loaded.running.number == 2
@@ -450,7 +450,7 @@ def test_a_killed_cell_goes_on_on_another_node(
     before = sorted(name for name in bucket.names(f"checkpoints/{trial.key}") if name.endswith(".pt"))[-1]
     assert ended(start(workspace, trial, world, body=second)) == [0] * world
     (log,) = (bucket.get(name) or b"" for name in bucket.names("logs"))
-    assert f"goes on from {Path(before).name}" in log.decode()
+    assert f"resuming from {Path(before).name}" in log.decode()
     for rank in range(world):
         for name, value in weights(whole, rank).items():
             assert torch.equal(value, weights(workspace, rank)[name]), (rank, name)
@@ -490,9 +490,9 @@ def test_san_run_needs_no_shared_folder(
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     job = (str(grid), *SHORT[1:], "recipe.epochs=1")
-    finished = "1 cells, 1 finished before"
+    finished = "1 cells, 1 already finished"
     for command, told in (
-        (("run", *job), "trained 1 cells"),
+        (("run", *job), "trained 1 cell in "),
         (("run", *job), finished),
         (("report", *job), f"report: {bucket.below('small-digits/report.html')}\n"),
         (("plan", *job), "finished"),
