@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         path.write_bytes(damage(path.read_bytes()))
         loaded = checkpoints.load()
         assert (loaded and loaded.running.number) == (1 if epoch == 2 else None)
-        assert f"it is kept as {path.stem}.broken" in caplog.text
+        assert f"renamed to {path.stem}.broken" in caplog.text
         assert before in caplog.text
         assert path.with_suffix(".broken").exists()
 
@@ -158,9 +158,9 @@ def test_a_disk_that_fails_gives_a_sentence_and_keeps_the_last_checkpoint(
             checkpoints.save(of_step(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    told = "epoch-0001-step-0000000.pt is the last good one" if good else "there is none before it"
+    told = "the last good one is epoch-0001-step-0000000.pt" if good else "there is no earlier one"
     assert str(raised.value) == (
-        f"{checkpoints.folder / 'epoch-0002-step-0000000.pt'}: this checkpoint cannot be written ({reason}); {told}; "
+        f"{checkpoints.folder / 'epoch-0002-step-0000000.pt'}: cannot write this checkpoint ({reason}); {told}; "
         "check the disk, then run the same command again to resume"
     )
     assert [path.name for path in checkpoints.folder.glob("*")] == ["epoch-0001-step-0000000.pt"] * good
