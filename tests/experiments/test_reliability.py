@@ -86,8 +86,8 @@ def of_another_version(path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        (Path.mkdir, r"cannot be read \(Is a directory\); see to the disk"),
-        (of_another_version, "is whole, but not what this ver"),
+        (Path.mkdir, r"cannot read this checkpoint \(Is a directory\); check the disk"),
+        (of_another_version, "intact, but written by another ver"),
     ],
 )
 def test_a_checkpoint_that_is_not_damaged_is_not_set_aside(what: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
