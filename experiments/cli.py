@@ -130,8 +130,8 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
 @GRID
 @OVERRIDES
 @PROFILE
-@RUNS
 @SEEDS
+@RUNS
 @ADDRESS
 def run(
     grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
@@ -153,8 +153,8 @@ def run(
 @GRID
 @OVERRIDES
 @PROFILE
-@RUNS
 @SEEDS
+@RUNS
 @ADDRESS
 @AS_JSON
 def plan(
@@ -201,8 +201,8 @@ def _hours(hours: Hours | None) -> str:
 @GRID
 @OVERRIDES
 @PROFILE
-@RUNS
 @SEEDS
+@RUNS
 @click.option(
     "--format",
     "form",

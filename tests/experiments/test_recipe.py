@@ -250,7 +250,7 @@ def test_a_killed_trial_with_options_ends_as_the_uninterrupted_one(
     assert ended(start(killed, job.trials[1], world, Kill("step", 7)))[-1] == -9
     begun = last(killed, job).running
     assert ended(start(killed, job.trials[1], world)) == [0] * world
-    assert f"goes on from epoch-{begun.number:04d}-step-{begun.steps:07d}.pt" in killed.log(job.trials[1]).read_text()
+    assert f"resuming from epoch-{begun.number:04d}-step-{begun.steps:07d}.pt" in killed.log(job.trials[1]).read_text()
     for rank in range(world):
         for name, value in weights(whole, rank).items():
             assert torch.equal(value, weights(killed, rank)[name]), (rank, name)

@@ -86,8 +86,8 @@ def of_another_version(path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        (Path.mkdir, r"cannot be read \(Is a directory\); see to the disk"),
-        (of_another_version, "is whole, but not what this ver"),
+        (Path.mkdir, r"cannot read this checkpoint \(Is a directory\); check the disk"),
+        (of_another_version, "intact, but written by another ver"),
     ],
 )
 def test_a_checkpoint_that_is_not_damaged_is_not_set_aside(what: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
@@ -114,12 +114,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     checkpoints = kept(tmp_path)
     for epoch in (1, 2):
         checkpoints.save(of_step(epoch, value=1.0))
-    for epoch, before in ((2, "goes on from epoch-0001-step-0000000.pt"), (1, "there is none before it, training starts anew")):
+    for epoch, before in (
+        (2, "resuming from epoch-0001-step-0000000.pt"),
+        (1, "no earlier checkpoint, so training starts from the beginning"),
+    ):
         path = checkpoints.folder / of_step(epoch).name
         path.write_bytes(damage(path.read_bytes()))
         loaded = checkpoints.load()
         assert (loaded and loaded.running.number) == (1 if epoch == 2 else None)
-        assert f"it is kept as {path.stem}.broken" in caplog.text
+        assert f"renamed to {path.stem}.broken" in caplog.text
         assert before in caplog.text
         assert path.with_suffix(".broken").exists()
 
@@ -155,10 +158,10 @@ def test_a_disk_that_fails_gives_a_sentence_and_keeps_the_last_checkpoint(
             checkpoints.save(of_step(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    told = "epoch-0001-step-0000000.pt is the last good one" if good else "there is none before it"
+    told = "the last good one is epoch-0001-step-0000000.pt" if good else "there is no earlier one"
     assert str(raised.value) == (
-        f"{checkpoints.folder / 'epoch-0002-step-0000000.pt'}: this checkpoint cannot be written ({reason}); {told}; "
-        "see to the disk, then the same command continues from there"
+        f"{checkpoints.folder / 'epoch-0002-step-0000000.pt'}: cannot write this checkpoint ({reason}); {told}; "
+        "check the disk, then run the same command again to resume"
     )
     assert [path.name for path in checkpoints.folder.glob("*")] == ["epoch-0001-step-0000000.pt"] * good
 
@@ -274,7 +277,7 @@ def test_a_killed_trial_ends_as_the_uninterrupted_one(
         assert not (killed.runs / "rank0.pt").exists()
         begun = last(job, killed).running
         assert ended(start(killed, trial, world)) == [0] * world
-        assert f"goes on from epoch-{begun.number:04d}-step-{begun.steps:07d}.pt" in killed.log(trial).read_text()
+        assert f"resuming from epoch-{begun.number:04d}-step-{begun.steps:07d}.pt" in killed.log(trial).read_text()
         for rank in range(world):
             resumed = weights(killed, rank)
             for name, value in weights(whole, rank).items():
@@ -307,7 +310,7 @@ def test_a_loss_that_is_not_finite_stops_the_trial(open_small_job: Callable[...,
     )
     with pytest.raises(
         FloatingPointError,
-        match=r"^the loss of step [23] in epoch 0 is not finite, at learning rate .*e\+\d\d; "
+        match=r"^non-finite loss in step [23] of epoch 0 at learning rate .*e\+\d\d; "
         r"last good checkpoint: .*/epoch-0000-step-0000001.pt; try a lower recipe.lr$",
     ):
         run_trial(job.workspace, job.trials[0], lambda metrics: None)
