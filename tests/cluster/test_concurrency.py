@@ -46,17 +46,17 @@ def test_rejects_a_cell_that_does_not_fit() -> None:
     with pytest.raises(ClusterError) as caught:
         concurrency(Placement(workers=4), Resources((Node(2, 0),)))
     assert str(caught.value) == (
-        "a cell needs 4 workers with 1 CPU each, the cluster has 2 CPUs and 0 GPUs on 1 node, "
-        "room for 2 such workers: lower placement.workers, placement.cpus or placement.gpus, or join a larger cluster"
+        "a cell needs 4 workers with 1 CPU each, but the cluster has 2 CPUs and 0 GPUs on 1 node, "
+        "enough for 2 such workers; lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
     )
 
 
 def test_rejects_gpus_that_are_not_there() -> None:
-    with pytest.raises(ClusterError, match="needs 1 worker with 4 CPUs and 1 GPU, the cluster has 8 CPUs and 0"):
+    with pytest.raises(ClusterError, match="needs 1 worker with 4 CPUs and 1 GPU, but the cluster has 8 CPUs and 0"):
         concurrency(Placement(cpus=4, gpus=1), Resources((Node(8, 0),)))
 
 
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus", 0), ("gpus", -1)])
 def test_rejects_impossible_placement(field: str, value: int) -> None:
-    with pytest.raises(ClusterError, match=f"placement.{field} is {value}"):
+    with pytest.raises(ClusterError, match=f"placement.{field} must be at least ., not {value}"):
         Placement(**{field: value})

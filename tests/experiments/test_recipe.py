@@ -278,7 +278,7 @@ def test_a_trial_goes_on_with_fewer_workers_and_another_stage_of_zero(
         ours = saved["optimizer"]["state"][number]["momentum_buffer"]
         torch.testing.assert_close(ours, moment["momentum_buffer"], rtol=1e-2, atol=1e-4)
     assert ended(start(second, alone.trials[1], 1)) == [0]
-    assert "2 workers began this trial, 1 go on with it" in second.log(alone.trials[1]).read_text()
+    assert "the number of workers changed from 2 to 1" in second.log(alone.trials[1]).read_text()
     assert len(last(second, alone).history) == 2
 
 

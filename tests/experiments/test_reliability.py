@@ -75,7 +75,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_trial_is_refused(tmp_path: Path) -> None:
     checkpoints = kept(tmp_path)
     checkpoints.save(of_step(1, key="other"))
-    with pytest.raises(UserError, match=r"epoch-0001-step-0000000.pt: is a checkpoint of trial other, not of abc; move it"):
+    with pytest.raises(UserError, match=r"epoch-0001-step-0000000.pt: a checkpoint of cell other, not of abc; move it"):
         checkpoints.load()
 
 
@@ -211,7 +211,7 @@ print(written, partials)
 def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that is about to end is waited for, one that stays is told of."""
     with only_writer(tmp_path / "abc"):
-        with pytest.raises(UserError, match=r"abc: another process trains this cell and has not ended within 0 s; wait for it"):
+        with pytest.raises(UserError, match=r"abc: another process has been training this cell for more than 0 s; wait for it"):
             with only_writer(tmp_path / "abc", seconds=0.2):
                 pass
         leaving = ExitStack()
@@ -298,7 +298,7 @@ def test_a_trial_goes_on_with_another_number_of_workers(
     assert (begun.workers, begun.running.number) == (2, 1)
     assert begun.running.steps in (1, 2)  # the first is written before they do the second together, which may not be any more
     assert ended(start(workspace, trial, 1)) == [0]
-    assert "2 workers began this trial, 1 go on with it: BatchNorm starts from the mean" in workspace.log(trial).read_text()
+    assert "the number of workers changed from 2 to 1: BatchNorm resumes from the mean" in workspace.log(trial).read_text()
     finished = last(job, workspace)
     assert (finished.workers, len(finished.history)) == (1, 2)
 
@@ -379,6 +379,6 @@ def test_a_worker_that_hangs_is_ended(
     assert workers[0].exitcode == EXIT_CODE
     assert all(worker.exitcode for worker in workers)  # the others end with their watchdog or with what gloo says
     said = workspace.log(trial).read_text()
-    assert "worker 0: no step has ended for 0.3 minutes; this worker is ended, its threads were at:" in said
+    assert "worker 0: no step finished for 0.3 minutes; stopping this worker. Stack of each thread:" in said
     assert "in hanging" in said
     assert last(job, workspace).running.steps == 1

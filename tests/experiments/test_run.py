@@ -392,7 +392,7 @@ def test_what_the_tracker_lacks_after_training_is_told(
         said = "other, plain: trained, but MLflow did not accept all results; run the same command again to send the rest"
         assert said in capsys.readouterr().err
         return
-    with pytest.raises(UserError, match=r"cannot be used: .*\ntrained cells are kept; run the same command again"):
+    with pytest.raises(UserError, match=r"cannot use MLflow at .*\ntrained cells are kept; run the same command again"):
         run(job, None)
 
 
@@ -441,7 +441,7 @@ def test_the_study_trains_every_cell_once_and_writes_its_page(
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())
     assert "1437 training and 360 validation images of" in text
-    assert "Its 58 different cells took" in text
+    assert "The 58 distinct cells took" in text
     assert {path.name for path in page.parent.iterdir()} == {
         "page.md",
         *(f"study-{table}.png" for table in ("relation", "mapping", "transformation", "footprint", "position")),
