@@ -84,7 +84,7 @@ def test_the_table_is_printed_where_nothing_can_be_written(begin: Callable[[], N
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 1  # a cell is missing
     assert "Does anybody read it?" in done.stdout and "91.5" in done.stdout
-    assert f"{runs / 'asked-digits'}: table, plot and page are not written there ({reason})\n" in done.stderr
+    assert f"{runs / 'asked-digits'}: cannot write table, plot and page ({reason})\n" in done.stderr
     assert re.search(f"browse the runs: .*san ui --runs {runs}\n", done.stderr)
     assert "not finished: pairwise_3" in done.stderr
 
@@ -93,7 +93,7 @@ def test_a_reader_has_the_table_of_a_finished_grid_and_trains_nothing(runs: Path
     done = san(as_others, "run", runs)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 2
-    assert f"{runs / 'asked-digits.lock'}: cannot be written (Permission denied); choose another folder" in done.stderr
+    assert f"{runs / 'asked-digits.lock'}: cannot write (Permission denied); choose another folder" in done.stderr
     allow(runs, True)
     finish(runs, "pairwise_3")
     allow(runs, False)

@@ -90,7 +90,7 @@ def test_a_scaled_rate_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     job = open_job(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
     assert job.trials[0].config.recipe.lr_used == pytest.approx(0.3)
     said = capsys.readouterr().err
-    assert said == "learning rate 0.3 for batches of 48: recipe.lr=0.2 is for recipe.lr_batch_size=32\n"
+    assert said == "learning rate scaled to 0.3 for recipe.batch_size=48 (recipe.lr=0.2 is for recipe.lr_batch_size=32)\n"
     open_job(SMALL_GRID, "digits", ("recipe.batch_size=48", "recipe.lr_batch_size=null"), tmp_path)
     open_job(SMALL_GRID, "digits", (), tmp_path)
     assert capsys.readouterr().err == ""
@@ -326,27 +326,28 @@ def test_options_that_are_off_do_not_count_in_a_key() -> None:
     ("overrides", "message"),
     [
         (["recipe.warmup_epochs=18"], "recipe.warmup_epochs: must be less than recipe.epochs=18, not 18"),
-        (["recipe.warmup_epochs=-1"], "recipe.warmup_epochs: input should be greater than or equal to 0, not -1"),
-        (["recipe.mixup_alpha=-0.1"], "recipe.mixup_alpha: input should be greater than or equal to 0, not -0.1"),
-        (["recipe.epochs=10000"], "recipe.epochs: input should be less than or equal to 9999, not 10000"),
+        (["recipe.warmup_epochs=-1"], "recipe.warmup_epochs: must be a number of at least 0, not -1"),
+        (["recipe.mixup_alpha=-0.1"], "recipe.mixup_alpha: must be a number of at least 0, not -0.1"),
+        (["recipe.epochs=10000"], "recipe.epochs: must be an integer of at least 1 and at most 9999, not 10000"),
         (
             ["reliability.hang_timeout_minutes=1e20"],
-            "reliability.hang_timeout_minutes: input should be less than or equal to 100000, not '1e20'",
+            "reliability.hang_timeout_minutes: must be a number greater than 0 and at most 100000, not '1e20'",
         ),
-        (["recipe.ema_decay=1"], "recipe.ema_decay: input should be less than 1, not 1"),
-        (["recipe.grad_accum_steps=0"], "recipe.grad_accum_steps: input should be greater than or equal to 1, not 0"),
-        (["recipe.precision=float16"], "recipe.precision: input should be 'float32' or 'bfloat16', not 'float16'"),
-        (["recipe.lr_batch_size=0"], "recipe.lr_batch_size: input should be greater than or equal to 1, not 0"),
+        (["recipe.ema_decay=1"], "recipe.ema_decay: must be a number of at least 0 and less than 1, not 1"),
+        (["recipe.grad_accum_steps=0"], "recipe.grad_accum_steps: must be an integer of at least 1, not 0"),
+        (["recipe.precision=float16"], "recipe.precision: must be 'float32' or 'bfloat16', not 'float16'"),
+        (["recipe.lr_batch_size=0"], "recipe.lr_batch_size: must be an integer of at least 1, not 0"),
         (
             ["recipe.sync_batchnorm=true"],
-            "recipe.sync_batchnorm: torch has it for GPUs only, and placement.gpus is 0; leave it out",
+            "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave it out, or set placement.gpus=1",
         ),
-        (["engine.zero_stage=3"], "engine.zero_stage: input should be 0, 1 or 2, not 3"),
+        (["engine.zero_stage=3"], "engine.zero_stage: must be 0, 1 or 2, not 3"),
         (
             ["engine.zero_stage=1", "engine.channels_last=true"],
-            "engine.channels_last: engine.zero_stage=1 keeps all weights in one flat piece; leave out one of the two",
+            "engine.channels_last: cannot be combined with engine.zero_stage=1, which keeps all weights in one flat buffer; "
+            "leave out one of the two",
         ),
-        (["engine.compil=true"], "engine.compil: unknown key; did you mean 'compile'?"),
+        (["engine.compil=true"], "engine.compil: unknown key; did you mean `engine.compile`?"),
     ],
 )
 def test_rejects_what_cannot_be(overrides: list[str], message: str) -> None:
@@ -357,8 +358,8 @@ def test_rejects_what_cannot_be(overrides: list[str], message: str) -> None:
 def test_rejects_parts_without_images(tmp_path: Path) -> None:
     """Before the images are looked at; by the steps of an epoch, whose sizes differ by one, only then."""
     wrong = (
-        "recipe.grad_accum_steps: {} parts cannot be made of the {} images that each worker has in some steps "
-        "(recipe.batch_size=32, placement.workers={}); make them fewer"
+        "recipe.grad_accum_steps: must be at most {1}, not {0}: in some steps each worker has {1} images "
+        "(recipe.batch_size=32, placement.workers={2})"
     )
     with pytest.raises(UserError) as raised:
         open_job(SMALL_GRID, "digits", ("recipe.grad_accum_steps=12", "placement.workers=3"), tmp_path)
@@ -376,10 +377,10 @@ def test_tells_all_that_cannot_be_in_the_transform_with_its_places(write_grid: C
     """)
     assert told(lambda: expand(path, "data.resize=20")).splitlines() == [
         "override 'data.resize=20': data.resize: must be at least size (24), not 20",
-        f"{path}: every row: data.crop_area: must be two numbers that rise within 0..1, not (0.9, 0.1)",
-        f"{path}: row a: data.crop_ratio: must be two numbers that rise from above 0, not (2.0, 1.0)",
-        f"{path}: row b: recipe.grad_accum_steps: 64 parts cannot be made of the 32 images that each worker has in some steps "
-        "(recipe.batch_size=32, placement.workers=1); make them fewer",
+        f"{path}: every row: data.crop_area: must be two increasing numbers between 0 and 1, not (0.9, 0.1)",
+        f"{path}: row a: data.crop_ratio: must be two increasing numbers above 0, not (2.0, 1.0)",
+        f"{path}: row b: recipe.grad_accum_steps: must be at most 32, not 64: in some steps each worker has 32 images "
+        "(recipe.batch_size=32, placement.workers=1)",
     ]
 
 

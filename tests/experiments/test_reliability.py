@@ -220,7 +220,7 @@ def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path, caplog:
         timer.start()
         with only_writer(tmp_path / "def"):
             assert timer.finished.is_set()
-    assert "def: another process trains this cell; its end is waited for, 300 s at most" in caplog.text
+    assert "def: another process is training this cell; waiting up to 300 s for it" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "ctypes.PyDLL(None).sleep(30)"])

@@ -262,7 +262,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     (work,) = (value for _, value in here)
     assert isinstance(work, Work) and work.missing == ("cw180", "cw270", "upside_down")
     out, err = capsys.readouterr()
-    assert "rotation: 1 cells to measure, 1 at a time, 1 worker with 1 CPU per cell" in err
+    assert "robustness (rotation): 1 cells to measure, 1 at a time, 1 worker with 1 CPU per cell" in err
     assert "] not_in_the_paper cw180: top-1 " in err
     results = known_results(job)
     metrics = {trial.row: results[trial.key].metrics for trial in job.trials}
@@ -424,7 +424,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         "weights.pt: already stores its model; leave out model.footprint",
     ),
     "a profile where all tell their data": (
-        lambda trained, _: [str(trained.folder), "--profile", "digits"], "is of a trial, which tells its data; leave out",
+        lambda trained, _: [str(trained.folder), "--profile", "digits"], "this checkpoint stores its own preprocessing; ",
     ),
     "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint given; expected a file or folder"),
     "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),

@@ -94,7 +94,7 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
     job.tracker.prepare(job.grid, runs / "artifacts")
     main()  # `san ui`
     told, page = capsys.readouterr().out.splitlines()
-    assert told == f"{uri}  (the server of MLFLOW_TRACKING_URI, which asks for admin's password)"
+    assert told == f"{uri}  (the server in MLFLOW_TRACKING_URI; log in as admin)"
     assert page.startswith(f"small  {uri}/#/experiments/")
     group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, where a test has made one
     environment = {key: value for key, value in os.environ.items() if key not in group}

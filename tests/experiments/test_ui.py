@@ -125,19 +125,17 @@ def said(
 def test_takes_the_next_port_where_5000_is_taken(served: Served) -> None:
     port = int(served.address.rpartition(":")[2])
     assert 5000 < port < 5100
-    assert served.said[0] == f"{served.address}  (starts in some seconds; Ctrl-C ends it)"
+    assert served.said[0] == f"{served.address}  (starting; press Ctrl-C to stop)"
     assert served.page_of("asked").startswith(f"{served.address}/#/experiments/")
 
 
 def test_rejects_a_port_that_is_taken(said: Callable[..., tuple[int, str, str]]) -> None:
     port = free_port()
     with closing(taken(port)):
-        assert said("--port", str(port)) == (2, "", f"san: port {port} is taken; name another with --port\n")
+        assert said("--port", str(port)) == (2, "", f"san: port {port} is in use; choose another with --port\n")
 
 
-@pytest.mark.parametrize(
-    ("user", "how"), [(None, ""), ("ada", ", which asks for ada's password")], ids=["without users", "with users"]
-)
+@pytest.mark.parametrize(("user", "how"), [(None, ""), ("ada", "; log in as ada")], ids=["without users", "with users"])
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_tells_the_pages_of_a_server_and_starts_none(
     user: str | None,
@@ -156,7 +154,7 @@ def test_tells_the_pages_of_a_server_and_starts_none(
     code, out, err = said()
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        f"{served.address}{slash}  (the server of MLFLOW_TRACKING_URI{how})",
+        f"{served.address}{slash}  (the server in MLFLOW_TRACKING_URI{how})",
         f"again  {served.page_of('again')}",
         f"asked  {served.page_of('asked')}",
     ]
@@ -166,7 +164,7 @@ def test_rejects_a_port_for_a_server(
     served: Served, said: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", served.address)
-    sentence = f"san: --port 5001: MLflow is served at {served.address} (MLFLOW_TRACKING_URI) already; leave it out\n"
+    sentence = f"san: --port 5001: MLFLOW_TRACKING_URI already names a server, {served.address}; leave out --port\n"
     assert said("--port", "5001") == (2, "", sentence)
 
 
