@@ -1,7 +1,7 @@
-"""Writes the generated parts of the reference: `python -m docs.generate`; `--check` only compares.
+"""Writes the generated parts of the reference: `python -m docs.generate`. With `--check`, only compares.
 
-A page keeps its text; the part between the markers comes from the code: `cli.md` from the commands, `config.md` from the
-pydantic classes, the model records and the docstrings of their fields.
+Only the part between the markers is generated: in `cli.md` from the commands, in `config.md` from the pydantic classes, the
+model records and the docstrings of their fields.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ REFERENCE = Path(__file__).parent / "reference"
 BEGIN, END = "<!-- generated: `make docs` rewrites this part -->", "<!-- /generated -->"
 
 MODEL_FIELDS = {
-    "depths": "Blocks per stage.",
-    "widths": "Channels per stage.",
-    "num_stages": "Keep only this many first stages; null keeps all.",
-    "width_mult": "Multiply every width by this factor.",
-    "footprint": "Side of the footprint in pixels, an odd number; stage 1 of a SAN keeps 3. In ResNets, the size of the 3x3"
-    " convolutions.",
-    "r1": "Channels of φ and ψ are C / r1.",
-    "r2": "Channels of β are C / r2.",
-    "group_size": "Value channels that share one weight.",
-    "relation": "How pixels are compared. Pairwise: `subtraction`, `summation`, `concatenation`, `hadamard`, `dot`. Patchwise:"
-    " `star`, `clique`, `concatenation`.",
-    "mapping": "Layers of the mapping: `L`, `LRL` or `LRLRL` (L: linear, R: ReLU).",
-    "transformation": "`distinct`, `phi_eq_psi` or `phi_eq_psi_eq_beta`.",
+    "depths": "Number of blocks in each stage.",
+    "widths": "Number of channels in each stage.",
+    "num_stages": "Keeps only this many stages, counted from the first. Null: keeps all stages.",
+    "width_mult": "Multiplies the number of channels in every stage by this factor.",
+    "footprint": "Side of the footprint in pixels, an odd number. Stage 1 of a SAN always uses 3. In a ResNet: the kernel size"
+    " of the convolutions that are usually 3x3.",
+    "r1": "φ and ψ have C / r1 channels, where C is the number of channels of the stage.",
+    "r2": "β has C / r2 channels, where C is the number of channels of the stage.",
+    "group_size": "Number of value channels that share one weight.",
+    "relation": "Function that compares pixels. Pairwise: `subtraction`, `summation`, `concatenation`, `hadamard` or `dot`."
+    " Patchwise: `star`, `clique` or `concatenation`.",
+    "mapping": "Layers of the mapping from the relation to the weights: `L`, `LRL` or `LRLRL` (L: linear, R: ReLU).",
+    "transformation": "Weight sharing among φ, ψ and β: `distinct` (none), `phi_eq_psi` or `phi_eq_psi_eq_beta`.",
     "position": "Position encoding: `none`, `absolute` or `relative`.",
-    "heads": "Attention heads.",
-    "stem_width": "Channels of the first convolution.",
+    "heads": "Number of attention heads.",
+    "stem_width": "Number of channels of the first convolution.",
 }
 RECORDS = {"pairwise": PairwiseSpec, "patchwise": PatchwiseSpec, "scalar": ScalarSpec, "ResNet": ResNetSpec}
 
@@ -107,7 +107,7 @@ def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tu
 
 def config_reference() -> str:
     """A table for each section of a trial's config, then for a grid file."""
-    parts = [_heading("model", "A named variant (`san models` lists them) and any field of its record."), model_table()]
+    parts = [_heading("model", "A named model variant (`san models` lists them) and any of its settings."), model_table()]
     for section, schema in (
         ("data", DataConfig),
         ("recipe", RecipeConfig),
@@ -147,7 +147,7 @@ def model_table() -> str:
         kinds: dict[str, list[str]] = {}
         for kind, fields in defaults.items():
             if name in fields:
-                kinds.setdefault(_value(fields[name], "by variant"), []).append(kind)
+                kinds.setdefault(_value(fields[name], "depends on the variant"), []).append(kind)
         is_everywhere = len(kinds) == 1 and sum(map(len, kinds.values())) == len(RECORDS)
         default = "; ".join(value if is_everywhere else f"{', '.join(who)}: {value}" for value, who in kinds.items())
         lines.append((f"`model.{name}`", default, MODEL_FIELDS.get(name, "")))
