@@ -100,4 +100,4 @@ def test_a_reader_has_the_table_of_a_finished_grid_and_trains_nothing(runs: Path
     done = san(as_others, "run", runs)
     assert "Traceback" not in done.stderr, done.stderr
     assert (done.returncode, done.stdout.count("91.5")) == (0, 2)
-    assert "MLflow's pages of the grid are as they were" in done.stderr
+    assert "MLflow's pages of the grid were not updated" in done.stderr

@@ -147,7 +147,7 @@ def test_lost_checkpoints_leave_nothing_to_register(
     assert job.tracker.results()[job.trials[1].key].finished
     assert versions(job) == []
     said = job.workspace.log(job.trials[1]).read_text()
-    assert "the best epoch's checkpoint cannot be read; none is registered" in said
+    assert "cannot read the checkpoint of the best epoch; registered instead: no checkpoint" in said
 
 
 @pytest.mark.parametrize(
