@@ -198,4 +198,4 @@ def _setting(job: Job) -> str:
     ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if job.grid.robustness:
         return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
-    return f"{paper}{ours}; params and FLOPs at the paper's setting."
+    return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."

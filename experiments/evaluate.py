@@ -337,8 +337,12 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         UserError: there is neither.
     """
     path = Path(name)
-    if not re.fullmatch(KEY, name) or path.exists():
+    if path.exists() or not re.fullmatch(r"\w{1,40}", name):
         return path
+    if not re.fullmatch(KEY, name):
+        raise UserError(
+            f"{name}: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs` to list the keys"
+        )
     folder = runs / "checkpoints" / name
     if not folder.is_dir():
         raise UserError(f"{name}: no such file, and no cell with this key in {runs}; run `san runs` to list the keys")

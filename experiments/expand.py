@@ -235,6 +235,11 @@ class _Layers:
             self.profile, self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *(layer for _, layer in self.overrides)
         )
 
+    def lacks_root(self, row: Row, source: str) -> bool:
+        """Whether images of a folder would be read from where the profile keeps its own, embedded images."""
+        is_embedded = self.profile.get("data", {}).get("source") in ("digits", "shifted_digits")
+        return is_embedded and source in ("folder", "shards") and self.place("data.root", row) == str(self.profile_path)
+
     def place(self, key: str, row: Row) -> str:
         """The layer that gave the value at `key`."""
         for text, layer in reversed(self.overrides):
@@ -270,6 +275,9 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
             found[row.id] = TrialConfig.model_validate(values)
             mine += contradictions(found[row.id])
             mine += transform_mistakes(found[row.id].data)
+            if layers.lacks_root(row, found[row.id].data.source):
+                needed = "needs data.root; add the folder of your images, such as data.root=/path/to/images"
+                mine.append(("data.source", f"{found[row.id].data.source} {needed}"))
         except ValidationError as error:
             mine += mistakes(error, TrialConfig)
         if _fits_model(values.get("model")):

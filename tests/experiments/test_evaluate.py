@@ -219,6 +219,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
         "0123456789ab: no such file, and no cell with this key in ",
     ),
+    "no key": (lambda *_: ["ac2f"], "ac2f: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs`"),
     "no such run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
     "no store that could have a run": (
         lambda _, tmp: [32 * "0", "--runs", str(tmp)],

@@ -425,3 +425,20 @@ def test_rejects_a_broken_override(text: str) -> None:
 
 def test_override_values_are_yaml() -> None:
     assert parse_override("data.crop_area=[0.5, 1]") == {"data": {"crop_area": [0.5, 1]}}
+
+
+@pytest.mark.parametrize("place", ["grid", "override"])
+def test_a_folder_of_images_must_be_named(place: str, write_grid: Callable[[str], Path]) -> None:
+    """Else the digits of the profile would be trained on without a word."""
+    base = "base: {data: {source: folder}}" if place == "grid" else ""
+    path = write_grid(
+        f"question: q\n{base}\nrows: [{{id: a, model: {{name: resnet26}}}}, {{id: b, model: {{name: resnet38}}}}]"
+    )
+    asked = ["data.source=folder"] if place == "override" else []
+    (line,) = told(lambda: expand(path, *asked)).splitlines()
+    where = f"{path}: every row" if place == "grid" else "override 'data.source=folder'"
+    assert (
+        line
+        == f"{where}: data.source: folder needs data.root; add the folder of your images, such as data.root=/path/to/images"
+    )
+    assert expand(path, *asked, "data.root=/images")["a"].config.data.root == "/images"

@@ -414,7 +414,7 @@ def test_a_question_without_a_table_has_no_numbers_of_the_paper(
     job = open_text(EQUAL_ROWS)
     assert run(job, None)
     out = capsys.readouterr().out
-    assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs at the paper's setting." in out
+    assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs for 224 x 224 images and 1000 classes." in out
     assert "top-1 paper" not in out
     assert (job.workspace.runs / "first-digits" / "table.md").read_text().startswith("Is it the same? Ours:")
     assert [line.paper_top1 for line in table_of(job, known_results(job))] == [None] * 3
