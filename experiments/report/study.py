@@ -91,7 +91,7 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
         if any(line.top1 is not None for line in section.lines):
             files.append(path.with_name(f"study-{section.table}.png"))
             figures.draw(section.grid.plot, section.trials, section.lines, section.grid.question, files[-1])
-            page.append(f"![{section.grid.question} Our results and the paper's]({files[-1].name})")
+            page.append(f"![{section.grid.question} Our results next to those in the paper]({files[-1].name})")
         page += [as_markdown(section.lines, ACCURACY), _orderings(findings(section))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
@@ -107,25 +107,27 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     kept = len(model.kept_depths())
     cpus, gpus = placement.workers * placement.cpus, placement.workers * placement.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
-    missing = f" {len(trials) - done} of {len(trials)} cells are not trained yet." if done < len(trials) else ""
+    missing = f" {len(trials) - done} of {len(trials)} cells have not been trained yet." if done < len(trials) else ""
     text = f"""\
-The paper's controlled experiments, repeated on small images. `san study --profile {first.profile} --seeds {seeds}` trains
-missing cells and rewrites this page.{missing}
+This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
+{seeds}` trains the missing cells and rewrites this page.{missing}
 
-The profile `{first.profile}` has {train_images} training and {val_images} validation images of `{config.data.source}` at
-{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row. The {len(seconds)}
-distinct cells took {sum(seconds.values()) / 3600:.1f} hours of training in total; each used {hardware}. Rows with the same
-model in several tables share their runs.
+The profile `{first.profile}` uses the dataset `{config.data.source}` with {train_images:,} training and {val_images:,}
+validation images of {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row.
+Training the {len(seconds)} distinct cells took {sum(seconds.values()) / 3600:.1f} hours in total; each cell used {hardware}.
+Rows that have the same model in several tables share their runs.
 
-**How to read the results.** `±` is half of a 95 % interval over seeds: Student's t for a mean, Welch's t for a gap between two
-means. It covers the randomness of training, not the choice of images. An ordering of the paper is *confirmed* if the whole
-interval of our gap is above 0, *reversed* if it is below 0, and *inconclusive* otherwise. By chance alone about one interval in
-twenty misses the true gap, most likely one that ends near 0. "Much better" is tested as "better". If the paper calls settings
-similar, no ordering is tested.
+**How to read the results.** The value after `±` is half the width of a 95% interval over seeds: Student's t for a mean, and
+Welch's t for a gap between two means. The interval covers the randomness of training, but not the choice of images. An
+ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is below 0, and
+*inconclusive* otherwise. By chance alone, about one interval in twenty misses the true gap; an interval that ends near 0 is
+most likely to be such a case. If the paper says "much better", we test "better". If the paper calls settings similar, no
+ordering is tested.
 
-**Limits.** The models keep {kept} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint, so
-footprints differ only after it. The last map is {config.data.size >> kept} pixels wide; larger footprints soon cover all of it.
-The images differ from the paper's, so a reversed ordering does not contradict the paper's result on ImageNet."""
+**Limits.** The models have only {kept} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
+so footprints differ only in later stages. The last feature map is {config.data.size >> kept} pixels wide, so the larger
+footprints cover most or all of it. The images differ from those in the paper, so a reversed ordering does not contradict the
+paper's result on ImageNet."""
     paragraphs = [textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n")]
     return "\n\n".join(["# Digits study", *paragraphs])
 
@@ -133,7 +135,11 @@ The images differ from the paper's, so a reversed ordering does not contradict t
 def _summary(sections: Sequence[Section]) -> str:
     found = [(section.table, finding) for section in sections for finding in findings(section)]
     text = sum(finding.claim.source == "text" for _, finding in found)
-    parts = ["## Summary", f"{len(found)} orderings: {text} from the paper's text, {len(found) - text} from its tables only."]
+    count = (
+        f"The study tests {len(found)} orderings: {text} from the text of the paper and {len(found) - text} only from its tables. The\n"
+        "numbers in parentheses are our gaps in percentage points of top-1 accuracy."
+    )
+    parts = ["## Summary", count]
     for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE):
         listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in found if f.verdict == verdict]
         parts.append(f"{verdict.capitalize()}: {len(listed)}.")
@@ -143,7 +149,7 @@ def _summary(sections: Sequence[Section]) -> str:
 
 
 def _orderings(found: Sequence[Finding]) -> str:
-    heading = ("ordering", "source", "result", "gap paper", "gap ours")
+    heading = ("ordering", "source", "result", "gap in the paper", "our gap")
     rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in found)
     return markdown([heading, *rows], words=3)
 

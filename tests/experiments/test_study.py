@@ -103,9 +103,9 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
     cells = sum(len(job.trials) for job in jobs)
     words = " ".join(page.split())
     assert "600 training and 360 validation images" in words
-    assert f"3 of {cells} cells are not trained yet" in words
+    assert f"3 of {cells} cells have not been trained yet" in words
     assert "`san study --profile study --seeds 3`" in words
-    assert "keep 2 of the paper's five stages" in words and "The last map is 6 pixels wide" in words
+    assert "have only 2 of the paper's five stages" in words and "The last feature map is 6 pixels wide" in words
     for job, section in zip(jobs, sections, strict=True):
         assert f"## {section.table.capitalize()}\n\n{job.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
@@ -117,7 +117,7 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
             assert f"- {section.table}: {finding.claim.claim} (" in page
     found = [finding.verdict for section in sections for finding in findings(section)]
     text = sum(claim.source == "text" for claims in paper_claims().values() for claim in claims)
-    assert f"{len(found)} orderings: {text} from the paper's text, {len(found) - text} from its tables only." in page
+    assert f"{len(found)} orderings: {text} from the text of the paper and {len(found) - text} only from its tables." in page
     assert f"Confirmed: {found.count('confirmed')}." in page
     assert f"Reversed: {found.count('reversed')}." in page
     assert f"Inconclusive: {found.count('inconclusive')}." in page
@@ -129,7 +129,7 @@ def test_a_page_of_nothing_says_so(tmp_path: Path) -> None:
     path = tmp_path / "study.md"
     assert write_study([invented(job, {})], path, 600, 360) == [path]
     page = path.read_text()
-    assert "9 of 9 cells are not trained yet." in " ".join(page.split())
+    assert "9 of 9 cells have not been trained yet." in " ".join(page.split())
     assert "Inconclusive: 3." in page
     assert page.count("not enough seeds") == 6
     assert "| pairwise_none | 72.3 |" in page

@@ -137,7 +137,7 @@ def worker_killed(scene: Scene) -> str:
     scene.start()
     os.kill(scene.step(133).pid, signal.SIGKILL)
     assert "resumes after a failure" in scene.finish()
-    return "SIGKILL at step 133; the same `san run` goes on by itself"
+    return "the worker gets SIGKILL at step 133; `san run` retries the cell without a restart"
 
 
 def driver_killed(scene: Scene) -> str:
@@ -149,7 +149,7 @@ def driver_killed(scene: Scene) -> str:
     gone = scene.wait(lambda: len({step.pid for step in steps_of(scene.runs)}) > 1)
     scene.finish()
     _no_two_at_once(steps_of(scene.runs))
-    return f"SIGKILL of `san run` at step 133; restarted at once, it trains after {gone:.0f} s"
+    return f"`san run` gets SIGKILL at step 133; after an immediate restart, it trains again within {gone:.0f} s"
 
 
 def driver_killed_and_left(scene: Scene) -> str:
@@ -159,14 +159,17 @@ def driver_killed_and_left(scene: Scene) -> str:
     scene.drivers[-1].process.wait()
     gone = scene.wait(lambda: not marked(scene.environment[MARK], AGENTS), 60)
     scene.go_on()
-    return f"SIGKILL of `san run`; its processes except idle agents end within {gone:.0f} s; restarted"
+    return (
+        f"`san run` gets SIGKILL at step 133; its processes, except idle agents, end within {gone:.0f} s; "
+        "then the command is run again"
+    )
 
 
 def killed_in_a_write(scene: Scene) -> str:
     scene.start(WITNESS_KILL_AT_WRITE="26")
     scene.finish()
     assert (scene.runs / "killed").exists()
-    return "SIGKILL with half of the 26th checkpoint written; the same `san run` retries the cell"
+    return "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the cell without a restart"
 
 
 def server_stopped(scene: Scene) -> str:
@@ -187,7 +190,10 @@ def server_stopped(scene: Scene) -> str:
     scene.server.wait()
     seconds = time.monotonic() - away
     scene.finish()
-    return f"`mlflow server` killed at step 30, back after {seconds:.0f} s; training reached step {trained} meanwhile"
+    return (
+        f"`mlflow server` is killed at step 30 and is back after {seconds:.0f} s; training reaches step "
+        f"{trained} in the meantime"
+    )
 
 
 def disk_full(scene: Scene) -> str:
@@ -212,7 +218,10 @@ def disk_full(scene: Scene) -> str:
     assert "Traceback" not in driver.said, driver.said
     ballast.unlink()
     scene.go_on()
-    return f"48 MiB tmpfs filled at step 133: error message, exit code {code}; restarted after freeing space"
+    return (
+        f"a tmpfs of 48 MiB is filled at step 133; `san run` prints an error and exits with code {code}; "
+        "after space is freed, the command is run again"
+    )
 
 
 def _damaged(scene: Scene, how: Callable[[bytes], bytes]) -> None:
@@ -235,12 +244,18 @@ def a_bit_flipped(scene: Scene) -> str:
         return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
     _damaged(scene, flip)
-    return "`san run` killed, one bit flipped; restarted, it sets the file aside and uses the previous one"
+    return (
+        "`san run` is killed and one bit of the file is flipped; on restart, it sets the file aside and uses "
+        "the previous checkpoint"
+    )
 
 
 def cut(scene: Scene) -> str:
     _damaged(scene, lambda content: content[: 2 * len(content) // 3])
-    return "`san run` killed, file cut to two thirds; restarted, it sets the file aside and uses the previous one"
+    return (
+        "`san run` is killed and the file is cut to two thirds; on restart, it sets the file aside and uses "
+        "the previous checkpoint"
+    )
 
 
 def two_at_once(scene: Scene) -> str:
@@ -253,7 +268,7 @@ def two_at_once(scene: Scene) -> str:
     assert "another `san run` is training this grid" in said
     scene.drivers.append(first)
     scene.finish()
-    return "a second `san run` of the grid ends with an error, exit code 2; the first is not affected"
+    return "the second `san run` ends with an error and exit code 2; the first one is not affected"
 
 
 def _stopped(scene: Scene, name: str, stop: Callable[[subprocess.Popen[str]], None]) -> str:
@@ -264,15 +279,18 @@ def _stopped(scene: Scene, name: str, stop: Callable[[subprocess.Popen[str]], No
     assert "the same command continues" in said
     gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
     scene.go_on()
-    return f"{name} at step 133: message, exit code 1, no process left after {gone:.0f} s; restarted"
+    return (
+        f"{name} at step 133; it exits with code 1 and a message, and no process is left after {gone:.0f} s; "
+        "then the command is run again"
+    )
 
 
 def terminated(scene: Scene) -> str:
-    return _stopped(scene, "SIGTERM of `san run`", lambda driver: driver.terminate())
+    return _stopped(scene, "`san run` gets SIGTERM", lambda driver: driver.terminate())
 
 
 def interrupted(scene: Scene) -> str:
-    return _stopped(scene, "Ctrl-C", lambda driver: os.killpg(driver.pid, signal.SIGINT))
+    return _stopped(scene, "`san run` gets SIGINT (Ctrl-C)", lambda driver: os.killpg(driver.pid, signal.SIGINT))
 
 
 def raylet_killed(scene: Scene) -> str:
@@ -284,7 +302,10 @@ def raylet_killed(scene: Scene) -> str:
     assert "Ray on this machine has died" in scene.finish(1)
     seconds = time.monotonic() - began
     scene.go_on()
-    return f"SIGKILL of Ray's raylet at step 30 of 40 epochs: message, exit code 1 after {seconds:.0f} s; restarted"
+    return (
+        "Ray's raylet process gets SIGKILL at step 30 (40 epochs); `san run` prints an error and exits with "
+        f"code 1 after {seconds:.0f} s; then the command is run again"
+    )
 
 
 def hung(scene: Scene) -> str:
@@ -292,7 +313,10 @@ def hung(scene: Scene) -> str:
     os.kill(scene.step(133).pid, signal.SIGSTOP)
     seconds = scene.wait(lambda: "resumes after a failure" in scene.drivers[-1].said, 100)
     scene.finish()
-    return f"SIGSTOP at step 133, `hang_timeout_minutes=0.3`; the same `san run` retried it after {seconds:.0f} s"
+    return (
+        "the worker gets SIGSTOP at step 133, with `hang_timeout_minutes=0.3`; `san run` retries the cell "
+        f"after {seconds:.0f} s without a restart"
+    )
 
 
 def _no_two_at_once(steps: Sequence[Step]) -> None:
@@ -303,21 +327,21 @@ def _no_two_at_once(steps: Sequence[Step]) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
-    "worker of a cell killed": (worker_killed, ()),
-    "one of two workers killed": (worker_killed, ("placement.workers=2",)),
-    "driver killed, restarted at once": (driver_killed, ()),
-    "driver killed, restarted later": (driver_killed_and_left, ()),
-    "killed while a checkpoint is written": (killed_in_a_write, ()),
-    "tracking server down for 60 s": (server_stopped, ()),
-    "disk full": (disk_full, ()),
-    "last checkpoint: flipped bit": (a_bit_flipped, ()),
-    "last checkpoint: truncated": (cut, ()),
-    "second `san run` of the same grid": (two_at_once, ()),
-    "driver terminated": (terminated, ()),
-    "driver interrupted": (interrupted, ()),
-    "Ray killed": (raylet_killed, ("recipe.epochs=40",)),
-    "Ray killed, two workers": (raylet_killed, ("placement.workers=2", "recipe.epochs=40")),
-    "worker hangs": (hung, ("reliability.hang_timeout_minutes=0.3",)),
+    "a cell's only worker is killed": (worker_killed, ()),
+    "one of two workers is killed": (worker_killed, ("placement.workers=2",)),
+    "`san run` is killed and restarted immediately": (driver_killed, ()),
+    "`san run` is killed and restarted later": (driver_killed_and_left, ()),
+    "a cell is killed while it writes a checkpoint": (killed_in_a_write, ()),
+    "the tracking server is down for 60 s": (server_stopped, ()),
+    "the disk is full": (disk_full, ()),
+    "the last checkpoint has a flipped bit": (a_bit_flipped, ()),
+    "the last checkpoint is truncated": (cut, ()),
+    "a second `san run` trains the same grid": (two_at_once, ()),
+    "`san run` is terminated": (terminated, ()),
+    "`san run` is interrupted with Ctrl-C": (interrupted, ()),
+    "Ray is killed": (raylet_killed, ("recipe.epochs=40",)),
+    "Ray is killed while a cell has two workers": (raylet_killed, ("placement.workers=2", "recipe.epochs=40")),
+    "a cell's only worker hangs": (hung, ("reliability.hang_timeout_minutes=0.3",)),
     "one of two workers hangs": (hung, ("reliability.hang_timeout_minutes=0.3", "placement.workers=2")),
 }
 
@@ -391,7 +415,10 @@ def _table(scene: Scene) -> str:
 
 def page_of(rows: Sequence[Row]) -> str:
     """The table between its marks."""
-    head = "| fault | what happened | repeated steps | MLflow runs | epochs (missing, duplicate) | unchanged | seconds |"
+    head = (
+        "| fault | what happens | steps trained twice | MLflow runs | epochs in MLflow (missing/duplicate)"
+        " | identical to the undisturbed run | seconds |"
+    )
     lines = [
         f"| {row.fault} | {row.done} | {row.lost} | {row.runs} | {row.epochs} | {row.same} | {row.seconds:.0f} |"
         for row in rows

@@ -62,7 +62,7 @@ def imagenet(profile: str, *overrides: str) -> tuple[str, ...]:
 
 SCENES = {
     "driver": Scene(
-        "RTX 4090, driver older than PyTorch's CUDA",
+        "RTX 4090 with a driver that is too old for PyTorch's CUDA version",
         RTX_4090 | PYPI | {"usable": False},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("needs driver 580 or newer, but the driver is 550.54.15", "--index-url https://download.pytorch.org/whl/cu126"),
@@ -70,7 +70,7 @@ SCENES = {
         driver="550.54.15",
     ),
     "no driver": Scene(
-        "RTX 4090, no driver",
+        "RTX 4090 without a driver",
         {"gpus": 0, "capability": (8, 9), "memory": 24} | PYPI | {"usable": False},
         imagenet("imagenet-1gpu"),
         ("no NVIDIA driver is installed; install driver 580 or newer",),
@@ -93,28 +93,28 @@ SCENES = {
         2,
     ),
     "torch": Scene(
-        "RTX 4090, PyTorch built without CUDA",
+        "RTX 4090 with a PyTorch that was built without CUDA",
         RTX_4090 | {"torch": "2.13.0+cpu", "cuda": None, "usable": False},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("this torch (2.13.0+cpu) was built without CUDA; run `pip install torch==2.13.0",),
         2,
     ),
     "nvcc": Scene(
-        "RTX 4090, no CUDA toolkit",
+        "RTX 4090 without the CUDA toolkit",
         RTX_4090 | PYPI | {"usable": True},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("nvcc was not found; install the CUDA toolkit 12 or newer", "engine.reference_operators=true"),
         2,
     ),
     "one GPU": Scene(
-        "One RTX 4090, the paper's profile for 8 GPUs",
+        "One RTX 4090, but the paper's profile is for 8 GPUs",
         RTX_4090 | PYPI | {"usable": True},
         imagenet("imagenet"),
         ("a cell needs 8 workers with 8 CPUs and 1 GPU each", "`placement.workers=1 recipe.grad_accum_steps=8 placement.cpus="),
         2,
     ),
     "old nvcc": Scene(
-        "8 x A100, CUDA toolkit 11.8",
+        "Eight A100 GPUs with CUDA toolkit 11.8",
         A100 | PYPI | {"usable": True},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
         ("nvcc 11.8 at ", " is too old; install the CUDA toolkit 12 or newer"),
@@ -122,14 +122,14 @@ SCENES = {
         nvcc="11.8",
     ),
     "old GPU": Scene(
-        "Tesla T4",
+        "Tesla T4, which the CUDA kernels do not support",
         PYPI | {"usable": True, "gpus": 1, "capability": (7, 5), "memory": 16},
         imagenet("imagenet-1gpu", "placement.cpus=1"),
         ("this GPU has compute capability 7.5, but the kernels need 8.0 or higher",),
         2,
     ),
     "cluster": Scene(
-        "H100 cluster (two simulated nodes): driver older than PyTorch's CUDA",
+        "H100 cluster (two simulated nodes) with a driver that is too old for PyTorch's CUDA version",
         H100 | PYPI | {"usable": False},
         imagenet("imagenet", "placement.cpus=1", "placement.workers=2"),
         ("FAILED after", "needs driver 580 or newer, but the driver is 550.54.15"),
@@ -138,7 +138,8 @@ SCENES = {
         cluster=((1, 1), (1, 1)),
     ),
     "plan": Scene(
-        "Cluster of 4 x 8 H100: the plan before any run has finished (synthetic images, as many as ImageNet)",
+        "Cluster of four nodes with eight H100 GPUs each: the plan before any run has finished (as many "
+        "synthetic images as ImageNet has)",
         H100 | PYPI | {"usable": True},
         ("plan", *imagenet("imagenet", "data.source=synthetic", "data.synthetic_per_class=1281")[1:]),
         ("4 cells at a time, 8 workers with 8 CPUs and 1 GPU each", "rough guess from model FLOPs"),
