@@ -57,7 +57,8 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     keys = {row: trial.key for row, trial in expand(small_grid).items()}
     assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
     assert len(set(keys.values())) == 3
-    places = ("data.source=shards", "data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
+    assert expand(small_grid, "data.source=shards", "data.root=elsewhere")["pairwise_3"].key == keys["pairwise_3"]
+    places = ("data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
     hows = ("placement.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
     for same in (*places, *hows, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
         assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
