@@ -136,8 +136,8 @@ def _summary(sections: Sequence[Section]) -> str:
     found = [(section.table, finding) for section in sections for finding in findings(section)]
     text = sum(finding.claim.source == "text" for _, finding in found)
     count = (
-        f"The study tests {len(found)} orderings: {text} from the text of the paper and {len(found) - text} only from its tables. The\n"
-        "numbers in parentheses are our gaps in percentage points of top-1 accuracy."
+        f"The study tests {len(found)} orderings: {text} from the text of the paper and {len(found) - text} only from its"
+        " tables. The\nnumbers in parentheses are our gaps in percentage points of top-1 accuracy."
     )
     parts = ["## Summary", count]
     for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE):
