@@ -440,7 +440,7 @@ def test_the_study_trains_every_cell_once_and_writes_its_page(
     assert study("study", 2, runs, None, page)
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())
-    assert "1437 training and 360 validation images of" in text
+    assert "1,437 training and 360 validation images of" in text
     assert "The 58 distinct cells took" in text
     assert {path.name for path in page.parent.iterdir()} == {
         "page.md",
