@@ -118,7 +118,7 @@ def evaluate(
     if place is not None:
         found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:
-        click.echo(f"note: {found.split} in {found.root} has other images than those this model was trained with", err=True)
+        click.echo(f"note: {found.split} in {found.root} has different images from those this model was trained on", err=True)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found)))
         return
@@ -177,7 +177,7 @@ def robustness(
 @click.argument("checkpoint")
 @click.argument("image")
 @OVERRIDES
-@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: its centre]")
+@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: its center]")
 @click.option("--grid", type=click.IntRange(1), metavar="N", help="Draw N by N pixels spread over the image.")
 @click.option(
     "--layer",

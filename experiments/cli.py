@@ -168,7 +168,7 @@ def plan(
 ) -> None:
     """List a grid's cells, their status and the estimated time.
 
-    Trains nothing. If the profile uses an embedded data set that is missing, writes its images.
+    Trains nothing. If the profile uses an embedded dataset that is missing, writes its images.
 
     \b
     Example: san plan experiments/grids/footprint.yaml --profile digits
@@ -252,7 +252,7 @@ def report(
 
 
 @cli.command()
-@click.option("--profile", default="study", show_default=True, help="Data set and model size, as in `san run`.")
+@click.option("--profile", default="study", show_default=True, help="Dataset and model size, as in `san run`.")
 @click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="Train seeds 0 to N-1.")
 @RUNS
 @ADDRESS

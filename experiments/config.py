@@ -125,7 +125,7 @@ class DataConfig(Strict):
 
     source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
     """`folder`: images at `root` in ImageNet's layout. `shards`: tar files at `root`, written by `san data pack`. `synthetic`:
-    random noise, to measure speed without a disk. `digits`, `shifted_digits`: embedded data sets, written to `root`
+    random noise, to measure speed without a disk. `digits`, `shifted_digits`: embedded datasets, written to `root`
     if missing."""
     root: str | None = None
     """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path starts at the project's folder, or at
@@ -145,12 +145,12 @@ class DataConfig(Strict):
     synthetic_classes: Count = 1000
     """Number of classes of the synthetic images."""
     synthetic_per_class: Count = 50
-    """Synthetic images per class, in training and in validation. With `source: synthetic`, the keys `root`, `split` and
-    `val_split_*` have no effect, and `size` is the only transform key that has one."""
+    """Synthetic images per class, in training and in validation. With `source: synthetic`, the keys `root`, `split`,
+    `val_split_*` and all transform keys except `size` are ignored."""
     size: Count
     """Side in pixels of the model's square input."""
     resize: Count
-    """Validation: length in pixels to which the shorter side is resized before the centre crop."""
+    """Validation: length in pixels to which the shorter side is resized before the center crop."""
     crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]]
     """Training: range of a random crop's area, as a fraction of the image's area."""
     crop_ratio: tuple[Positive, Positive]
@@ -173,17 +173,18 @@ class RecipeConfig(Strict):
     epochs: Annotated[Whole, Field(ge=1, le=9999)]
     """Number of training epochs."""
     batch_size: Count
-    """Images per step over all workers."""
+    """Images per step, summed over all workers."""
     lr: Positive
     """Initial learning rate; decays to zero along a half cosine, step by step."""
     momentum: Fraction
-    """Momentum of SGD."""
+    """SGD momentum."""
     weight_decay: NotNegative
-    """Weight decay of SGD."""
+    """SGD weight decay."""
     label_smoothing: Fraction
-    """Label smoothing of the cross-entropy loss."""
+    """Label smoothing for the cross-entropy loss."""
     lr_batch_size: Count | None = None
-    """Batch size that `lr` is meant for; with another `batch_size`, the learning rate is scaled linearly. Null: no scaling."""
+    """Batch size that `lr` is meant for; with a different `batch_size`, the learning rate is scaled linearly.
+    Null: no scaling."""
     warmup_epochs: NotNegative = 0.0
     """Epochs during which the learning rate rises linearly from 0, before the cosine decay."""
     mixup_alpha: NotNegative = 0.0
@@ -192,7 +193,7 @@ class RecipeConfig(Strict):
     """Decay per step of the exponential moving average of weights and BatchNorm statistics, which is then validated and saved.
     0 turns it off."""
     grad_accum_steps: Count = 1
-    """Number of parts in which each step's images are processed, to save memory. BatchNorm normalizes each part separately."""
+    """Number of parts into which each step's batch is split to save memory. BatchNorm normalizes each part separately."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the layers that torch's autocast covers. Weights, their updates and validation are always float32."""
     sync_batchnorm: bool = False
@@ -220,13 +221,14 @@ class EngineConfig(Strict):
     zero_stage: Annotated[Literal[0, 1, 2], NUMBERS] = 0
     """Stage of DeepSpeed's ZeRO: 1 partitions the momentum across workers, 2 also the gradients."""
     compile: bool = False
-    """Trains the model with `torch.compile`. The averaged model of `recipe.ema_decay` is not compiled."""
+    """Trains the model with `torch.compile`. The averaged model from `recipe.ema_decay` is not compiled."""
     channels_last: bool | None = None
     """Uses the channels-last memory format. Null: on GPUs only, and not with `zero_stage`."""
     tf32: bool | None = None
     """Computes float32 products in TF32 (10-bit mantissas) on tensor cores. Null: on GPUs only."""
     cuda_graphs: bool = False
-    """Captures the forward and backward pass once per batch size and replays it, which saves about 1 500 launches a step."""
+    """Captures the forward and backward passes once per batch size and replays them, which saves about
+    1,500 kernel launches per step."""
     reference_operators: bool = False
     """Allows training on a GPU without the CUDA kernels, with slower operators that need about four times the memory."""
     deterministic: bool = False

@@ -160,5 +160,5 @@ def _source(value: Any) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         raise UnknownCodeError(
-            f"cannot read the source of {value.__qualname__}, which the key of a cell depends on; define it in a file"
+            f"cannot read the source of {value.__qualname__}, which is part of the cell's key; define it in a file"
         ) from None

@@ -52,7 +52,7 @@ class Size(click.ParamType[int]):
 
 @click.group()
 def data() -> None:
-    """Prepare, check, split and pack image data sets.
+    """Prepare, check, split and pack image datasets.
 
     \b
     Example: san data check data/digits
@@ -63,9 +63,9 @@ def data() -> None:
 @click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 def prepare(name: str, folder: Path | None) -> None:
-    """Write an embedded data set as JPEGs in ImageNet's layout.
+    """Write an embedded dataset as JPEGs in ImageNet's layout.
 
-    FOLDER defaults to the place where the profile expects the data set.
+    FOLDER defaults to the place where the profile expects the dataset.
 
     \b
     Example: san data prepare digits
@@ -186,7 +186,7 @@ def _sentence(result: dict[str, Any]) -> str:
     broken = len(result["broken"])
     text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
     if others := result["passed_over"]:
-        text += f"; skipped {len(others)} files that are not images, for example {others[0]}"
+        text += f"; skipped {len(others)} non-image {'file' if len(others) == 1 else 'files'}, for example {others[0]}"
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
@@ -288,7 +288,9 @@ def pack(
 @click.argument("split")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the cell.")
 @click.option("--epoch", type=click.IntRange(0), default=0, show_default=True, help="Epoch, counted from 0.")
-@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images per step over all workers.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images per step, summed over all workers."
+)
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, show_default=True, help="Number of training workers.")
 @LISTS
 @AS_JSON

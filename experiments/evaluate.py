@@ -167,7 +167,7 @@ def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | Non
             _require_no_model(path, changes)
             model = checkpoint.load_checkpoint(path)
             if model.in_channels != 3:
-                raise UserError(f"{path}: this model takes {model.in_channels}-channel images, but the data set is RGB")
+                raise UserError(f"{path}: this model takes {model.in_channels}-channel images, but the dataset is RGB")
         else:
             fields = dict(values.get("model", {}))
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
@@ -204,7 +204,7 @@ def open_images(opened: Opened, split: str | None = None) -> Dataset:
     if opened.classes is not None and images.classes != opened.classes:
         theirs, ours = next(pair for pair in zip(images.classes, opened.classes, strict=True) if pair[0] != pair[1])
         raise UserError(
-            f"{opened.path}: trained on other classes than those in {where}: for example {ours!r} instead of {theirs!r}"
+            f"{opened.path}: trained on different classes from those in {where}: for example {ours!r} instead of {theirs!r}"
         )
     return images
 

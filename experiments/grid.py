@@ -35,10 +35,10 @@ class Row(Layer):
 
 
 class Plot(Strict):
-    """The grid's plot: top-1 against `x`, with one line per value of `series`."""
+    """The grid's plot: top-1 against `x`, with one line for each value of `series`."""
 
     x: str
-    """Configuration key with a number, for example `model.footprint`."""
+    """Configuration key with numeric values for the x axis, for example `model.footprint`."""
     series: str
     """Configuration key whose values become the lines of the plot, for example `model.relation`."""
     label: str
@@ -58,7 +58,7 @@ ProtocolName = Literal["rotation", "attack"]
 
 
 class Grid(Strict):
-    """A grid file."""
+    """The keys of a grid file."""
 
     question: str
     """Question that the grid answers; the title of its results."""
@@ -70,13 +70,14 @@ class Grid(Strict):
     """Lists of values by dotted key, for example `recipe.lr: [0.1, 0.2]`. Every row is repeated with each combination. Without
     `rows`, each combination is a row."""
     base: Layer = Layer()
-    """Changes that apply to all rows."""
+    """Changes that apply to every row."""
     seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
-    """Seeds: each row is trained once per seed."""
+    """Seeds of the runs: each row is trained once per seed."""
     plot: Plot | None = None
-    """Plot of the results. Null: one mark per row."""
+    """Plot of the results. Null: the plot has one mark per row."""
     early_stopping: EarlyStopping | None = None
-    """Null: off. Not part of a cell's key, because finished cells have the same results."""
+    """Early stopping of weak cells. Null: off. Not part of a cell's key, because it does not change the
+    results of finished cells."""
     robustness: ProtocolName | None = None
     """Protocol to measure on each trained cell; the table then shows its results instead of accuracy."""
 

@@ -123,7 +123,7 @@ def _listings() -> Path | None:
 
 
 def _require_digits(root: Path, name: str) -> None:
-    """Writes an embedded data set where it is missing: where the profiles look for it, or into a folder that is there already.
+    """Writes an embedded dataset where it is missing: where the profiles look for it, or into a folder that is there already.
 
     Raises:
         DataError: there is none, so it was hardly meant; or the folder holds something else.
@@ -133,11 +133,11 @@ def _require_digits(root: Path, name: str) -> None:
     if is_missing and not is_ours and not root.parent.is_dir():
         raise DataError(
             f"data.root={root}: no such folder, and its parent {root.parent} does not exist either; correct the path, or "
-            f"write the data set there with `san data prepare {name} {root}`"
+            f"write the dataset there with `san data prepare {name} {root}`"
         )
     prepare_digits(root, name)
     if is_missing and not is_ours:
-        print(f"wrote data set {name} to {root}", file=sys.stderr, flush=True)
+        print(f"wrote dataset {name} to {root}", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -49,7 +49,7 @@ PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
-    help="Data set and model size: digits, study (harder digits), imagenet (as in the paper), imagenet-1gpu or imagenet-fast.",
+    help="Dataset and model size: digits, study (harder digits), imagenet (as in the paper), imagenet-1gpu or imagenet-fast.",
 )
 RUNS = click.option(
     "--runs",

@@ -117,7 +117,8 @@ def _layer(opened: Opened, asked: str | None) -> tuple[str, SelfAttention]:
     else:
         known = ", ".join(f"{number} {name}" for number, name in enumerate(names))
         raise UserError(
-            f"--layer {asked}: no such attention layer in {opened.model.spec.name}; give a number or a name of: {known}"
+            f"--layer {asked}: no such attention layer in {opened.model.spec.name}; "
+            f"give a number or one of these names: {known}"
         )
     return name, layers[name]
 

@@ -1,6 +1,6 @@
 """Images to tensors: folders of encoded images in, normalised batches on a device out.
 
-Here belong: what a data set on disk is, the order in which its images are seen, and the one graph that
+Here belong: what a dataset on disk is, the order in which its images are seen, and the one graph that
 decodes, crops and normalises them with NVIDIA DALI. Never here: models, losses, metrics, anything that knows
 what the images are for.
 

@@ -35,7 +35,7 @@ BLOCKS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transform:
-    """Random resized crop and flip for training, resize and centre crop for validation.
+    """Random resized crop and flip for training, resize and center crop for validation.
 
     The defaults are the paper's values for ImageNet.
 
@@ -46,7 +46,7 @@ class Transform:
     size: int = 224
     """Side of the square that the network sees, pixels."""
     resize: int = 256
-    """Length of the shorter side before the centre crop of validation, pixels; at least `size`."""
+    """Length of the shorter side before the center crop of validation, pixels; at least `size`."""
     crop_area: tuple[float, float] = (0.08, 1.0)
     """Least and greatest area of the random crop, as parts of the image, within 0..1."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -110,7 +110,7 @@ def validation_windows(transform: Transform, sizes_N2: NDArray[np.int64]) -> Win
 
 
 def draws(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The random numbers of images, uniform in [0, 1): a row for each index (>= 0) in the data set.
+    """The random numbers of images, uniform in [0, 1): a row for each index (>= 0) in the dataset.
 
     A row depends on the seed, the epoch and its index alone, and not on the rows beside it.
     """

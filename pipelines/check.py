@@ -1,4 +1,4 @@
-"""Which images of a data set cannot be decoded, and why.
+"""Which images of a dataset cannot be decoded, and why.
 
 The judge is DALI, because it is DALI that will read them. Its pipelines end at the first broken image, and broken images have
 ended whole processes; so a scan decodes one image at a time, in processes of its own.

@@ -1,4 +1,4 @@
-"""What a data set is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
+"""What a dataset is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
 import hashlib
 import os
@@ -215,12 +215,12 @@ class Dataset:
         Raises:
             DataError: the shard cannot be read, or has become too short.
         """
-        assert self.shards is not None, "only packed images are read by the data set"
+        assert self.shards is not None, "only packed images are read by the dataset"
         return self.shards.read(self.offsets[index], self.sizes[index])
 
     def announce(self, indices: Iterable[int]) -> None:
         """These packed images will be read soon: the disk is told to bring them, all at the same time."""
-        assert self.shards is not None, "only packed images are read by the data set"
+        assert self.shards is not None, "only packed images are read by the dataset"
         for index in indices:
             self.shards.announce(self.offsets[index], self.sizes[index])
 
@@ -243,7 +243,7 @@ class Dataset:
 
     @property
     def renewal(self) -> str:
-        """How to leave an image out of this data set."""
+        """How to leave an image out of this dataset."""
         if self.packed:
             return "run `san data check` on the source folder and pack it again"
         check = f"run `san data check {self.root}`"
@@ -333,8 +333,9 @@ class Dataset:
         """Raises `DataError` where `other` has an image of this one."""
         if shared := set(self.paths) & set(other.paths):
             raise DataError(
-                f"splits {self.split} and {other.split} share {len(shared)} image(s), such as {min(shared)}; "
-                "write both again with one `san data split` command"
+                f"splits {self.split} and {other.split} share {len(shared)} "
+                f"{'image' if len(shared) == 1 else 'images'}, such as {min(shared)}; "
+                "write both again with a single `san data split` command"
             )
 
     def require_same_classes(self, other: "Dataset") -> None:
@@ -464,6 +465,7 @@ def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> No
     empty = [name for name, listed in files.items() if not listed]
     if empty:
         raise DataError(
-            f"{folder}: {len(empty)} class folder(s) without an image ({', '.join(SUFFIXES)}): {spelled(empty)}; "
+            f"{folder}: {len(empty)} class {'folder' if len(empty) == 1 else 'folders'} "
+            f"without an image ({', '.join(SUFFIXES)}): {spelled(empty)}; "
             "add images or remove the folders"
         )

@@ -1,4 +1,4 @@
-"""The embedded data sets: scikit-learn's 1797 handwritten digits as a folder of small JPEG files.
+"""The embedded datasets: scikit-learn's 1797 handwritten digits as a folder of small JPEG files.
 
 They stand in for ImageNet wherever a whole experiment must run in minutes without a download.
 """
@@ -22,7 +22,7 @@ VALIDATION_PER_CLASS = 36
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How the digits of a data set are drawn: white on a black square."""
+    """How the digits of a dataset are drawn: white on a black square."""
 
     digit: int
     """Side of a digit in pixels; the originals have 8."""
@@ -41,7 +41,7 @@ DIGITS = {
     # Where a digit is says nothing of what it is: the model has to find it, and to relate its strokes to each other.
     "shifted_digits": Drawing(digit=16, canvas=24),
 }
-"""The embedded data sets by name."""
+"""The embedded datasets by name."""
 
 
 def prepare_digits(root: Path | str, name: str = "digits") -> Path:
@@ -83,7 +83,7 @@ def _require_complete(root: Path, name: str) -> None:
         complete = False
     if not complete:
         raise DataError(
-            f"{root}: exists, but does not hold the complete {name} data set that {manifest.name} describes; "
+            f"{root}: exists, but does not hold the complete {name} dataset that {manifest.name} describes; "
             "remove it or choose another folder"
         )
 

@@ -106,7 +106,9 @@ def require_writable(path: Path) -> None:
     if not os.access(path.parent, os.W_OK):
         raise DataError(f"{path.parent}: cannot write to this folder; use another folder for lists")
     if path.exists() and not read_lines(path)[0].startswith(HEADER):
-        raise DataError(f"{path}: already exists and is not an image list; keep lists in another folder (--lists, data.lists)")
+        raise DataError(
+            f"{path}: already exists and is not an image list; keep lists in another folder (set --lists or data.lists)"
+        )
 
 
 def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
@@ -130,7 +132,7 @@ def read_list(path: Path) -> Rows:
     if not header.startswith(encode(HEADER)):
         raise DataError(
             f"{path}: not an image list; expected a digest in its first line, as `san data check` and `san data split` "
-            "write it; move the file away, or keep lists in another folder (--lists, data.lists)"
+            "write it; move the file away, or keep lists in another folder (set --lists or data.lists)"
         )
     text = np.frombuffer(rows, np.uint8)
     tabs, ends = np.flatnonzero(text == ord("\t")), np.flatnonzero(text == ord("\n"))

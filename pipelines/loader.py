@@ -1,4 +1,4 @@
-"""Batches of a data set on a device, epoch by epoch, exactly repeatable."""
+"""Batches of a dataset on a device, epoch by epoch, exactly repeatable."""
 
 import os
 import time
@@ -37,10 +37,10 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True)
 class Loader:
-    """The share of one rank in the batches of a data set.
+    """The share of one rank in the batches of a dataset.
 
     Training shuffles and augments, validation keeps the order; over all ranks an epoch has every image once. What happens to
-    an image in epoch k depends on the seed, on k and on its place in the data set only: not on ranks, batches or what ran
+    an image in epoch k depends on the seed, on k and on its place in the dataset only: not on ranks, batches or what ran
     before. So a restarted run continues bit for bit, in the middle of an epoch too.
 
     Raises:
@@ -95,7 +95,7 @@ class Loader:
         the very batches that were still to come, whatever the number of ranks before and now.
 
         Raises:
-            DataError: `number` is none of an epoch, `seen` is no number of images of the data set, or the rest leaves a rank
+            DataError: `number` is none of an epoch, `seen` is no number of images of the dataset, or the rest leaves a rank
                 without images in some step of training. While it runs: an image cannot be used; the sentence names it.
         """
         shares = self._shares(number, seen)

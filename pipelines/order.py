@@ -47,6 +47,7 @@ def require_full_ranks(count: int, batch: int, world: int) -> None:
     smallest = count // max(steps(count, batch), 1)
     if 0 < smallest < world:
         raise DataError(
-            f"{count} images with batch size {batch} give steps of only {smallest} image(s), too few for {world} workers; "
+            f"{count} images with batch size {batch} give steps of only "
+            f"{smallest} {'image' if smallest == 1 else 'images'}, too few for {world} workers; "
             "increase recipe.batch_size, add images, or lower placement.workers"
         )

@@ -1,4 +1,4 @@
-"""A data set into tar shards: a cluster then needs no shared file system, and a file system no million files."""
+"""A dataset into tar shards: a cluster then needs no shared file system, and a file system no million files."""
 
 import fcntl
 import hashlib
@@ -95,7 +95,7 @@ def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
 
 
 class _Job:
-    """One data set on its way into one folder.
+    """One dataset on its way into one folder.
 
     Raises:
         DataError: the folder has not enough room, or holds other shards of the split.
@@ -124,7 +124,7 @@ class _Job:
             raise
         shard = Shard(name, unfinished.stat().st_size, checksum, self._contents(piece))
         with self._writing:
-            # Before the shard has its name: then every shard that has it is known to be of this data set.
+            # Before the shard has its name: then every shard that has it is known to be of this dataset.
             self.journal.write(f"{shard_line(shard)}\n".encode())
             self.journal.flush()
             os.fsync(self.journal.fileno())
@@ -169,7 +169,8 @@ class _Job:
         others = sorted(name for name in os.listdir(self.out) if shard_name.fullmatch(name) and name not in self._known)
         if others:
             raise DataError(
-                f"{self.out}: already holds {len(others)} shard(s) of {self.dataset.split} made from other images or with "
+                f"{self.out}: already holds {len(others)} {'shard' if len(others) == 1 else 'shards'} "
+                f"of {self.dataset.split} made from other images or with "
                 f"another --shard-size, such as {others[0]}; remove them or use another folder"
             )
 

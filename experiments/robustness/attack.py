@@ -1,6 +1,6 @@
 """White-box targeted attacks by projected gradient descent in the L-inf ball (Madry et al. 2018, arXiv 1706.06083).
 
-An image's target is any class but its own, drawn by the trial's seed and the image's place in the data set. Pixels go n times a
+An image's target is any class but its own, drawn by the trial's seed and the image's place in the dataset. Pixels go n times a
 step down the sign of the gradient of the target's cross entropy, and stay within epsilon of where they were and in [0, 1].
 The first step starts at the image itself, not at a random point of the ball: the paper speaks of none, n steps of its sizes
 reach just as far as epsilon, and what the authors' library, foolbox, called PGD then (2.x) starts there.
@@ -63,7 +63,7 @@ class Attack:
         targets_N = targets(np.asarray(images.labels), len(images.classes), opened.seed).to(loader.device)
         hits, seen = torch.zeros(2, dtype=torch.int64, device=loader.device), 0
         for pixels_NCHW, labels_N in loader.epoch(0):
-            wanted_N = targets_N[seen : seen + len(labels_N)]  # validation keeps the order of the data set
+            wanted_N = targets_N[seen : seen + len(labels_N)]  # validation keeps the order of the dataset
             seen += len(labels_N)
             predicted_N = predictions(network, self.attacked(network, pixels_NCHW, wanted_N))
             hits += torch.stack(((predicted_N == wanted_N).sum(), (predicted_N == labels_N).sum()))
@@ -105,7 +105,7 @@ def within(pixels_NCHW: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def targets(labels_N: np.ndarray[tuple[int], np.dtype[np.int64]], classes: int, seed: int) -> Tensor:
-    """A class for each image of a data set that is not its label, int64 [N]: by the seed and the image's place alone."""
+    """A class for each image of a dataset that is not its label, int64 [N]: by the seed and the image's place alone."""
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
     return torch.from_numpy((labels_N + generator.integers(1, classes, len(labels_N))) % classes)
 

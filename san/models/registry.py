@@ -56,7 +56,7 @@ def create_model(
     """Builds a named variant with fresh weights: images [N, in_channels, H, W] to logits [N, num_classes].
 
     In the paper's setting images are RGB with values from 0 to 1, shorter side resized to 256, 224 x 224 cropped from the
-    centre, normalised with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225). A SAN takes any size that, halved by
+    center, normalized with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225). A SAN takes any size that, halved by
     each stage, its footprints still fit into.
 
     Any field of the variant's record may be overridden: `create_model("san10_pairwise", footprint=9)`. With `features_only` the

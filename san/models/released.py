@@ -144,7 +144,7 @@ def load_released_checkpoint(path: str | Path, /, name: str | None = None, **ove
     """A classifier with weights of the released code, in evaluation mode, on the CPU, in torch's default dtype.
 
     It was trained on ImageNet: RGB images [N, 3, H, W] with values from 0 to 1, shorter side resized to 256, 224 x 224 cropped
-    from the centre, normalised with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225).
+    from the center, normalized with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225).
 
     The file is a checkpoint of the released training, or a bare state dict, with or without DistributedDataParallel's prefix.
     Variant, number of classes and a patchwise footprint are seen in its names and shapes. A pairwise footprint is not: it is

@@ -5,7 +5,7 @@
 JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`), from a warm page cache. Each contender is a process of its own
 on the same cores, with as many threads or worker processes as there are cores; all run an epoch in turn, `repeats` times after
 a warm-up. Training is random resized crop to 224, flip and normalisation, in a new random order each epoch; validation is
-resize to 256 and centre crop. All hand out float32 NCHW. Ratios are taken in each repeat; medians and ranges. Memory is the
+resize to 256 and center crop. All hand out float32 NCHW. Ratios are taken in each repeat; medians and ranges. Memory is the
 proportional set size of all processes of a contender in the middle of an epoch. The difference to Pillow is the mean over
 validated images, of 255.
 
@@ -256,7 +256,7 @@ def random_window(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 def centre(height: int, width: int) -> tuple[Size, Size]:
-    """Height and width after the resize of validation, then top and left of the centre crop, all as in torchvision."""
+    """Height and width after the resize of validation, then top and left of the center crop, all as in torchvision."""
     short = min(height, width)
     resized = TRANSFORM.resize * height // short, TRANSFORM.resize * width // short
     return resized, (round((resized[0] - TRANSFORM.size) / 2), round((resized[1] - TRANSFORM.size) / 2))

@@ -1,4 +1,4 @@
-"""Photographs as a data set would have them: JPEGs of 500x375 at quality 90, of about 110 KB, all different.
+"""Photographs as a dataset would have them: JPEGs of 500x375 at quality 90, of about 110 KB, all different.
 
 They are made from the three photographs that come with scikit-learn and matplotlib: cropped, mirrored, coloured, and with film
 grain, without which such small sources give files of 60 KB. The size matters: most of the time that decoding takes goes into

@@ -327,7 +327,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "runs in a file": (lambda tmp: ["run", str(SMALL_GRID), "--runs", bad_grid(tmp)], ["bad.yaml", "cannot write"]),
     "data in a file": (
         lambda tmp: ["plan", str(SMALL_GRID), f"data.root={bad_grid(tmp)}/x"],
-        ["bad.yaml/x: no such folder, and its parent ", "write the data set there with `san data prepare digits"],
+        ["bad.yaml/x: no such folder, and its parent ", "write the dataset there with `san data prepare digits"],
     ),
     "data where nothing can be written": (
         lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],

@@ -103,7 +103,7 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
     assert code == 1
     first, last = out.splitlines()
     assert first == f"{images}/train/dog/3.jpg: empty file"
-    assert last.startswith("train: 12 images, 1 broken; skipped 2 files that are not images, for example train/loose.jpg; ")
+    assert last.startswith("train: 12 images, 1 broken; skipped 2 non-image files, for example train/loose.jpg; ")
 
     code, out, _ = san_data(*arguments, "--json", "--workers", "1")
     assert code == 1
@@ -156,7 +156,7 @@ def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> No
     first, last = out.splitlines()
     assert code == 1
     assert first == f"{images}/{shown}: its name contains a line break, which image lists cannot store; rename it"
-    assert r"; skipped 1 files that are not images, for example train/dog/x\n; " in last
+    assert r"; skipped 1 non-image file, for example train/dog/x\n; " in last
 
 
 def test_check_of_a_class_that_is_broken_writes_no_list(images: Path, san_data: SanData) -> None:
@@ -206,7 +206,7 @@ def test_rejects_a_val_split_of_two_draws(images: Path, san_data: SanData) -> No
     first = (images / "train-split.txt").read_bytes()
     assert san_data("split", images, "--per-class", "2", "--seed", "1")[0] == 0
     (images / "train-split.txt").write_bytes(first)
-    with pytest.raises(DataError, match=r"splits train-split and val-split share \d image\(s\), such as train/"):
+    with pytest.raises(DataError, match=r"splits train-split and val-split share \d images?, such as train/"):
         open_data(config(images, split="val-split"))
 
 
@@ -309,7 +309,7 @@ def test_digits_are_written_into_a_folder_that_is_named_and_that_is_said(
 ) -> None:
     root = tmp_path / "mine"
     assert len(open_data(config(root, source="digits"))[1]) == 360
-    assert capsys.readouterr().err == f"wrote data set digits to {root}\n"
+    assert capsys.readouterr().err == f"wrote dataset digits to {root}\n"
     open_data(config(root, source="digits", train_per_class=3))
     assert capsys.readouterr().err == ""
 
@@ -324,7 +324,7 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
         open_data(config(Path(root.format(tmp=tmp_path)), source="digits"))
     assert str(wrong.value) == (
         f"data.root={meant}: no such folder, and its parent {meant.parent} does not exist either; correct the path, or "
-        f"write the data set there with `san data prepare digits {meant}`"
+        f"write the dataset there with `san data prepare digits {meant}`"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -394,7 +394,7 @@ def test_check_refuses_to_replace_a_strangers_file(images: Path, san_data: SanDa
     (images / "val.txt").write_text("ILSVRC2012_val_00000001.JPEG 65\n")
     code, out, err = san_data("check", images)
     assert (code, out) == (2, "")
-    assert "val.txt: already exists and is not an image list; keep lists in another folder (--lists, data.lists)" in err
+    assert "val.txt: already exists and is not an image list; keep lists in another folder (set --lists or data.lists)" in err
     assert [path.name for path in images.glob("*.txt")] == ["val.txt"]
 
 

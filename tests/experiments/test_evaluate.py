@@ -140,7 +140,7 @@ def test_other_images_than_the_trials_are_told(
     (tmp_path / "val").symlink_to(DIGITS / "val")
     monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
-    assert capsys.readouterr().err == (f"note: train in {tmp_path} has other images than those this model was trained with\n")
+    assert capsys.readouterr().err == (f"note: train in {tmp_path} has different images from those this model was trained on\n")
 
 
 def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     ),
     "a network of grey images": (
         lambda trained, tmp: [grey(tmp)],
-        "grey.pt: this model takes 1-channel images, but the data set is RGB",
+        "grey.pt: this model takes 1-channel images, but the dataset is RGB",
     ),
     "images too small": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],

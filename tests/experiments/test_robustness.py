@@ -438,7 +438,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "the model has 10 classes, but ",
     ),
     "a split without images": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], ": 10 class folder(s) without an image",
+        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], ": 10 class folders without an image",
     ),
     "the second is no checkpoint": (
         lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot read this file",

@@ -256,7 +256,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "an unknown layer": (
         lambda files, _: colours(files, "--layer", "3"),
         "--layer 3: no such attention layer in san10_pairwise; "
-        "give a number or a name of: 0 stages.0.blocks.0.attention, 1 stages.0.blocks.1.attention, 2 stages.1.blocks",
+        "give a number or one of these names: 0 stages.0.blocks.0.attention, 1 stages.0.blocks.1.attention, 2 stages.1.blocks",
     ),
     "a network without attention": (
         lambda files, _: [str(files / "resnet26.pt"), str(files / "colours.png")],

@@ -1,4 +1,4 @@
-"""The embedded data set: complete, always the same, safe to prepare from many processes."""
+"""The embedded dataset: complete, always the same, safe to prepare from many processes."""
 
 import multiprocessing
 import shutil
@@ -17,7 +17,7 @@ from pipelines.digits import Drawing
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every embedded data set."""
+    """Every embedded dataset."""
     return {name: prepare_digits(tmp_path_factory.mktemp("data") / "new" / name, name) for name in DIGITS}
 
 
@@ -123,14 +123,14 @@ def test_fills_an_empty_folder(tmp_path: Path) -> None:
 def test_rejects_incomplete_folder(copy: Path, name: str, damage: str) -> None:
     victim = copy / damage.format(name=name)
     victim.unlink() if victim.is_file() else shutil.rmtree(victim)
-    with pytest.raises(DataError, match=rf"does not hold the complete {name} data set .* remove it or choose another"):
+    with pytest.raises(DataError, match=rf"does not hold the complete {name} dataset .* remove it or choose another"):
         prepare_digits(copy, name)
     assert not victim.exists()
 
 
 def test_rejects_another_drawing(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DIGITS, name, Drawing(digit=8, canvas=11))
-    with pytest.raises(DataError, match=f"does not hold the complete {name} data set"):
+    with pytest.raises(DataError, match=f"does not hold the complete {name} dataset"):
         prepare_digits(copy, name)
 
 
@@ -140,15 +140,15 @@ def test_places_are_always_the_same() -> None:
 
 def test_rejects_the_other_data_set(folders: dict[str, Path]) -> None:
     with pytest.raises(
-        DataError, match=r"does not hold the complete shifted_digits data set that shifted_digits\.json describes"
+        DataError, match=r"does not hold the complete shifted_digits dataset that shifted_digits\.json describes"
     ):
         prepare_digits(folders["digits"], "shifted_digits")
-    with pytest.raises(DataError, match="does not hold the complete digits data set"):
+    with pytest.raises(DataError, match="does not hold the complete digits dataset"):
         prepare_digits(folders["shifted_digits"])
 
 
 def test_rejects_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("do not lose this")
-    with pytest.raises(DataError, match="does not hold the complete digits data set"):
+    with pytest.raises(DataError, match="does not hold the complete digits dataset"):
         prepare_digits(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]

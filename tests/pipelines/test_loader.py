@@ -31,7 +31,7 @@ from pipelines.loader import Batch, threads_of
 
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
-"""The images of `colours` in the order of their data set."""
+"""The images of `colours` in the order of their dataset."""
 PLAIN = Transform(
     size=16,
     resize=16,

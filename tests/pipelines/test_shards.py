@@ -228,7 +228,7 @@ def test_splits_share_a_folder(data: Dataset, out: Path) -> None:
 def test_refuses_to_mix_packings(data: Dataset, out: Path) -> None:
     shards = packed(data, out)
     before = times(out)
-    sentence = rf"holds {len(shards)} shard\(s\) of train made from other images or with another --shard-size"
+    sentence = f"holds {len(shards)} shards? of train made from other images or with another --shard-size"
     for other, size in ((data, 20_000), (data.without([0]), 6000)):
         with pytest.raises(DataError, match=sentence):
             packed(other, out, size)

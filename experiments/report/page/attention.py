@@ -24,7 +24,7 @@ def attention(answer: Answer) -> str:
         f"{MOST_LOOKS} cells at most, the best of each kind first."
     )
     key = (
-        "Each square is a pixel of the footprint; the framed one is the pixel itself. Stronger colours are larger weights; "
+        "Each square is a pixel of the footprint; the framed one is the pixel itself. Stronger colors mean larger weights; "
         "orange with a hole is negative. Spread is the standard deviation over channels. Dashed lines mark the border of the "
         "image; pixels beyond it are reflected."
     )
