@@ -95,7 +95,9 @@ def test_cells_without_gpus_see_none_of_a_cluster_that_others_started(workers: i
 
 
 def test_refuses_the_address_of_a_job_server() -> None:
-    assert join("http://head:8265").startswith("refused: http://head:8265 is a job server: submit to it with `san submit`")
+    assert join("http://head:8265").startswith(
+        "refused: http://head:8265 is the address of a job server; submit to it with `san submit`"
+    )
 
 
 def test_refuses_an_address_where_nothing_answers() -> None:

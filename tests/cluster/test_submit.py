@@ -256,7 +256,7 @@ def test_one_at_a_time_and_nothing_is_left_of_a_stopped_one(
         time.sleep(0.1)
     assert runs_of(runs / "mlflow.db") == ["KILLED"]
     assert "stopped" in san("status", job).stdout
-    assert san("stop", job).stdout == f"{job}: had ended before, stopped\n"
+    assert san("stop", job).stdout == f"{job}: already stopped\n"
 
 
 @pytest.mark.long
@@ -359,7 +359,7 @@ def test_a_token_that_is_missing_or_wrong_is_explained(
     [
         ({}, "refused: {gcs} requires a token; save"),
         ({"RAY_AUTH_TOKEN": "0123456789"}, "refused: {gcs} rejected the token in RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_TOKEN": "two words"}, "refused: RAY_AUTH_TOKEN holds no token"),
+        ({"RAY_AUTH_TOKEN": "two words"}, "refused: RAY_AUTH_TOKEN does not hold a valid token"),
         ({"RAY_AUTH_TOKEN": "{token}"}, "Resources("),
     ],
     ids=["none", "wrong", "no token", "right"],
@@ -375,7 +375,7 @@ def test_a_driver_elsewhere_needs_the_token_too(head: Head, tmp_path: Path, vari
 def test_a_job_that_is_not_there(server: JobServer) -> None:
     for ask in (server.job, server.log, server.stop, lambda job: server.follow(job, print)):
         for name in ("nobody", "", ".", ".."):
-            with pytest.raises(ClusterError, match=f"knows no job '{re.escape(name)}'; `san status` lists them"):
+            with pytest.raises(ClusterError, match=f"has no job '{re.escape(name)}'; list its jobs with `san status`"):
                 ask(name)
 
 
@@ -400,9 +400,9 @@ def stranger(body: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"<html>hello</html>", "is not the job server of a Ray head: check host and port"),
-        (b"[1]", "is not the job server of a Ray head: check host and port"),
-        (b'{"version": "4", "ray_version": "2.9.3"}', "runs Ray 2.9.3, here is Ray"),
+        (b"<html>hello</html>", "answers, but is not the job server of a Ray head; check host and port"),
+        (b"[1]", "answers, but is not the job server of a Ray head; check host and port"),
+        (b'{"version": "4", "ray_version": "2.9.3"}', "runs Ray 2.9.3, but this machine has Ray"),
     ],
 )
 def test_other_servers(body: bytes, sentence: str) -> None:
@@ -415,12 +415,12 @@ def test_other_servers(body: bytes, sentence: str) -> None:
     ("address", "variables", "sentence"),
     [
         (None, {}, "the address of the job server is missing; give --address http://head:8265 or set RAY_API_SERVER_ADDRESS"),
-        (None, {"RAY_ADDRESS": "head:6379"}, "no job server is named"),
+        (None, {"RAY_ADDRESS": "head:6379"}, "the address of the job server is missing"),
         (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9"),
         ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "nothing answers at http://127.0.0.1:9"),
         ("http://127.0.0.1:many", {}, "nothing answers at http://127.0.0.1:many"),
         ("http://[::1", {}, "'http://[::1' is not the address of a job server"),
-        ("head:6379", {}, "'head:6379' is not the address of a job server, which is written http://head:8265"),
+        ("head:6379", {}, "'head:6379' is not the address of a job server; expected http://HOST:PORT"),
     ],
 )
 def test_addresses(address: str | None, variables: Mapping[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,15 +454,15 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
     grid.write_text(GRID)
     with pytest.raises(UserError, match="epoch"):
         submit.check(grid, "digits", ["recipe.epoch=1"], None)
-    with pytest.raises(UserError, match="--runs runs: a folder of the cluster's, so it must be absolute"):
+    with pytest.raises(UserError, match="--runs runs: a relative path"):
         submit.check(grid, "digits", [], "runs")
-    with pytest.raises(UserError, match=r"data\.root=data/imagenet: a folder of the cluster's, so it must be absolute"):
+    with pytest.raises(UserError, match=r"data\.root=data/imagenet: a relative path"):
         submit.check(grid, "imagenet", [], None)
     submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
     monkeypatch.delenv("NOT_SET", raising=False)
-    with pytest.raises(UserError, match="--env NOT_SET: not set here; export it first, or leave it out"):
+    with pytest.raises(UserError, match="--env NOT_SET: not set in this environment; export it first, or leave it out"):
         submit.environment(["NOT_SET"])
-    with pytest.raises(UserError, match=r"--env PASSWORD=\.\.\.: give the name alone") as caught:
+    with pytest.raises(UserError, match=r"--env PASSWORD=\.\.\.: give only the name") as caught:
         submit.environment(["PASSWORD=hunter2"])
     assert "hunter2" not in str(caught.value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
@@ -470,7 +470,9 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.environment([])
     for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        with pytest.raises(UserError, match=f"MLFLOW_TRACKING_URI={uri}: a file in whose folder Ray deletes after the job"):
+        with pytest.raises(
+            UserError, match=f"MLFLOW_TRACKING_URI={uri}: a relative path, whose folder Ray deletes after the job"
+        ):
             submit.environment([])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////srv/san/runs/mlflow.db")
     assert submit.environment([])["MLFLOW_TRACKING_URI"] == "sqlite:////srv/san/runs/mlflow.db"
