@@ -337,7 +337,7 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         UserError: there is neither.
     """
     path = Path(name)
-    if path.exists() or not re.fullmatch(r"\w{1,40}", name):
+    if not re.fullmatch(r"\w{1,40}", name) or path.exists():
         return path
     if not re.fullmatch(KEY, name):
         raise UserError(

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 import yaml
 
@@ -169,10 +170,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    return Reader(tmp_path, runs, monkeypatch)
+    yield Reader(tmp_path, runs, monkeypatch)
+    mlflow.set_tracking_uri(None)  # a guide sets it, for the process and in its environment
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -579,7 +579,7 @@ def test_rejects_what_cannot_be_reported(
         return err
 
     nowhere = tmp_path / "nowhere" / "page.html"
-    assert f"san: {nowhere}: the page cannot be written (No such file or directory); name another file" in said(
+    assert f"san: {nowhere}: cannot write the page (No such file or directory); choose another file" in said(
         "--html", str(nowhere)
     )
     assert "(Is a directory); name another file" in said("--html", str(tmp_path))

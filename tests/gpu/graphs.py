@@ -26,7 +26,7 @@ def network(name: str, settings: Settings) -> nn.Module:
     """The same weights at each call. BatchNorm is in training mode."""
     torch.manual_seed(0)
     stages = 2 if settings.small else 3
-    return san.create_model(name, CLASSES, stages=stages, width_mult=0.5).to(settings.device)
+    return san.create_model(name, CLASSES, num_stages=stages, width_mult=0.5).to(settings.device)
 
 
 def trained(model: nn.Module, step: Step, settings: Settings) -> Found:
