@@ -112,7 +112,8 @@ def test_the_command_tells_what_to_install(missing: str, installed: Path, tmp_pa
         env["PYTHONPATH"] += f":{tmp_path}"
     python = environment / "bin" / "python"
     done = subprocess.run([python, "-c", code, "models"], env=env, capture_output=True, text=True)
-    sentence = f"san: {missing} is missing; the command needs more than the library: pip install 'san-attention[experiments]'\n"
+    remedy = "install the command's dependencies with `pip install 'san-attention[experiments]'`"
+    sentence = f"san: the package {missing} is not installed; {remedy}\n"
     assert (done.returncode, done.stderr) == (1, sentence)
 
 

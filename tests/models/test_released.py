@@ -263,7 +263,7 @@ def test_the_images_that_are_told_are_those_of_the_profile() -> None:
     for text in told:
         words = " ".join((text or "").split())
         assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words
-        assert f"shorter side resized to {data['resize']}, {data['size']} x {data['size']} cropped from the centre" in words
+        assert f"shorter side resized to {data['resize']}, {data['size']} x {data['size']} cropped from the center" in words
 
 
 def test_images_of_other_channels_have_no_released_form(tmp_path: Path) -> None:

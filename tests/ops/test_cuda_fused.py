@@ -192,7 +192,7 @@ def test_takes_an_empty_batch(training: bool, shim: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "complaint"),
     [
-        (1, torch.zeros(2, 9, 6, 5), "one shape"),
+        (1, torch.zeros(2, 9, 6, 5), "same shape"),
         (2, torch.zeros(2, 9, 6, 15), "multiple of the 2"),
         (5, torch.zeros(4, 5), "weight1"),
         (6, torch.zeros(3), "second BatchNorm"),

@@ -129,7 +129,7 @@ def test_refuses_what_does_not_fit(argument: int, value: Tensor, complaint: str,
 
 def test_refuses_gradients_and_views_that_do_not_fit(shim: Any) -> None:
     problem = Problem.sample((2, 3, 4, 5), torch.float32)
-    for grad, complaint in ((problem.grad[:1], "one shape"), (problem.grad.double(), "one dtype")):
+    for grad, complaint in ((problem.grad[:1], "same shape"), (problem.grad.double(), "same dtype")):
         with pytest.raises(RuntimeError, match=complaint):
             shim.norm_relu_backward(grad, problem.x, *problem.parameters, True, EPS)
     with pytest.raises(RuntimeError, match="contiguous"):
