@@ -582,7 +582,7 @@ def test_rejects_what_cannot_be_reported(
     assert f"san: {nowhere}: cannot write the page (No such file or directory); choose another file" in said(
         "--html", str(nowhere)
     )
-    assert "(Is a directory); name another file" in said("--html", str(tmp_path))
+    assert "(Is a directory); choose another file" in said("--html", str(tmp_path))
     for form in (["--format", "latex"], ["--html", str(tmp_path / "page.html")]):
         err = said("recipe.lr=0.01", *form)
         assert "san: no cell of grid asked under profile digits is finished in sqlite:///" in err
