@@ -585,11 +585,11 @@ def test_rejects_what_cannot_be_reported(
     assert "(Is a directory); choose another file" in said("--html", str(tmp_path))
     for form in (["--format", "latex"], ["--html", str(tmp_path / "page.html")]):
         err = said("recipe.lr=0.01", *form)
-        assert "san: no cell of grid asked under profile digits is finished in sqlite:///" in err
+        assert "san: no finished cell of grid asked with profile digits in sqlite:///" in err
         assert "train the grid with `san run " in err and f"recipe.lr=0.01 --runs {tmp_path / 'runs'}`, or choose" in err
     assert not (tmp_path / "page.html").exists()
     assert "'word' is not one of 'text', 'markdown', 'latex', 'csv'" in said("--format", "word")
-    assert "--json and --format csv ask for two forms of the table; leave out one" in said("--format", "csv", "--json")
+    assert "two output formats: `--json` and `--format csv`; give one of them" in said("--format", "csv", "--json")
 
 
 @pytest.mark.parametrize(
