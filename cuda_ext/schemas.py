@@ -53,6 +53,30 @@ patchwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Ten
     Tensor hidden, int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor)
 
+# Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
+# a1 = relu(shift + center_i * around_j) in the first `products` channels, relu(shift + center_i - around_j) in the others
+# -> its mean [d] and biased covariance [d, d] over all pairs
+pair_covariance(Tensor center, Tensor around, Tensor shift, int kernel_size, int products, bool tf32) -> (Tensor mean,
+    Tensor covariance)
+# -> gradients of center, around, shift
+pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor shift, Tensor mean,
+    int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor)
+# softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d], weight2 [G, E].
+# With an empty weight1 there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
+pair_weights(Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
+    int products, bool tf32) -> Tensor
+# -> gradients of center, around, shift1, weight1, shift2, weight2
+pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2,
+    Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+
+# Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, R or 0]. Columns of scale,
+# shift and weight [E, columns]: center's channels, then channel c at position o in column c * K + o
+# -> weight relu(scale * patch + shift), [N, E, H, W]
+patch_linear(Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size, bool tf32) -> Tensor
+# -> gradients of center, around, scale, shift, weight
+patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size,
+    bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+
 # BatchNorm and ReLU of a map [N, H, W, C]; statistics as above -> y, mean, var
 norm_relu(Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) -> (Tensor, Tensor, Tensor)
 # the same in evaluation, in place of x

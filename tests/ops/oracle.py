@@ -1,0 +1,62 @@
+"""The fused operators in plain torch, differentiable and in any floating type: what every kernel is compared with.
+
+Shapes as in `cuda_ext/schemas.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from san.ops import reference
+
+
+def unfold(x_NHWC: Tensor, kernel_size: int) -> Tensor:
+    """The footprint of every pixel, [N, C, K, P]."""
+    return reference.unfold(x_NHWC.permute(0, 3, 1, 2), kernel_size)
+
+
+def pair_activation(center_NHWd: Tensor, around_NHWd: Tensor, shift_d: Tensor, kernel_size: int, products: int) -> Tensor:
+    """a1 of every pair, [N, d, K, P]."""
+    center = center_NHWd.permute(0, 3, 1, 2).flatten(2).unsqueeze(2)
+    around = unfold(around_NHWd, kernel_size)
+    delta = torch.cat((center[:, :products] * around[:, :products], center[:, products:] - around[:, products:]), 1)
+    return (delta + shift_d[:, None, None]).relu()
+
+
+def pair_covariance(
+    center_NHWd: Tensor, around_NHWd: Tensor, shift_d: Tensor, kernel_size: int, products: int
+) -> tuple[Tensor, Tensor]:
+    """Mean [d] and biased covariance [d, d] of a1 over all pairs."""
+    a1_dM = pair_activation(center_NHWd, around_NHWd, shift_d, kernel_size, products).transpose(0, 1).flatten(1)
+    mean_d = a1_dM.mean(1)
+    rest_dM = a1_dM - mean_d[:, None]
+    return mean_d, rest_dM @ rest_dM.T / a1_dM.shape[1]
+
+
+def pair_weights(
+    center_NHWd: Tensor,
+    around_NHWd: Tensor,
+    shift1_d: Tensor,
+    weight1_Ed: Tensor,
+    shift2_E: Tensor,
+    weight2_GE: Tensor,
+    kernel_size: int,
+    products: int,
+) -> Tensor:
+    """The attention weights, [N, G, K, P]."""
+    hidden = pair_activation(center_NHWd, around_NHWd, shift1_d, kernel_size, products)
+    if len(weight1_Ed):
+        hidden = (torch.einsum("ed,ndkp->nekp", weight1_Ed, hidden) + shift2_E[:, None, None]).relu()
+    return torch.einsum("ge,nekp->ngkp", weight2_GE, hidden).softmax(2)
+
+
+def patch_linear(
+    center_NHWC: Tensor, around_NHWR: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, kernel_size: int
+) -> Tensor:
+    """The Linear layer after BatchNorm and ReLU of the patches, [N, E, H, W]."""
+    N, H, W, _ = center_NHWC.shape
+    center_NCP = center_NHWC.permute(0, 3, 1, 2).flatten(2)
+    patch = torch.cat((center_NCP, unfold(around_NHWR, kernel_size).flatten(1, 2)), 1)
+    activated = (scale[:, None] * patch + shift[:, None]).relu()
+    return torch.einsum("ec,ncp->nep", weight, activated).unflatten(2, (H, W))
