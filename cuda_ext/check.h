@@ -53,6 +53,28 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
+// Inputs of the operators on pairs (schemas.py).
+inline void check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t products) {
+  check_map(center, "center"), check_map(around, "around");
+  check_same(center, around, "center and around"), check_same(center, shift, "center and shift");
+  STD_TORCH_CHECK(center.scalar_type() == ScalarType::Float || center.scalar_type() == ScalarType::Double,
+                  "maps must be float32 or float64");
+  STD_TORCH_CHECK(center.sizes().vec() == around.sizes().vec(), "center and around must have the same shape");
+  const int64_t d = center.size(3);
+  STD_TORCH_CHECK(d > 0 && shift.dim() == 1 && shift.size(0) == d, "shift must have center's ", d, " channels");
+  STD_TORCH_CHECK(products >= 0 && products <= d, "products must be from 0 to ", d, ", not ", products);
+}
+
+// The two layers of a mapping from d channels; weight1 may be empty.
+inline void check_mapping(int64_t d, const Tensor& weight1, const Tensor& shift2, const Tensor& weight2) {
+  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2 && shift2.dim() == 1, "weights must be matrices");
+  const int64_t E = weight1.size(0);
+  STD_TORCH_CHECK(E == 0 || weight1.size(1) == d, "weight1 must be [E, ", d, "]");
+  STD_TORCH_CHECK(shift2.size(0) == E, "shift2 must have weight1's ", E, " channels");
+  STD_TORCH_CHECK(weight2.size(0) > 0 && weight2.size(1) == (E == 0 ? d : E), "weight2 must be [G, ", E == 0 ? d : E,
+                  "]");
+}
+
 // Inputs of pairwise attention (schemas.py); norm1 and norm2 are gain, bias, mean and var.
 inline void check_pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
                            std::initializer_list<const Tensor*> norm1, const Tensor& weight1,

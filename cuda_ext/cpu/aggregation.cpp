@@ -1,205 +1,107 @@
-// aggregation and dot, forward and backward: each is the other's derivative. Definition: san/ops/reference.py.
-//
-// Parallel over images and weight channels: one task owns a weight channel g and the S value channels g, g + G, ...
-// that share it, so each weight is read once for S channels and no two tasks write the same gradient. The backward of
-// dot, which reads weights only, is parallel over images and value channels.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/headeronly/core/Dispatch.h>
-
+// aggregation, forward and backward. Definition: san/ops/reference.py; the loops over pixels: simd/aggregation.cpp.
 #include <tuple>
-#include <vector>
 
-#include "plane.h"
+#include "bands.h"
 
 namespace san::cpu {
 namespace {
 
-// y[i] += weight[o, i] * padded[i + o], all offsets of one channel.
-template <class scalar_t, class acc_t>
-SAN_VECTOR void aggregate(const scalar_t* weight, const acc_t* padded, const Footprint& f, acc_t* y) {
-  for (int64_t o = 0; o < f.positions(); ++o) {
-    const acc_t* shifted = padded + o / f.kernel_size * f.padded_width() + o % f.kernel_size;
-    acc_t* row = y;
-    for (int64_t h = 0; h < f.height; ++h, shifted += f.padded_width(), weight += f.width, row += f.width)
-      for (int64_t w = 0; w < f.width; ++w) row[w] += static_cast<acc_t>(weight[w]) * shifted[w];
-  }
+template <class T>
+const AggregationKernels<T>& kernels() {
+  if constexpr (std::is_same_v<T, double>)
+    return SAN_CHOOSE(aggregation_double);
+  else
+    return SAN_CHOOSE(aggregation_float);
 }
 
-// grad_weight[o, i] += grad[i] * padded[i + o];  grad_padded[i + o] += grad[i] * weight[o, i].
-template <class scalar_t, class acc_t>
-SAN_VECTOR void aggregate_backward(const acc_t* grad, const scalar_t* weight, const acc_t* padded, const Footprint& f,
-                                   acc_t* grad_weight, acc_t* grad_padded) {
-  for (int64_t o = 0; o < f.positions(); ++o) {
-    const int64_t offset = o / f.kernel_size * f.padded_width() + o % f.kernel_size;
-    const acc_t *value = padded + offset, *row = grad;
-    acc_t* out = grad_padded + offset;
-    for (int64_t h = 0; h < f.height; ++h) {
-      for (int64_t w = 0; w < f.width; ++w) {
-        grad_weight[w] += row[w] * value[w];
-        out[w] += row[w] * static_cast<acc_t>(weight[w]);
-      }
-      value += f.padded_width(), out += f.padded_width();
-      row += f.width, weight += f.width, grad_weight += f.width;
-    }
-  }
+// Whether [N, C, H, W] lies in memory as [N, H, W, C].
+bool is_channels_last(const Tensor& x) {
+  const int64_t C = x.size(1), H = x.size(2), W = x.size(3);
+  return x.stride(1) == 1 && x.stride(3) == C && x.stride(2) == C * W && C > 1 &&
+         (x.size(0) == 1 || x.stride(0) == C * W * H);
 }
 
-// out[o, i] = sum_c phi[c, i] * padded[c, i + o] over the `channels` of one group; phi's planes lie `stride` apart.
-template <class scalar_t, class acc_t>
-SAN_VECTOR void correlate(const scalar_t* phi, int64_t stride, int64_t channels, const acc_t* padded,
-                          const Footprint& f, acc_t* sum, scalar_t* out) {
-  const int64_t padded_pixels = f.padded_height() * f.padded_width();
-  for (int64_t o = 0; o < f.positions(); ++o) {
-    const acc_t* shifted = padded + o / f.kernel_size * f.padded_width() + o % f.kernel_size;
-    for (int64_t h = 0; h < f.height; ++h, shifted += f.padded_width(), out += f.width) {
-      for (int64_t w = 0; w < f.width; ++w) sum[w] = 0;
-      for (int64_t c = 0; c < channels; ++c) {
-        const scalar_t* center = phi + c * stride + h * f.width;
-        const acc_t* around = shifted + c * padded_pixels;
-        for (int64_t w = 0; w < f.width; ++w) sum[w] += static_cast<acc_t>(center[w]) * around[w];
-      }
-      for (int64_t w = 0; w < f.width; ++w) out[w] = static_cast<scalar_t>(sum[w]);
-    }
+template <class T>
+struct Problem {
+  Problem(const Tensor& beta, const Tensor& weight, int64_t kernel_size)
+      : N(beta.size(0)), w(as<T>(weight)), like(beta) {
+    check_map(beta, "beta");
+    p.footprint = footprint_of(beta.size(2), beta.size(3), kernel_size);
+    check_aggregation(beta, weight, p.footprint);
+    p.values = beta.size(1), p.weights = weight.size(1), p.channels_last = is_channels_last(beta);
+    map_size = p.values * p.footprint.pixels(), w_size = p.weights * p.footprint.positions() * p.footprint.pixels();
+    this->beta = in_order(beta);
   }
+  // A map as values of T, in the memory format of beta.
+  Tensor in_order(const Tensor& x) const {
+    const Tensor map = as_type(x, kType<T>);
+    return p.channels_last == is_channels_last(map) && (p.channels_last || map.is_contiguous())
+               ? map
+               : torch::stable::contiguous(map, p.channels_last ? torch::headeronly::MemoryFormat::ChannelsLast
+                                                                : torch::headeronly::MemoryFormat::Contiguous);
+  }
+  AggregationMaps<T> maps(int64_t n) const {
+    const T* weights = values<T>(w);
+    return {values<T>(beta) + n * map_size, weights + n * w_size, weights + N * w_size};
+  }
+  // Rows that leave two maps of so many channels in the second cache.
+  int64_t band_rows(int64_t least) const {
+    constexpr int64_t kBytes = 512 << 10;
+    const Footprint& f = p.footprint;
+    const int64_t rows = kBytes / (p.values * f.padded_width() * sizeof(T)) - 2 * f.reach();
+    return std::clamp<int64_t>(rows, least, std::max(least, kBandRows));
+  }
+
+  int64_t N, map_size = 0, w_size = 0;
+  Tensor w, like, beta;
+  Aggregation<T> p{};
+};
+
+template <class T>
+Tensor forward(const Problem<T>& problem) {
+  Tensor y = torch::stable::empty_like(problem.beta);
+  T* out = y.template mutable_data_ptr<T>();
+  const Footprint& f = problem.p.footprint;
+  const int64_t tasks = 2 * torch::stable::get_num_threads();
+  const std::vector<Band> bands =
+      bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, problem.band_rows(1)));
+  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
+                   [&](int64_t task, T* scratch) {
+                     const int64_t n = bands[task].image;
+                     kernels<T>().forward(problem.p, problem.maps(n), bands[task].rows, scratch,
+                                          out + n * problem.map_size);
+                   });
+  return as_type(y, problem.like.scalar_type());
 }
 
-// grad_phi[i] += grad[o, i] * padded[i + o];  grad_padded[i + o] += grad[o, i] * phi[i], all offsets of one channel.
-template <class scalar_t, class acc_t>
-SAN_VECTOR void correlate_backward(const scalar_t* grad, const scalar_t* phi, const acc_t* padded, const Footprint& f,
-                                   acc_t* grad_phi, acc_t* grad_padded) {
-  for (int64_t o = 0; o < f.positions(); ++o) {
-    const int64_t offset = o / f.kernel_size * f.padded_width() + o % f.kernel_size;
-    for (int64_t h = 0; h < f.height; ++h, grad += f.width) {
-      const acc_t* around = padded + offset + h * f.padded_width();
-      const scalar_t* center = phi + h * f.width;
-      acc_t *to_phi = grad_phi + h * f.width, *to_psi = grad_padded + offset + h * f.padded_width();
-      for (int64_t w = 0; w < f.width; ++w) {
-        to_phi[w] += static_cast<acc_t>(grad[w]) * around[w];
-        to_psi[w] += static_cast<acc_t>(grad[w]) * static_cast<acc_t>(center[w]);
-      }
-    }
-  }
+template <class T>
+std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& grad) {
+  const Tensor grad_y = problem.in_order(grad);
+  Tensor grad_beta = torch::stable::empty_like(problem.beta), grad_w = torch::stable::empty_like(problem.w);
+  torch::stable::zero_(grad_beta);
+  T *to_beta = grad_beta.template mutable_data_ptr<T>(), *to_w = grad_w.template mutable_data_ptr<T>();
+  const Footprint& f = problem.p.footprint;
+  const std::vector<Band> bands = bands_of(problem.N, f, problem.band_rows(f.kernel_size));
+  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
+                         [&](int64_t, const Band& band, T* scratch) {
+                           const int64_t n = band.image;
+                           kernels<T>().backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size,
+                                                 band.rows, scratch, to_beta + n * problem.map_size,
+                                                 to_w + n * problem.w_size);
+                         });
+  const ScalarType type = problem.like.scalar_type();
+  return {as_type(grad_beta, type), as_type(grad_w, type)};
 }
 
 Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {
-  check_map(beta, "beta");
-  const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
-  check_aggregation(beta, weight, f);
-  const Tensor values = torch::stable::contiguous(beta), weights = torch::stable::contiguous(weight);
-  Tensor out = torch::stable::empty_like(values);
-  const int64_t C = beta.size(1), G = weight.size(1);
-  SAN_DISPATCH(beta.scalar_type(), "aggregation", [&] {
-    using acc_t = accumulate_t<scalar_t>;
-    const scalar_t *in = values.const_data_ptr<scalar_t>(), *w = weights.const_data_ptr<scalar_t>();
-    scalar_t* result = out.mutable_data_ptr<scalar_t>();
-    torch::stable::parallel_for(0, beta.size(0) * G, 1, [&](int64_t begin, int64_t end) {
-      std::vector<acc_t> padded(f.padded_height() * f.padded_width()), y(f.pixels());
-      for (int64_t task = begin; task < end; ++task) {
-        for (int64_t c = task % G; c < C; c += G) {
-          const int64_t plane = (task / G * C + c) * f.pixels();
-          pad(in + plane, f, padded.data());
-          std::fill(y.begin(), y.end(), acc_t(0));
-          aggregate(w + task * f.positions() * f.pixels(), padded.data(), f, y.data());
-          for (int64_t i = 0; i < f.pixels(); ++i) result[plane + i] = static_cast<scalar_t>(y[i]);
-        }
-      }
-    });
-  });
-  return out;
+  SAN_SUM_TYPE(beta, return forward(Problem<T>(beta, weight, kernel_size));)
 }
 
 std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor& beta, const Tensor& weight,
                                                 int64_t kernel_size) {
-  check_map(beta, "beta");
-  const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
-  check_aggregation(beta, weight, f);
   check_same(grad, beta, "grad and beta");
   STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have the same shape");
-  const Tensor grads = torch::stable::contiguous(grad), values = torch::stable::contiguous(beta);
-  const Tensor weights = torch::stable::contiguous(weight);
-  Tensor grad_beta = torch::stable::empty_like(values), grad_weight = torch::stable::empty_like(weights);
-  const int64_t C = beta.size(1), G = weight.size(1), KP = f.positions() * f.pixels();
-  SAN_DISPATCH(beta.scalar_type(), "aggregation_backward", [&] {
-    using acc_t = accumulate_t<scalar_t>;
-    const scalar_t *gy = grads.const_data_ptr<scalar_t>(), *in = values.const_data_ptr<scalar_t>();
-    const scalar_t* w = weights.const_data_ptr<scalar_t>();
-    scalar_t *gb = grad_beta.mutable_data_ptr<scalar_t>(), *gw = grad_weight.mutable_data_ptr<scalar_t>();
-    torch::stable::parallel_for(0, beta.size(0) * G, 1, [&](int64_t begin, int64_t end) {
-      const int64_t padded_pixels = f.padded_height() * f.padded_width();
-      std::vector<acc_t> padded(padded_pixels), grad_padded(padded_pixels), y(f.pixels()), sum(KP);
-      for (int64_t task = begin; task < end; ++task) {
-        std::fill(sum.begin(), sum.end(), acc_t(0));
-        for (int64_t c = task % G; c < C; c += G) {
-          const int64_t plane = (task / G * C + c) * f.pixels();
-          pad(in + plane, f, padded.data());
-          std::fill(grad_padded.begin(), grad_padded.end(), acc_t(0));
-          for (int64_t i = 0; i < f.pixels(); ++i) y[i] = static_cast<acc_t>(gy[plane + i]);
-          aggregate_backward(y.data(), w + task * KP, padded.data(), f, sum.data(), grad_padded.data());
-          fold(grad_padded.data(), f, gb + plane);
-        }
-        for (int64_t i = 0; i < KP; ++i) gw[task * KP + i] = static_cast<scalar_t>(sum[i]);
-      }
-    });
-  });
-  return {grad_beta, grad_weight};
-}
-
-Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
-  check_dot(phi, psi, groups);
-  const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
-  const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
-  Tensor out = torch::stable::new_empty(phi, {phi.size(0), groups, f.positions(), f.pixels()});
-  const int64_t R = phi.size(1), S = R / groups;
-  SAN_DISPATCH(phi.scalar_type(), "dot", [&] {
-    using acc_t = accumulate_t<scalar_t>;
-    const scalar_t *center = left.const_data_ptr<scalar_t>(), *around = right.const_data_ptr<scalar_t>();
-    scalar_t* result = out.mutable_data_ptr<scalar_t>();
-    torch::stable::parallel_for(0, phi.size(0) * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t padded_pixels = f.padded_height() * f.padded_width();
-      std::vector<acc_t> padded(S * padded_pixels), sum(f.width);
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = (task / groups * R + task % groups) * f.pixels(), stride = groups * f.pixels();
-        for (int64_t s = 0; s < S; ++s) pad(around + first + s * stride, f, padded.data() + s * padded_pixels);
-        correlate(center + first, stride, S, padded.data(), f, sum.data(), result + task * f.positions() * f.pixels());
-      }
-    });
-  });
-  return out;
-}
-
-std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
-  check_map(phi, "phi");
-  const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
-  check_unfolded(grad, f, "grad");
-  check_same(grad, phi, "grad and phi");
-  const int64_t R = phi.size(1), G = grad.size(1);
-  check_dot(phi, psi, G);
-  STD_TORCH_CHECK(grad.size(0) == phi.size(0), "grad and phi must have one batch size");
-  const Tensor grads = torch::stable::contiguous(grad);
-  const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
-  Tensor grad_phi = torch::stable::empty_like(left), grad_psi = torch::stable::empty_like(right);
-  SAN_DISPATCH(phi.scalar_type(), "dot_backward", [&] {
-    using acc_t = accumulate_t<scalar_t>;
-    const scalar_t *center = left.const_data_ptr<scalar_t>(), *around = right.const_data_ptr<scalar_t>();
-    const scalar_t* g = grads.const_data_ptr<scalar_t>();
-    scalar_t *to_phi = grad_phi.mutable_data_ptr<scalar_t>(), *to_psi = grad_psi.mutable_data_ptr<scalar_t>();
-    torch::stable::parallel_for(0, phi.size(0) * R, 1, [&](int64_t begin, int64_t end) {
-      const int64_t padded_pixels = f.padded_height() * f.padded_width();
-      std::vector<acc_t> padded(padded_pixels), grad_padded(padded_pixels), sum(f.pixels());
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t plane = task * f.pixels(), weight = task / R * G + task % R % G;
-        pad(around + plane, f, padded.data());
-        std::fill(grad_padded.begin(), grad_padded.end(), acc_t(0));
-        std::fill(sum.begin(), sum.end(), acc_t(0));
-        correlate_backward(g + weight * f.positions() * f.pixels(), center + plane, padded.data(), f, sum.data(),
-                           grad_padded.data());
-        for (int64_t i = 0; i < f.pixels(); ++i) to_phi[plane + i] = static_cast<scalar_t>(sum[i]);
-        fold(grad_padded.data(), f, to_psi + plane);
-      }
-    });
-  });
-  return {grad_phi, grad_psi};
+  SAN_SUM_TYPE(beta, return backward(Problem<T>(beta, weight, kernel_size), grad);)
 }
 
 }  // namespace
@@ -208,6 +110,4 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("aggregation", TORCH_BOX(&san::cpu::aggregation));
   m.impl("aggregation_backward", TORCH_BOX(&san::cpu::aggregation_backward));
-  m.impl("dot", TORCH_BOX(&san::cpu::dot));
-  m.impl("dot_backward", TORCH_BOX(&san::cpu::dot_backward));
 }

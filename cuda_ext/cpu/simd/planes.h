@@ -96,207 +96,146 @@ SAN_INLINE Vector<T> totals(const Vector<T>* rows) {
   return x[0];
 }
 
-// sums [rows, columns] += a [rows, count] b [columns, count]^T; an element (i, j) of sums lies at i * row + j * column.
+// sums [rows, columns] += a [rows, count] b [columns, count]^T, where an element (i, j) of sums lies at i * row + j.
 template <int rows, int columns, class T>
-SAN_INLINE void add_products_block(int64_t count, const T* a, const T* b, T* sums, int64_t row, int64_t column) {
+SAN_INLINE void add_products_block(int64_t count, const T* a, int64_t a_pitch, const T* b, int64_t b_pitch, T* sums,
+                                   int64_t row) {
   Vector<T> sum[rows][columns]{};
   for (int64_t n = 0; n < count; n += kLanes<T>) {
     Vector<T> right[columns];
 #pragma GCC unroll 4
-    for (int j = 0; j < columns; ++j) right[j] = load(b + j * count + n);
+    for (int j = 0; j < columns; ++j) right[j] = load(b + j * b_pitch + n);
 #pragma GCC unroll 4
     for (int i = 0; i < rows; ++i) {
-      const Vector<T> left = load(a + i * count + n);
+      const Vector<T> left = load(a + i * a_pitch + n);
 #pragma GCC unroll 4
       for (int j = 0; j < columns; ++j) sum[i][j] += left * right[j];
     }
   }
   if constexpr (rows * columns % kLanes<T> == 0) {
+#pragma GCC unroll 4
     for (int first = 0; first < rows * columns; first += kLanes<T>) {
       const Vector<T> all = totals<T>(&sum[0][0] + first);
 #pragma GCC unroll 16
-      for (int at = first; at < first + kLanes<T>; ++at)
-        sums[at / columns * row + at % columns * column] += all[at - first];
+      for (int at = first; at < first + kLanes<T>; ++at) sums[at / columns * row + at % columns] += all[at - first];
     }
   } else {
     for (int i = 0; i < rows; ++i)
-      for (int j = 0; j < columns; ++j) sums[i * row + j * column] += total(sum[i][j]);
+      for (int j = 0; j < columns; ++j) sums[i * row + j] += total(sum[i][j]);
   }
 }
 
 template <int rows, class T>
-SAN_INLINE void add_products_row(int64_t columns, int64_t count, const T* a, const T* b, T* sums, int64_t row,
-                                 int64_t column) {
+SAN_INLINE void add_products_rows(int64_t columns, int64_t count, const T* a, int64_t a_pitch, const T* b,
+                                  int64_t b_pitch, T* sums, int64_t row) {
   int64_t j = 0;
-  for (; j + 4 <= columns; j += 4) add_products_block<rows, 4>(count, a, b + j * count, sums + j * column, row, column);
-  for (; j < columns; ++j) add_products_block<rows, 1>(count, a, b + j * count, sums + j * column, row, column);
+  for (; j + 4 <= columns; j += 4)
+    add_products_block<rows, 4>(count, a, a_pitch, b + j * b_pitch, b_pitch, sums + j, row);
+  for (; j < columns; ++j) add_products_block<rows, 1>(count, a, a_pitch, b + j * b_pitch, b_pitch, sums + j, row);
 }
 
 template <class T>
-__attribute__((noinline)) void add_products(int64_t rows, int64_t columns, int64_t count, const T* a, const T* b,
-                                            T* sums, int64_t row, int64_t column) {
+__attribute__((noinline)) void add_products(int64_t rows, int64_t columns, int64_t count, const T* a, int64_t a_pitch,
+                                            const T* b, int64_t b_pitch, T* sums) {
   int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) add_products_row<4>(columns, count, a + i * count, b, sums + i * row, row, column);
-  for (; i < rows; ++i) add_products_row<1>(columns, count, a + i * count, b, sums + i * row, row, column);
+  for (; i + 4 <= rows; i += 4)
+    add_products_rows<4>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * columns, columns);
+  for (; i < rows; ++i)
+    add_products_rows<1>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * columns, columns);
 }
 
-// Rows of an image as planes [rows, channels, width], padded by reflection.
+// The same of a with itself: what lies on the diagonal and right of it.
 template <class T>
-struct Planes {
+__attribute__((noinline)) void add_squares(int64_t rows, int64_t count, const T* a, int64_t pitch, T* sums) {
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4)
+    add_products_rows<4>(rows - i, count, a + i * pitch, pitch, a + i * pitch, pitch, sums + i * (rows + 1), rows);
+  for (; i < rows; ++i)
+    add_products_rows<1>(rows - i, count, a + i * pitch, pitch, a + i * pitch, pitch, sums + i * (rows + 1), rows);
+}
+
+// Rows of an image and those that their footprints see, padded by reflection, as planes that lie once for each column of
+// the footprint: what the pixels of all rows see at position (y, x) lies in a row, so that vectors need not end where a
+// row of the map does. Element i of the plane (c, x), from y * width on, is what pixel i of the first row sees.
+template <class T>
+struct ShiftedPlanes {
   Footprint f;
-  int64_t channels, width;
+  int64_t channels, rows, pitch;
   T* data;
 
-  static int64_t width_of(const Footprint& f) { return whole_vectors<T>(f.width) + 2 * f.reach(); }
-  static int64_t size(const Footprint& f, int64_t channels, int64_t rows) {
-    return (rows + 2 * f.reach()) * channels * width_of(f);
+  static int64_t pitch_of(const Footprint& f, int64_t rows) {
+    return whole_vectors<T>((rows + 2 * f.reach()) * f.width + kLanes<T>);  // the last vector may end behind the rows
   }
-  // Row `row` of the band, counted from the first one that it sees, from the padding's first column.
-  T* at(int64_t row, int64_t c) const { return data + (row * channels + c) * width; }
+  static int64_t padded_row(const Footprint& f, int64_t channels) {
+    return whole_vectors<T>(channels * f.padded_width());
+  }
+  static int64_t size(const Footprint& f, int64_t channels, int64_t rows) {
+    return channels * f.kernel_size * pitch_of(f, rows) + padded_row(f, channels);
+  }
+  __attribute__((always_inline)) inline ShiftedPlanes(const Footprint& f, int64_t channels, int64_t rows, T*& scratch)
+      : f(f), channels(channels), rows(rows), pitch(pitch_of(f, rows)), data(scratch) {
+    scratch += size(f, channels, rows);
+  }
 
-  __attribute__((always_inline)) inline void read(const T* map, int64_t first, int64_t last) const {
-    const int64_t reach = f.reach();
-    for (int64_t row = first - reach; row < last + reach; ++row) {
-      T* planes = at(row - first + reach, 0) + reach;
-      to_planes(map + reflect(row, f.height) * f.width * channels, channels, f.width, planes, width);
-      for (T* plane = planes; plane < planes + channels * width; plane += width)
-        for (int64_t x = 1; x <= reach; ++x) plane[-x] = plane[x], plane[f.width - 1 + x] = plane[f.width - 1 - x];
+  T* at(int64_t c, int64_t x) const { return data + (c * f.kernel_size + x) * pitch; }
+  T* line() const { return data + channels * f.kernel_size * pitch; }  // room for a padded row, [channels, width]
+
+  __attribute__((always_inline)) inline void read(const T* map, int64_t first) const {
+    const int64_t reach = f.reach(), padded = f.padded_width(), W = f.width;
+    clear();
+    for (int64_t row = 0; row < rows + 2 * reach; ++row) {
+      T* inside = line() + reach;
+      to_planes(map + reflect(first + row - reach, f.height) * W * channels, channels, W, inside, padded);
+      for (int64_t c = 0; c < channels; ++c, inside += padded) {
+        for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
+        for (int64_t x = 0; x < f.kernel_size; ++x)
+          memcpy(at(c, x) + row * W, inside - reach + x, W * sizeof(T));
+      }
     }
   }
-  __attribute__((always_inline)) inline void clear(int64_t rows) const {
-    memset(data, 0, (rows + 2 * f.reach()) * channels * width * sizeof(T));
+  __attribute__((always_inline)) inline void clear() const {
+    memset(data, 0, channels * f.kernel_size * pitch * sizeof(T));
   }
   // The adjoint of read: adds what lies in the planes to the pixels that they show.
-  __attribute__((always_inline)) inline void add_to(T* map, int64_t first, int64_t last) const {
-    const int64_t reach = f.reach();
-    for (int64_t row = first - reach; row < last + reach; ++row) {
-      T* planes = at(row - first + reach, 0) + reach;
-      for (T* plane = planes; plane < planes + channels * width; plane += width)
-        for (int64_t x = 1; x <= reach; ++x) plane[x] += plane[-x], plane[f.width - 1 - x] += plane[f.width - 1 + x];
-      from_planes<true>(planes, width, channels, f.width, map + reflect(row, f.height) * f.width * channels);
-    }
-  }
-};
-
-// Some neighbouring pixels of a row, whose values lie in planes: per pair [channels, K, width], per pixel [channels,
-// width]. Behind the last pixel of a row vectors hold what no pair has.
-template <class T>
-struct PlanarTile {
-  const Footprint f;
-  const int64_t K, weights, values;
-  T *grad_y = nullptr, *y = nullptr;  // [values, width]
-  Planes<T> beta{}, to_beta{};
-  int64_t row = 0, first = 0;    // of the map, where the tile begins
-  int64_t count = 0, width = 0;  // pixels; the same in whole vectors
-
-  __attribute__((always_inline)) inline PlanarTile(const Footprint& f, int64_t weights, int64_t values)
-      : f(f), K(f.positions()), weights(weights), values(values) {}
-
-  SAN_INLINE T* take(T*& scratch, int64_t size) {
-    T* taken = scratch;
-    scratch += size;
-    return taken;
-  }
-  __attribute__((always_inline)) inline Planes<T> take_planes(T*& scratch, int64_t channels, int64_t rows) const {
-    return {f, channels, Planes<T>::width_of(f), take(scratch, Planes<T>::size(f, channels, rows))};
-  }
-  // As many pixels as leave what a tile has for each in the first cache, one vector at least.
-  SAN_INLINE int64_t most_pixels(const Footprint& f, int64_t values_per_pixel) {
-    constexpr int64_t kBytes = 32 << 10;
-    const int64_t fit = kBytes / (values_per_pixel * sizeof(T)) / kLanes<T> * kLanes<T>;
-    const int64_t row = whole_vectors<T>(f.width);
-    return fit < kLanes<T> ? kLanes<T> : fit < row ? fit : row;
-  }
-
-  int64_t pairs() const { return K * width; }
-  int64_t pixel() const { return row * f.width + first; }
-
-  // Calls visit(row of the band) for the tiles of a band, of at most so many pixels.
-  template <class Visit>
-  __attribute__((always_inline)) inline void for_each(int64_t first_row, int64_t last_row, int64_t most,
-                                                      const Visit& visit) {
-    for (row = first_row; row < last_row; ++row)
-      for (first = 0; first < f.width; first += most) {
-        count = f.width - first < most ? f.width - first : most, width = whole_vectors<T>(count);
-        visit(row - first_row);
-      }
-  }
-  // Calls visit(position, y, x): what the tile's first pixel sees there lies y rows below its own and at column x of
-  // the padded planes.
-  template <class Visit>
-  __attribute__((always_inline)) inline void for_each_position(const Visit& visit) const {
-    for (int64_t y = 0, o = 0; y < f.kernel_size; ++y)
-      for (int64_t x = 0; x < f.kernel_size; ++x, ++o) visit(o, y, first + x);
-  }
-  // A map's pixels of the tile, as planes.
-  __attribute__((always_inline)) inline void read(const T* map, int64_t channels, T* planes) const {
-    if (count < width) memset(planes, 0, channels * width * sizeof(T));
-    to_planes(map + pixel() * channels, channels, count, planes, width);
-  }
-
-  // Sets what lies behind the last pixel in [rows, width].
-  __attribute__((always_inline)) inline void clear(T* values, int64_t rows, T value = 0) const {
-    if (count == width) return;
-    const int64_t last = width - kLanes<T>;
-    for (T* at = values + last; at < values + rows * width; at += width)
-      store(at, first_lanes<T>(load(at), count - last, value));
-  }
-
-  // y of all value channels that have weight g, `weight` [K, width].
-  __attribute__((always_inline)) inline void aggregate(int64_t band_row, int64_t g, const T* weight) const {
-    int64_t c = g;
-    for (; c + 7 * weights < values; c += 8 * weights) aggregate_shares<8>(band_row, c, weight);
-    for (; c < values; c += weights) aggregate_shares<1>(band_row, c, weight);
-  }
-  // The gradient of weight g [K, width] and, where `to_values`, what weight * grad_y adds to that of beta.
-  __attribute__((always_inline)) inline void correlate(int64_t band_row, int64_t g, const T* weight, T* grad_weight,
-                                                       bool to_values) const {
-    int64_t c = g;
-    for (; c + 7 * weights < values; c += 8 * weights)
-      correlate_shares<8>(band_row, c, weight, grad_weight, c == g, to_values);
-    for (; c < values; c += weights) correlate_shares<1>(band_row, c, weight, grad_weight, c == g, to_values);
-  }
-
- private:
-  // Of `shares` value channels from c on, that have one weight.
-  template <int shares>
-  __attribute__((always_inline)) inline void aggregate_shares(int64_t band_row, int64_t c, const T* weight) const {
-    for (int64_t t = 0; t < width; t += kLanes<T>) {
-      Vector<T> sum[shares]{};
-      for_each_position([&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
-        const Vector<T> factor = load(weight + o * width + t);
-#pragma GCC unroll 8
-        for (int s = 0; s < shares; ++s) sum[s] += factor * load(beta.at(band_row + y, c + s * weights) + x + t);
-      });
-#pragma GCC unroll 8
-      for (int s = 0; s < shares; ++s) store(y + (c + s * weights) * width + t, sum[s]);
-    }
-  }
-  // Likewise; the gradient of the weight is added to unless they are its first.
-  template <int shares>
-  __attribute__((always_inline)) inline void correlate_shares(int64_t band_row, int64_t c, const T* weight,
-                                                              T* grad_weight, bool is_first, bool to_values) const {
-    for (int64_t t = 0; t < width; t += kLanes<T>) {
-      Vector<T> grad[shares];
-#pragma GCC unroll 8
-      for (int s = 0; s < shares; ++s) grad[s] = load(grad_y + (c + s * weights) * width + t);
-      for_each_position([&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
-        T* out = grad_weight + o * width + t;
-        Vector<T> sum = is_first ? Vector<T>{} : load(out);
-#pragma GCC unroll 8
-        for (int s = 0; s < shares; ++s) sum += grad[s] * load(beta.at(band_row + y, c + s * weights) + x + t);
-        store(out, sum);
-        if (!to_values) return;
-        const Vector<T> w = load(weight + o * width + t);
-#pragma GCC unroll 8
-        for (int s = 0; s < shares; ++s) {
-          T* to = to_beta.at(band_row + y, c + s * weights) + x + t;
-          store(to, load(to) + w * grad[s]);
+  __attribute__((always_inline)) inline void add_to(T* map, int64_t first) const {
+    const int64_t reach = f.reach(), padded = f.padded_width(), W = f.width;
+    for (int64_t row = 0; row < rows + 2 * reach; ++row) {
+      memset(line(), 0, channels * padded * sizeof(T));
+      T* inside = line() + reach;
+      for (int64_t c = 0; c < channels; ++c, inside += padded) {
+        for (int64_t x = 0; x < f.kernel_size; ++x) {
+          const T* from = at(c, x) + row * W;
+          T* to = inside - reach + x;
+          for (int64_t w = 0; w < W; ++w) to[w] += from[w];
         }
-      });
+        for (int64_t x = 1; x <= reach; ++x) inside[x] += inside[-x], inside[W - 1 - x] += inside[W - 1 + x];
+      }
+      from_planes<true>(line() + reach, padded, channels, W,
+                        map + reflect(first + row - reach, f.height) * W * channels);
     }
   }
 };
+
+// Some neighbouring pixels of a band, across the ends of rows, in whole vectors.
+struct Pixels {
+  int64_t first, count, width;  // from the band's first pixel; `width` is `count` rounded up to whole vectors
+};
+
+// Sets what lies behind the last pixel in [rows, width].
+template <class T>
+SAN_INLINE void clear_behind(const Pixels& pixels, T* values, int64_t rows) {
+  if (pixels.count == pixels.width) return;
+  const int64_t last = pixels.width - kLanes<T>;
+  for (T* at = values + last; at < values + rows * pixels.width; at += pixels.width)
+    store(at, first_lanes<T>(load(at), pixels.count - last));
+}
+
+template <class T>
+SAN_INLINE T* take(T*& scratch, int64_t size) {
+  T* taken = scratch;
+  scratch += whole_vectors<T>(size);
+  return taken;
+}
 
 }  // namespace
 }  // namespace san::cpu

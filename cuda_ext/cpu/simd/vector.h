@@ -41,6 +41,21 @@ template <class T>
 SAN_INLINE Vector<T> broadcast(T value) {
   return value - Vector<T>{};  // unlike a sum with 0 this is no operation at all, for -0 too
 }
+// The first `count` values, at most a vector of them; the other lanes are 0.
+template <class T>
+SAN_INLINE Vector<T> load_some(const T* from, int64_t count) {
+  if (count >= kLanes<T>) return load(from);
+  Vector<T> value{};
+  memcpy(&value, from, count * sizeof(T));
+  return value;
+}
+template <class T>
+SAN_INLINE void store_some(T* to, Vector<T> value, int64_t count) {
+  if (count >= kLanes<T>)
+    store(to, value);
+  else
+    memcpy(to, &value, count * sizeof(T));
+}
 // The sum of a vector's lanes.
 template <class V>
 SAN_INLINE auto total(V x) {
@@ -92,33 +107,6 @@ SAN_INLINE Vector<double> exp(Vector<double> x) {
   for (int64_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = __builtin_exp(x[lane]);
   return x;
 }
-// log for finite arguments of at least 1, and NaN. Polynomial: Cephes, logf (Moshier, 1992).
-SAN_INLINE Vector<float> log(Vector<float> x) {
-  typedef int32_t Integers __attribute__((vector_size(SAN_VECTOR_BYTES)));
-  const Integers bits = (Integers)x;
-  Vector<float> power = __builtin_convertvector((bits >> 23) - 126, Vector<float>);
-  Vector<float> m = (Vector<float>)((bits & 0x007FFFFF) | 0x3F000000);  // in [0.5, 1)
-  const auto is_small = m < broadcast(0.707106781f);
-  power = is_small ? power - 1.0f : power;
-  m = (is_small ? m + m : m) - 1.0f;
-  const Vector<float> square = m * m;
-  Vector<float> p = m * 7.0376836292e-2f - 1.1514610310e-1f;
-  p = p * m + 1.1676998740e-1f;
-  p = p * m - 1.2420140846e-1f;
-  p = p * m + 1.4249322787e-1f;
-  p = p * m - 1.6668057665e-1f;
-  p = p * m + 2.0000714765e-1f;
-  p = p * m - 2.4999993993e-1f;
-  p = p * m + 3.3333331174e-1f;
-  const Vector<float> y = p * m * square - power * 2.12194440e-4f - 0.5f * square;
-  const Vector<float> value = m + y + power * 0.693359375f;
-  return x != x ? x : value;
-}
-SAN_INLINE Vector<double> log(Vector<double> x) {
-  for (int64_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = __builtin_log(x[lane]);
-  return x;
-}
-
 // term(0) + ... + term(count - 1), in four sums that need not wait for each other.
 template <class V, class Term>
 SAN_INLINE V sum_of(int64_t count, const Term& term) {
@@ -143,20 +131,13 @@ SAN_INLINE V largest_of(int64_t count, const Term& term) {
   return larger(larger(top[0], top[1]), larger(top[2], top[3]));
 }
 
-enum class Start { zero, bias, sum };  // what a product is added to: nothing, a row, or what is there
-// What becomes of it: it is stored; relu(gain * it + shift) is stored; both are, in places of their own.
-enum class Finish { store, activate, both };
-
-template <class T>
-struct Activation {
-  const T *gain, *shift;  // [columns]
-  T* to;                  // as C
-};
+enum class Start { zero, bias, sum };  // what a product is added to: nothing, a value for each row, or what is there
+enum class Finish { store, relu };
 
 // One block of C that stays in registers.
 template <Start start, Finish finish, int rows, int vectors, class T>
 SAN_INLINE void block(int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b, int64_t b_pitch,
-                      const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
+                      const T* bias, T* c, int64_t c_pitch) {
   constexpr int64_t L = kLanes<T>;
   Vector<T> sum[rows][vectors];
 #pragma GCC unroll 32
@@ -164,7 +145,7 @@ SAN_INLINE void block(int64_t depth, const T* a, int64_t a_row, int64_t a_depth,
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
       if (start == Start::zero) sum[i][v] = Vector<T>{};
-      if (start == Start::bias) sum[i][v] = load(bias + v * L);
+      if (start == Start::bias) sum[i][v] = broadcast(bias[i]);
       if (start == Start::sum) sum[i][v] = load(c + i * c_pitch + v * L);
     }
   // Four rows of A are one pointer and the addressing modes of x86: a pointer or an offset for each would leave the
@@ -193,55 +174,44 @@ SAN_INLINE void block(int64_t depth, const T* a, int64_t a_row, int64_t a_depth,
 #pragma GCC unroll 32
   for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) {
-      const int64_t at = i * c_pitch + v * L;
-      if (finish != Finish::activate) store(c + at, sum[i][v]);
-      if (finish != Finish::store)
-        store(activation.to + at, relu(sum[i][v] * load(activation.gain + v * L) + load(activation.shift + v * L)));
-    }
+    for (int v = 0; v < vectors; ++v)
+      store(c + i * c_pitch + v * L, finish == Finish::relu ? relu(sum[i][v]) : sum[i][v]);
 }
 
 template <Start start, Finish finish, int rows, int vectors, class T>
 SAN_INLINE void rows_of(int64_t& i, int64_t end, int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b,
-                        int64_t b_pitch, const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
+                        int64_t b_pitch, const T* bias, T* c, int64_t c_pitch) {
   for (; i + rows <= end; i += rows)
-    block<start, finish, rows, vectors>(depth, a + i * a_row, a_row, a_depth, b, b_pitch, bias, c + i * c_pitch,
-                                        c_pitch, {activation.gain, activation.shift, activation.to + i * c_pitch});
+    block<start, finish, rows, vectors>(depth, a + i * a_row, a_row, a_depth, b, b_pitch, bias + i, c + i * c_pitch,
+                                        c_pitch);
 }
 
 template <Start start, Finish finish, int vectors, class T>
 SAN_INLINE void columns_of(int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_depth, const T* b,
-                           int64_t b_pitch, const T* bias, T* c, int64_t c_pitch, const Activation<T>& activation) {
+                           int64_t b_pitch, const T* bias, T* c, int64_t c_pitch) {
   int64_t i = 0;
   constexpr int most = 2 * SAN_BLOCK_ROWS / vectors;
-  rows_of<start, finish, most, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
-  rows_of<start, finish, 4, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
-  rows_of<start, finish, 2, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
-  rows_of<start, finish, 1, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch, activation);
+  rows_of<start, finish, most, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch);
+  rows_of<start, finish, 4, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch);
+  rows_of<start, finish, 2, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch);
+  rows_of<start, finish, 1, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch);
 }
 
 // C [rows, columns] = start + A [rows, depth] B [depth, columns]. A's element (i, k) lies at a[i * a_row + k *
-// a_depth], so A may be transposed; `columns` is a multiple of the lanes. `c` is not touched where only the activation
-// is stored.
+// a_depth], so A may be transposed; `columns` is a multiple of the lanes.
 template <Start start, Finish finish = Finish::store, class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_row,
                                         int64_t a_depth, const T* b, int64_t b_pitch, const T* bias, T* c,
-                                        int64_t c_pitch, const Activation<T>& activation = {}) {
+                                        int64_t c_pitch) {
   constexpr int64_t L = kLanes<T>;
   int64_t j = 0;
-  const auto from = [&](int64_t column) __attribute__((always_inline)) {
-    return finish == Finish::store
-               ? activation
-               : Activation<T>{activation.gain + column, activation.shift + column, activation.to + column};
-  };
 #if defined(__AVX512F__)
   for (; j + 4 * L <= columns; j += 4 * L)
-    columns_of<start, finish, 4>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
+    columns_of<start, finish, 4>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias, c + j, c_pitch);
 #endif
   for (; j + 2 * L <= columns; j += 2 * L)
-    columns_of<start, finish, 2>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
-  if (j < columns)
-    columns_of<start, finish, 1>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias + j, c + j, c_pitch, from(j));
+    columns_of<start, finish, 2>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias, c + j, c_pitch);
+  if (j < columns) columns_of<start, finish, 1>(rows, depth, a, a_row, a_depth, b + j, b_pitch, bias, c + j, c_pitch);
 }
 
 }  // namespace

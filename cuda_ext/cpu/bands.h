@@ -1,0 +1,170 @@
+// What operators on the CPU share: work in bands of an image's rows, on as many threads as torch has, and the choice of
+// the instruction set.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/Dispatch.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../check.h"
+#include "../footprint.h"
+#include "simd/kernels.h"
+
+namespace san::cpu {
+namespace {
+
+// Calls work(task, scratch) for every task, each thread with scratch of its own. Threads take the next task that is
+// left; results must not depend on which thread takes which.
+template <class T, class Work>
+void for_each_task(int64_t tasks, int64_t scratch_size, const Work& work) {
+  constexpr size_t kAlignment = 64;  // of the widest vectors
+  std::atomic<int64_t> next = 0;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tasks);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) {
+      size_t bytes = scratch_size * sizeof(T) + kAlignment;
+      const std::unique_ptr<char[]> memory(new char[bytes]);
+      void* scratch = memory.get();
+      std::align(kAlignment, scratch_size * sizeof(T), scratch, bytes);
+      for (int64_t task = next++; task < tasks; task = next++) work(task, static_cast<T*>(scratch));
+    }
+  });
+}
+
+// Rows of an image: what a task computes.
+struct Band {
+  int64_t image;
+  Rows rows;
+  bool is_odd;
+};
+
+// The even bands of all images, then the odd ones, of `wanted` rows or, the last ones, some more.
+inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int64_t wanted) {
+  const int64_t count = std::max<int64_t>(1, f.height / wanted);
+  std::vector<Band> bands;
+  for (int64_t parity = 0; parity < 2; ++parity)
+    for (int64_t n = 0; n < images; ++n)
+      for (int64_t b = parity; b < count; b += 2)
+        bands.push_back({n, {b * f.height / count, (b + 1) * f.height / count}, parity == 1});
+  return bands;
+}
+
+constexpr int64_t kBandRows = 14;  // more would leave the second cache; fewer would read many rows twice
+
+// Bands for sums over pixels and for gradients that reach beyond a band: at least a footprint's rows.
+inline std::vector<Band> bands_apart(int64_t images, const Footprint& f) {
+  return bands_of(images, f, std::max(kBandRows, f.kernel_size));
+}
+// Bands for what each pixel has by itself: enough for all threads.
+inline std::vector<Band> bands_alone(int64_t images, const Footprint& f) {
+  const int64_t tasks = 2 * torch::stable::get_num_threads();
+  return bands_of(images, f, std::clamp<int64_t>(images * f.height / tasks, 1, kBandRows));
+}
+
+inline int64_t most_rows(const std::vector<Band>& bands) {
+  int64_t most = 0;
+  for (const Band& band : bands) most = std::max(most, band.rows.last - band.rows.first);
+  return most;
+}
+
+// Calls work(task, band, scratch) for bands that add to their neighbours' pixels: first for the even ones, then for the
+// odd ones. Those of one parity lie apart by more than the footprint reaches over, so that threads change no sum.
+template <class T, class Work>
+void for_each_band_apart(const std::vector<Band>& bands, int64_t scratch_size, const Work& work) {
+  const auto is_odd = [](const Band& band) { return band.is_odd; };
+  const int64_t even = std::find_if(bands.begin(), bands.end(), is_odd) - bands.begin(), all = bands.size();
+  for (const auto& [begin, end] : {std::pair(int64_t(0), even), std::pair(even, all)})
+    for_each_task<T>(end - begin, scratch_size,
+                     [&](int64_t task, T* scratch) { work(begin + task, bands[begin + task], scratch); });
+}
+
+// The sum over tasks of what each has written, in the order of tasks: [size].
+template <class T>
+std::vector<double> sum_over_tasks(const std::vector<T>& partial, int64_t size) {
+  std::vector<double> sum(size);
+  for (auto from = partial.begin(); from != partial.end(); from += size)
+    for (int64_t at = 0; at < size; ++at) sum[at] += from[at];
+  return sum;
+}
+
+template <class T>
+constexpr ScalarType kType = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+
+// A tensor of any floating type as values of T that lie in a row.
+template <class T>
+Tensor as(const Tensor& x) {
+  return torch::stable::contiguous(x.scalar_type() == kType<T> ? x : torch::stable::to(x, kType<T>));
+}
+inline Tensor as_type(const Tensor& x, ScalarType type) {
+  return x.scalar_type() == type ? x : torch::stable::to(x, type);
+}
+template <class T>
+const T* values(const Tensor& x) {
+  return x.const_data_ptr<T>();
+}
+
+template <class T>
+Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> sizes) {
+  Tensor out = torch::stable::new_empty(like, sizes, kType<T>);
+  T* to = out.template mutable_data_ptr<T>();
+  for (int64_t i = 0; i < out.numel(); ++i) to[i] = static_cast<T>(from[i]);
+  return out;
+}
+
+// Runs the body with T, the type of sums, bound to float or to double.
+#define SAN_SUM_TYPE(MAP, ...)                     \
+  if ((MAP).scalar_type() == ScalarType::Double) { \
+    using T = double;                              \
+    __VA_ARGS__                                    \
+  } else {                                         \
+    using T = float;                               \
+    __VA_ARGS__                                    \
+  }
+
+}  // namespace
+
+// What the sources in simd/ offer, as compiled for each instruction set.
+#define SAN_KERNELS(isa)                        \
+  namespace isa { \
+  extern const PairKernels<float> pairs_float; \
+  extern const PairKernels<double> pairs_double; \
+  extern const AggregationKernels<float> aggregation_float; \
+  extern const AggregationKernels<double> aggregation_double; \
+  }
+SAN_KERNELS(baseline)
+#if defined(__x86_64__)
+SAN_KERNELS(v3)
+SAN_KERNELS(v4)
+#define SAN_CHOOSE(kernels) choose(baseline::kernels, v3::kernels, v4::kernels)
+#else
+#define SAN_CHOOSE(kernels) baseline::kernels
+#endif
+
+namespace {
+
+#if defined(__x86_64__)
+// The best that this machine can run; the environment's SAN_CPU (baseline, v3, v4) chooses a lesser one, for tests.
+template <class Kernels>
+const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels& v4) {
+  const char* wish = std::getenv("SAN_CPU");
+  const std::string name = wish == nullptr ? "" : wish;
+  STD_TORCH_CHECK(name.empty() || name == "baseline" || name == "v3" || name == "v4",
+                  "SAN_CPU must be baseline, v3 or v4, not ", name);
+  const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_v4 && (name.empty() || name == "v4")) return v4;
+  return has_v3 && name != "baseline" ? v3 : baseline;
+}
+#endif
+
+}  // namespace
+}  // namespace san::cpu

@@ -1,0 +1,217 @@
+// Operators on the pairs of a pixel and a position of its footprint: no tensor has a footprint's size times a map's, but
+// the attention weights. Definitions: schemas.py; the loops over pairs, where the time goes: simd/pairs.cpp.
+#include <cmath>
+#include <tuple>
+
+#include "bands.h"
+
+namespace san::cpu {
+namespace {
+
+template <class T>
+const PairKernels<T>& kernels() {
+  if constexpr (std::is_same_v<T, double>)
+    return SAN_CHOOSE(pairs_double);
+  else
+    return SAN_CHOOSE(pairs_float);
+}
+
+// The maps of all images and what the kernels need to know of pairs.
+template <class T>
+struct Problem {
+  Problem(const Tensor& center, const Tensor& around, const Tensor& shift1, int64_t kernel_size, int64_t products)
+      : center(as<T>(center)), around(as<T>(around)), shift1(as<T>(shift1)), N(center.size(0)) {
+    check_pairs(center, around, shift1, products);
+    p.footprint = footprint_of(center.size(1), center.size(2), kernel_size);
+    p.channels = center.size(3), p.products = products, p.shift1 = values<T>(this->shift1);
+    d = p.channels, P = p.footprint.pixels(), pairs = double(N) * P * p.footprint.positions();
+  }
+  void take_mapping(const Tensor& weight1_, const Tensor& shift2_, const Tensor& weight2_) {
+    check_mapping(d, weight1_, shift2_, weight2_);
+    weight1 = as<T>(weight1_), shift2 = as<T>(shift2_), weight2 = as<T>(weight2_);
+    p.hidden = weight1.size(0), p.weights = weight2.size(0);
+    p.weight1 = values<T>(weight1), p.shift2 = values<T>(shift2), p.weight2 = values<T>(weight2);
+  }
+  PairMaps<T> maps(int64_t n) const { return {values<T>(center) + n * P * d, values<T>(around) + n * P * d}; }
+  std::vector<Band> bands() const { return bands_apart(N, p.footprint); }
+
+  Tensor center, around, shift1, weight1, shift2, weight2;
+  int64_t N, P = 0, d = 0;
+  double pairs = 0;
+  Pairs<T> p{};
+};
+
+// Zeros [N, H, W, d].
+template <class T>
+Tensor zeros_like(const Problem<T>& problem) {
+  Tensor map = torch::stable::empty_like(problem.center);
+  torch::stable::zero_(map);
+  return map;
+}
+
+// Gradients of the maps, to which bands add, and of parameters, where each task has sums of its own.
+template <class T>
+struct Gradients {
+  Gradients(const Problem<T>& problem, size_t tasks)
+      : p(problem.p), sizes{p.channels, p.hidden * p.channels, p.hidden, p.weights * last()},
+        size(sizes[0] + sizes[1] + sizes[2] + sizes[3]), sums(tasks * size),
+        center(zeros_like(problem)), around(zeros_like(problem)) {}
+  int64_t last() const { return p.hidden == 0 ? p.channels : p.hidden; }
+  PairGradients<T> of(int64_t task, int64_t image) {
+    const int64_t map = image * p.footprint.pixels() * p.channels;
+    T *shift1 = sums.data() + task * size, *weight1 = shift1 + sizes[0], *shift2 = weight1 + sizes[1];
+    return {center.template mutable_data_ptr<T>() + map, around.template mutable_data_ptr<T>() + map,
+            shift1, weight1, shift2, shift2 + sizes[2]};
+  }
+
+  const Pairs<T> p;
+  const int64_t sizes[4], size;
+  std::vector<T> sums;
+  Tensor center, around;
+};
+
+// A value near the mean of a1: that of the means of some pixels from all over the maps.
+template <class T>
+std::vector<T> near_mean(const Problem<T>& problem) {
+  const int64_t d = problem.d, pixels = problem.N * problem.P, some = std::min<int64_t>(pixels, 64);
+  std::vector<T> origin(d);
+  for (int64_t c = 0; c < d; ++c) {
+    double i = 0, j = 0;
+    for (int64_t n = 0; n < some; ++n) {
+      const int64_t at = (2 * n + 1) * pixels / (2 * some) * d + c;
+      i += values<T>(problem.center)[at] / some, j += values<T>(problem.around)[at] / some;
+    }
+    const double relation = (c < problem.p.products ? i * j : i - j) + problem.p.shift1[c];
+    origin[c] = static_cast<T>(std::isfinite(relation) ? std::max(relation, 0.0) : 0.0);
+  }
+  return origin;
+}
+
+template <class T>
+std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
+  const int64_t d = problem.d, size = d + d * d;
+  const std::vector<T> origin = near_mean(problem);  // squares of distances from it do not cancel
+  const std::vector<Band> bands = problem.bands();
+  std::vector<T> sums(bands.size() * size);
+  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
+    T* sum = sums.data() + task * size;
+    kernels<T>().moments(problem.p, problem.maps(bands[task].image), origin.data(), bands[task].rows, scratch, sum,
+                         sum + d);
+  });
+  std::vector<double> total = sum_over_tasks(sums, size), matrix(d * d);
+  for (double& x : total) x /= problem.pairs;
+  for (int64_t c = 0; c < d; ++c)
+    for (int64_t e = c; e < d; ++e)
+      matrix[c * d + e] = matrix[e * d + c] = total[d + c * d + e] - total[c] * total[e];
+  for (int64_t c = 0; c < d; ++c) total[c] += origin[c];
+  return {tensor_of<T>(total.data(), problem.center, {d}), tensor_of<T>(matrix.data(), problem.center, {d, d})};
+}
+
+template <class T>
+std::tuple<Tensor, Tensor, Tensor> covariance_backward(const Problem<T>& problem, const Tensor& grad_mean,
+                                                       const Tensor& grad_covariance, const Tensor& mean) {
+  const int64_t d = problem.d;
+  const Tensor vector = as<T>(grad_mean), matrix = as<T>(grad_covariance), middle = as<T>(mean);
+  const T *from_mean = values<T>(vector), *from_covariance = values<T>(matrix);
+  std::vector<T> slope(d * d), offset(d);
+  for (int64_t c = 0; c < d; ++c) {
+    offset[c] = static_cast<T>(from_mean[c] / problem.pairs);
+    for (int64_t e = 0; e < d; ++e)
+      slope[c * d + e] = static_cast<T>((from_covariance[c * d + e] + from_covariance[e * d + c]) / problem.pairs);
+  }
+  const std::vector<Band> bands = problem.bands();
+  Gradients<T> to(problem, bands.size());
+  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
+                         [&](int64_t task, const Band& band, T* scratch) {
+                           kernels<T>().moments_backward(problem.p, problem.maps(band.image), values<T>(middle),
+                                                         slope.data(), offset.data(), band.rows, scratch,
+                                                         to.of(task, band.image));
+                         });
+  const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
+  return {to.center, to.around, tensor_of<T>(sums.data(), problem.center, {d})};
+}
+
+template <class T>
+Tensor weights(const Problem<T>& problem) {
+  const Pairs<T>& p = problem.p;
+  const int64_t K = p.footprint.positions();
+  Tensor w = torch::stable::new_empty(problem.center, {problem.N, p.weights, K, problem.P}, kType<T>);
+  T* data = w.template mutable_data_ptr<T>();
+  const std::vector<Band> bands = bands_alone(problem.N, p.footprint);
+  for_each_task<T>(bands.size(), kernels<T>().scratch(p, most_rows(bands), false), [&](int64_t task, T* scratch) {
+    const Band& band = bands[task];
+    kernels<T>().weights(p, problem.maps(band.image), band.rows, scratch,
+                         data + band.image * p.weights * K * problem.P);
+  });
+  return w;
+}
+
+template <class T>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(const Problem<T>& problem,
+                                                                            const Tensor& grad, const Tensor& w) {
+  const Pairs<T>& p = problem.p;
+  const int64_t image = p.weights * p.footprint.positions() * problem.P;
+  const Tensor grads = as<T>(grad), ws = as<T>(w);
+  const std::vector<Band> bands = problem.bands();
+  Gradients<T> to(problem, bands.size());
+  for_each_band_apart<T>(bands, kernels<T>().scratch(p, most_rows(bands), true),
+                         [&](int64_t task, const Band& band, T* scratch) {
+                           kernels<T>().weights_backward(p, problem.maps(band.image),
+                                                         values<T>(ws) + band.image * image,
+                                                         values<T>(grads) + band.image * image, band.rows, scratch,
+                                                         to.of(task, band.image));
+                         });
+  const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
+  const double *weight1 = sums.data() + to.sizes[0], *shift2 = weight1 + to.sizes[1], *weight2 = shift2 + to.sizes[2];
+  return {to.center,
+          to.around,
+          tensor_of<T>(sums.data(), problem.center, {p.channels}),
+          tensor_of<T>(weight1, problem.center, problem.weight1.sizes().vec()),
+          tensor_of<T>(shift2, problem.center, {p.hidden}),
+          tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
+}
+
+std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& shift,
+                                           int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, return covariance(Problem<T>(center, around, shift, kernel_size, products));)
+}
+
+std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_mean, const Tensor& grad_covariance,
+                                                            const Tensor& center, const Tensor& around,
+                                                            const Tensor& shift, const Tensor& mean,
+                                                            int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, return covariance_backward(Problem<T>(center, around, shift, kernel_size, products), grad_mean,
+                                                  grad_covariance, mean);)
+}
+
+Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& shift1, const Tensor& weight1,
+                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, {
+    Problem<T> problem(center, around, shift1, kernel_size, products);
+    problem.take_mapping(weight1, shift2, weight2);
+    return as_type(weights(problem), weight2.scalar_type());
+  })
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward(
+    const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& shift1,
+    const Tensor& weight1, const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, {
+    Problem<T> problem(center, around, shift1, kernel_size, products);
+    problem.take_mapping(weight1, shift2, weight2);
+    STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
+    auto [to_center, to_around, to_shift1, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
+    return {to_center, to_around, to_shift1, as_type(to_weight1, weight1.scalar_type()), to_shift2,
+            as_type(to_weight2, weight2.scalar_type())};
+  })
+}
+
+}  // namespace
+}  // namespace san::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
+  m.impl("pair_covariance", TORCH_BOX(&san::cpu::pair_covariance));
+  m.impl("pair_covariance_backward", TORCH_BOX(&san::cpu::pair_covariance_backward));
+  m.impl("pair_weights", TORCH_BOX(&san::cpu::pair_weights));
+  m.impl("pair_weights_backward", TORCH_BOX(&san::cpu::pair_weights_backward));
+}

@@ -1,0 +1,203 @@
+// The aggregation: each pixel's weighted sum of the values in its footprint. Vectors run over neighbouring pixels of a
+// row, and each value channel lies in a plane of its own, so that eight channels share every weight that is loaded.
+//
+// The last vector of a row reaches into the next one. What it holds there is wrong, but never kept: a row's results are
+// written before the next row's, and whole vectors only where they end within the band.
+#include "kernels.h"
+#include "planes.h"
+
+namespace san::cpu {
+namespace {
+
+// Rows of a map and those that their footprints see, padded by reflection: planes [rows, channels, width].
+template <class T>
+struct PaddedRows {
+  Footprint f;
+  int64_t channels, rows, width;
+  bool channels_last;
+  T* data;
+
+  static int64_t width_of(const Footprint& f) { return whole_vectors<T>(f.width) + 2 * f.reach(); }
+  static int64_t size(const Aggregation<T>& p, int64_t rows) {
+    return whole_vectors<T>((rows + 2 * p.footprint.reach()) * p.values * width_of(p.footprint));
+  }
+  __attribute__((always_inline)) inline PaddedRows(const Aggregation<T>& p, Rows band, T*& scratch)
+      : f(p.footprint),
+        channels(p.values),
+        rows(band.last - band.first + 2 * p.footprint.reach()),
+        width(width_of(p.footprint)),
+        channels_last(p.channels_last),
+        data(take(scratch, size(p, band.last - band.first))) {}
+
+  // Row `row`, counted from the first that the band sees, from the padding's first column.
+  T* at(int64_t row, int64_t c) const { return data + (row * channels + c) * width; }
+
+  __attribute__((always_inline)) inline void clear() const { memset(data, 0, rows * channels * width * sizeof(T)); }
+  __attribute__((always_inline)) inline void read(const T* map, int64_t first) const {
+    const int64_t reach = f.reach(), W = f.width;
+    clear();
+    for (int64_t row = 0; row < rows; ++row) {
+      T* inside = at(row, 0) + reach;
+      const int64_t from = reflect(first + row - reach, f.height) * W;
+      if (channels_last)
+        to_planes(map + from * channels, channels, W, inside, width);
+      else
+        for (int64_t c = 0; c < channels; ++c) memcpy(inside + c * width, map + c * f.pixels() + from, W * sizeof(T));
+      for (int64_t c = 0; c < channels; ++c, inside += width)
+        for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
+    }
+  }
+  // The adjoint of read: adds what lies in the planes to the pixels that they show.
+  __attribute__((always_inline)) inline void add_to(T* map, int64_t first) const {
+    const int64_t reach = f.reach(), W = f.width;
+    for (int64_t row = 0; row < rows; ++row) {
+      T* inside = at(row, 0) + reach;
+      const int64_t to = reflect(first + row - reach, f.height) * W;
+      for (T* plane = inside; plane < inside + channels * width; plane += width)
+        for (int64_t x = 1; x <= reach; ++x) plane[x] += plane[-x], plane[W - 1 - x] += plane[W - 1 + x];
+      if (channels_last)
+        from_planes<true>(inside, width, channels, W, map + to * channels);
+      else
+        for (int64_t c = 0; c < channels; ++c)
+          for (int64_t w = 0; w < W; ++w) map[c * f.pixels() + to + w] += inside[c * width + w];
+    }
+  }
+};
+
+// One row of the map.
+template <class T>
+struct Line {
+  const Aggregation<T> p;  // a copy: no store can change it, so it may stay in registers
+  const int64_t k, K, P, W, width;
+  PaddedRows<T> beta;
+  T* own;  // [values, width]: y, or its gradient
+
+  static int64_t scratch(const Aggregation<T>& p, int64_t rows, bool backward) {
+    return (backward ? 2 : 1) * PaddedRows<T>::size(p, rows) + p.values * whole_vectors<T>(p.footprint.width);
+  }
+  __attribute__((always_inline)) inline Line(const Aggregation<T>& p, Rows rows, T*& scratch)
+      : p(p),
+        k(p.footprint.kernel_size),
+        K(k * k),
+        P(p.footprint.pixels()),
+        W(p.footprint.width),
+        width(whole_vectors<T>(W)),
+        beta(p, rows, scratch),
+        own(take(scratch, p.values * width)) {}
+
+  // Calls visit(position, row and column of the planes where the row's first pixel sees it).
+  template <class Visit>
+  SAN_INLINE void for_each_position(int64_t k, const Visit& visit) {
+    for (int64_t y = 0, o = 0; y < k; ++y)
+      for (int64_t x = 0; x < k; ++x, ++o) visit(o, y, x);
+  }
+
+  // The weights of a position lie P apart, too far for the processor to guess which it needs next.
+  __attribute__((always_inline)) inline Vector<T> weight_at(const T* w, const T* end) const {
+    __builtin_prefetch(w + W);
+    return load_some(w, end - w);
+  }
+
+  // y of `shares` value channels from c on, which have the weight w [K, P].
+  template <int shares>
+  __attribute__((always_inline)) inline void aggregate(int64_t row, int64_t c, const T* w, const T* end) const {
+    for (int64_t t = 0; t < width; t += kLanes<T>) {
+      Vector<T> sum[shares]{};
+      for_each_position(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
+        const Vector<T> factor = weight_at(w + o * P + t, end);
+#pragma GCC unroll 8
+        for (int s = 0; s < shares; ++s) sum[s] += factor * load(beta.at(row + y, c + s * p.weights) + x + t);
+      });
+#pragma GCC unroll 8
+      for (int s = 0; s < shares; ++s) store(own + (c + s * p.weights) * width + t, sum[s]);
+    }
+  }
+
+  // What `shares` value channels add to the gradients of their weight and, by it, of beta. The first ones replace what
+  // lies in the weight's; `room` says how many pixels of the band are left there.
+  template <int shares>
+  __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, const T* w, const T* end, T* grad_w,
+                                                       int64_t room, bool is_first, const PaddedRows<T>& to_beta) const {
+    for (int64_t t = 0; t < width; t += kLanes<T>) {
+      Vector<T> grad[shares];
+#pragma GCC unroll 8
+      for (int s = 0; s < shares; ++s) grad[s] = load(own + (c + s * p.weights) * width + t);
+      for_each_position(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
+        T* out = grad_w + o * P + t;
+        __builtin_prefetch(out + W, 1);
+        const Vector<T> factor = weight_at(w + o * P + t, end);
+        Vector<T> sum = is_first ? Vector<T>{} : load_some(out, room - t);
+#pragma GCC unroll 8
+        for (int s = 0; s < shares; ++s) {
+          const int64_t at = beta.at(row + y, c + s * p.weights) - beta.data + x + t;
+          sum += grad[s] * load(beta.data + at);
+          store(to_beta.data + at, load(to_beta.data + at) + factor * grad[s]);
+        }
+        store_some(out, sum, room - t);
+      });
+    }
+  }
+};
+
+template <class T>
+int64_t scratch_of(const Aggregation<T>& p, int64_t rows, bool backward) {
+  return Line<T>::scratch(p, rows, backward);
+}
+
+template <class T>
+void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T* scratch, T* y) {
+  const Line<T> line(p, rows, scratch);
+  line.beta.read(x.beta, rows.first);
+  for (int64_t h = rows.first; h < rows.last; ++h) {
+    for (int64_t g = 0; g < p.weights; ++g) {
+      const T* w = x.w + g * line.K * line.P + h * line.W;
+      int64_t c = g;
+      for (; c + 7 * p.weights < p.values; c += 8 * p.weights)
+        line.template aggregate<8>(h - rows.first, c, w, x.w_end);
+      for (; c < p.values; c += p.weights) line.template aggregate<1>(h - rows.first, c, w, x.w_end);
+    }
+    if (p.channels_last)
+      from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
+    else
+      for (int64_t c = 0; c < p.values; ++c)
+        memcpy(y + c * line.P + h * line.W, line.own + c * line.width, line.W * sizeof(T));
+  }
+}
+
+template <class T>
+void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* grad_y, Rows rows, T* scratch,
+              T* grad_beta, T* grad_w) {
+  const Line<T> line(p, rows, scratch);
+  const PaddedRows<T> to_beta(p, rows, scratch);
+  line.beta.read(x.beta, rows.first);
+  to_beta.clear();
+  memset(line.own, 0, p.values * line.width * sizeof(T));  // behind the last pixel it stays so
+  for (int64_t h = rows.first; h < rows.last; ++h) {
+    if (p.channels_last)
+      to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
+    else
+      for (int64_t c = 0; c < p.values; ++c)
+        memcpy(line.own + c * line.width, grad_y + c * line.P + h * line.W, line.W * sizeof(T));
+    const int64_t room = (rows.last - h) * line.W;
+    for (int64_t g = 0; g < p.weights; ++g) {
+      const int64_t from = g * line.K * line.P + h * line.W;
+      int64_t c = g;
+      for (; c + 7 * p.weights < p.values; c += 8 * p.weights)
+        line.template correlate<8>(h - rows.first, c, x.w + from, x.w_end, grad_w + from, room, c == g, to_beta);
+      for (; c < p.values; c += p.weights)
+        line.template correlate<1>(h - rows.first, c, x.w + from, x.w_end, grad_w + from, room, c == g, to_beta);
+    }
+  }
+  to_beta.add_to(grad_beta, rows.first);
+}
+
+}  // namespace
+
+// SAN_ISA names the instruction set that this source is compiled for.
+namespace SAN_ISA {
+extern const AggregationKernels<float> aggregation_float;
+extern const AggregationKernels<double> aggregation_double;
+const AggregationKernels<float> aggregation_float{scratch_of<float>, forward<float>, backward<float>};
+const AggregationKernels<double> aggregation_double{scratch_of<double>, forward<double>, backward<double>};
+}  // namespace SAN_ISA
+}  // namespace san::cpu

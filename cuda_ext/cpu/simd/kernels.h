@@ -1,0 +1,73 @@
+// What the sources of this folder offer: loops over bands of an image's rows, for each instruction set and type.
+//
+// A band reads whole images and writes what belongs to its rows; gradients of a pixel's neighbours reach `reach` rows
+// further, so bands that are written at once must lie apart. Maps are channels-last, [P, channels] of one image.
+#pragma once
+#include "../../footprint.h"
+
+namespace san::cpu {
+
+struct Rows {
+  int64_t first, last;
+};
+
+// Pairs of a pixel i and a position j of its footprint: a1 = relu(shift1 + center_i * around_j) in the first `products`
+// channels and relu(shift1 + center_i - around_j) in the others, a2 = relu(weight1 a1 + shift2), z = weight2 a2. Without
+// a hidden layer `hidden` is 0, and a2 is a1.
+template <class T>
+struct Pairs {
+  Footprint footprint;
+  int64_t channels, products, hidden, weights;  // d, products, E, G
+  const T *shift1, *weight1, *shift2, *weight2;  // [d], [E, d], [E], [G, E]
+};
+
+template <class T>
+struct PairMaps {
+  const T *center, *around;
+};
+
+// Of one image, and sums over the pixels of a band.
+template <class T>
+struct PairGradients {
+  T *center, *around;                      // added to
+  T *shift1, *weight1, *shift2, *weight2;  // added to
+};
+
+template <class T>
+struct PairKernels {
+  // Values of T that a band of so many rows needs, forward or backward.
+  int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
+  // Adds to the sums of a1 - origin, [d], and of its products, the upper half of [d, d].
+  void (*moments)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* products);
+  // From the gradient matrix (a1 - mean) + vector of a1.
+  void (*moments_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* matrix, const T* vector, Rows,
+                           T* scratch, const PairGradients<T>&);
+  // The softmax of z over the footprint, w [G, K, P].
+  void (*weights)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, T* w);
+  void (*weights_backward)(const Pairs<T>&, const PairMaps<T>&, const T* w, const T* grad_w, Rows, T* scratch,
+                           const PairGradients<T>&);
+};
+
+// Value channel c has weight channel c % weights. Maps of one image are [P, values], or [values, P].
+template <class T>
+struct Aggregation {
+  Footprint footprint;
+  int64_t values, weights;
+  bool channels_last;
+};
+
+template <class T>
+struct AggregationMaps {
+  const T *beta, *w, *w_end;  // the map; the weights [G, K, P]; where the tensor of the weights ends
+};
+
+template <class T>
+struct AggregationKernels {
+  int64_t (*scratch)(const Aggregation<T>&, int64_t rows, bool backward);
+  void (*forward)(const Aggregation<T>&, const AggregationMaps<T>&, Rows, T* scratch, T* y);
+  // Adds to grad_beta and writes grad_w.
+  void (*backward)(const Aggregation<T>&, const AggregationMaps<T>&, const T* grad_y, Rows, T* scratch, T* grad_beta,
+                   T* grad_w);
+};
+
+}  // namespace san::cpu

@@ -1,0 +1,303 @@
+// What attention computes for every pair of a pixel and a position of its footprint. Vectors run over neighbouring
+// pixels, across the ends of rows, and channels are rows of matrices: [channels, pairs]. No channel count leaves lanes
+// empty, and only the last pixels of an image do.
+//
+// Work goes by one row of the footprint for some pixels at a time, so that what a pair needs stays in the caches.
+#include "kernels.h"
+#include "planes.h"
+
+namespace san::cpu {
+namespace {
+
+template <class T>
+struct Tile {
+  // What scratch holds for each pixel: a1 and a2 of a row of the footprint, z of all of it or, backward, of a row, and
+  // the center; backward also their gradients.
+  static int64_t values_per_pixel(const Pairs<T>& p, bool backward) {
+    const int64_t k = p.footprint.kernel_size, row = k * (p.channels + p.hidden) + p.channels;
+    return backward ? 2 * row + (k + 1) * p.weights : row + k * k * p.weights;
+  }
+  static constexpr int64_t kMostPixels = 128;
+  static int64_t most_pixels(const Pairs<T>& p, bool backward) {
+    constexpr int64_t kBytes = 1 << 20;  // half of the second cache
+    const int64_t fit = kBytes / (values_per_pixel(p, backward) * sizeof(T)) / kLanes<T> * kLanes<T>;
+    return fit < kLanes<T> ? kLanes<T> : fit < kMostPixels ? fit : kMostPixels;
+  }
+  static int64_t scratch(const Pairs<T>& p, int64_t rows, bool backward) {
+    return (backward ? 2 : 1) * ShiftedPlanes<T>::size(p.footprint, p.channels, rows) +
+           most_pixels(p, backward) * values_per_pixel(p, backward) + p.channels * kLanes<T>;
+  }
+
+  const Pairs<T> p;  // a copy: no store can change it, so it may stay in registers
+  const int64_t k, K, W, most;
+  ShiftedPlanes<T> around, to_around;
+  T *center, *a1, *a2, *z, *mean_z, *to_center, *grad_a1, *grad_a2, *to_shift;
+  Pixels pixels{};
+
+  __attribute__((always_inline)) inline Tile(const Pairs<T>& p, Rows rows, bool backward, T* scratch)
+      : p(p),
+        k(p.footprint.kernel_size),
+        K(k * k),
+        W(p.footprint.width),
+        most(most_pixels(p, backward)),
+        around(p.footprint, p.channels, rows.last - rows.first, scratch),
+        to_around(p.footprint, backward ? p.channels : 0, rows.last - rows.first, scratch) {
+    center = take(scratch, p.channels * most);
+    a1 = take(scratch, k * p.channels * most), a2 = take(scratch, k * p.hidden * most);
+    z = take(scratch, (backward ? k : K) * p.weights * most);
+    if (!backward) return;
+    to_center = take(scratch, p.channels * most), to_shift = take(scratch, p.channels * kLanes<T>);
+    grad_a1 = take(scratch, k * p.channels * most), grad_a2 = take(scratch, k * p.hidden * most);
+    mean_z = take(scratch, p.weights * most);
+  }
+
+  int64_t columns() const { return k * pixels.width; }  // pairs of a row of the footprint
+
+  // Calls visit() for some pixels of the band at a time, once their `center` is there.
+  template <class Visit>
+  __attribute__((always_inline)) inline void for_each(const PairMaps<T>& maps, Rows rows, const Visit& visit) {
+    around.read(maps.around, rows.first);
+    const int64_t all = (rows.last - rows.first) * W;
+    for (int64_t first = 0; first < all; first += most) {
+      const int64_t count = all - first < most ? all - first : most;
+      pixels = {first, count, whole_vectors<T>(count)};
+      if (count < pixels.width) memset(center, 0, p.channels * pixels.width * sizeof(T));
+      to_planes(maps.center + (rows.first * W + first) * p.channels, p.channels, count, center, pixels.width);
+      for (int64_t c = p.products; c < p.channels; ++c) {
+        const Vector<T> shift = broadcast(p.shift1[c]);
+        for (T* at = center + c * pixels.width; at < center + (c + 1) * pixels.width; at += kLanes<T>)
+          store(at, load(at) + shift);
+      }
+      visit();
+    }
+  }
+
+  // Calls visit(place among a row's pairs, center, offset in the around plane) for the vectors of channel c.
+  template <class Visit>
+  __attribute__((always_inline)) inline void for_each_vector(int64_t c, int64_t y, const Visit& visit) const {
+    for (int64_t x = 0; x < k; ++x) {
+      const int64_t from = around.at(c, x) - around.data + pixels.first + y * W;
+      for (int64_t t = 0; t < pixels.width; t += kLanes<T>)
+        visit((c * k + x) * pixels.width + t, c * pixels.width + t, from + t);
+    }
+  }
+
+  // a1 - origin of row y of the footprint.
+  template <bool has_origin>
+  __attribute__((always_inline)) inline void relate(int64_t y, const T* origin) {
+    for (int64_t c = 0; c < p.channels; ++c) {
+      const Vector<T> shift = broadcast(p.shift1[c]), from = broadcast(has_origin ? origin[c] : T(0));
+      const bool is_product = c < p.products;
+      for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
+        const Vector<T> i = load(center + pixel), j = load(around.data + other);
+        const Vector<T> active = relu(is_product ? i * j + shift : i - j);
+        store(a1 + pair, has_origin ? active - from : active);
+      });
+    }
+  }
+
+  // From the gradient of a1 to those of center, around and shift. a1 is 0 where it is `floor`.
+  template <bool has_origin>
+  __attribute__((always_inline)) inline void relate_backward(int64_t y, const T* origin) {
+    for (int64_t c = 0; c < p.channels; ++c) {
+      const Vector<T> floor = broadcast(has_origin ? -origin[c] : T(0));
+      Vector<T> sum{};
+      if (c < p.products)
+        for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
+          const Vector<T> g = where_positive(load(a1 + pair) - floor, load(grad_a1 + pair));
+          const Vector<T> i = load(center + pixel), j = load(around.data + other);
+          sum += g;
+          store(to_center + pixel, load(to_center + pixel) + g * j);
+          store(to_around.data + other, load(to_around.data + other) + g * i);
+        });
+      else
+        for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
+          const Vector<T> g = where_positive(load(a1 + pair) - floor, load(grad_a1 + pair));
+          sum += g;
+          store(to_center + pixel, load(to_center + pixel) + g);
+          store(to_around.data + other, load(to_around.data + other) - g);
+        });
+      store(to_shift + c * kLanes<T>, load(to_shift + c * kLanes<T>) + sum);
+    }
+  }
+  __attribute__((always_inline)) inline void begin_backward() const {
+    to_around.clear();
+    memset(to_shift, 0, p.channels * kLanes<T> * sizeof(T));
+  }
+  __attribute__((always_inline)) inline void end_pixels(const PairGradients<T>& to, Rows rows) const {
+    from_planes<true>(to_center, pixels.width, p.channels, pixels.count,
+                      to.center + (rows.first * W + pixels.first) * p.channels);
+  }
+  __attribute__((always_inline)) inline void end_backward(const PairGradients<T>& to, Rows rows) const {
+    for (int64_t c = 0; c < p.channels; ++c) to.shift1[c] += total(load(to_shift + c * kLanes<T>));
+    to_around.add_to(to.around, rows.first);
+  }
+
+  // a2 of the footprint's row for which a1 is there.
+  __attribute__((always_inline)) inline const T* map_hidden() const {
+    if (p.hidden == 0) return a1;
+    multiply<Start::bias, Finish::relu>(p.hidden, columns(), p.channels, p.weight1, p.channels, 1, a1, columns(),
+                                        p.shift2, a2, columns());
+    return a2;
+  }
+  int64_t last_hidden() const { return p.hidden == 0 ? p.channels : p.hidden; }
+};
+
+template <class T>
+int64_t scratch_of(const Pairs<T>& p, int64_t rows, bool backward) {
+  return Tile<T>::scratch(p, rows, backward);
+}
+
+template <class T>
+void moments(const Pairs<T>& p, const PairMaps<T>& maps, const T* origin, Rows rows, T* scratch, T* sum, T* products) {
+  Tile<T> tile(p, rows, false, scratch);
+  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
+    for (int64_t y = 0; y < tile.k; ++y) {
+      tile.template relate<true>(y, origin);
+      clear_behind(tile.pixels, tile.a1, p.channels * tile.k);
+      add_squares(p.channels, tile.columns(), tile.a1, tile.columns(), products);
+      for (int64_t c = 0; c < p.channels; ++c) {
+        const T* from = tile.a1 + c * tile.columns();
+        sum[c] += total(sum_of<Vector<T>>(tile.columns() / kLanes<T>, [&](int64_t n) __attribute__((always_inline)) {
+          return load(from + n * kLanes<T>);
+        }));
+      }
+    }
+  });
+}
+
+template <class T>
+void moments_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* mean, const T* matrix, const T* vector,
+                      Rows rows, T* scratch, const PairGradients<T>& to) {
+  Tile<T> tile(p, rows, true, scratch);
+  const int64_t d = p.channels;
+  tile.begin_backward();
+  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
+    memset(tile.to_center, 0, d * tile.pixels.width * sizeof(T));
+    for (int64_t y = 0; y < tile.k; ++y) {
+      tile.template relate<true>(y, mean);
+      multiply<Start::bias>(d, tile.columns(), d, matrix, d, 1, tile.a1, tile.columns(), vector, tile.grad_a1,
+                            tile.columns());
+      clear_behind(tile.pixels, tile.grad_a1, d * tile.k);
+      tile.template relate_backward<true>(y, mean);
+    }
+    tile.end_pixels(to, rows);
+  });
+  tile.end_backward(to, rows);
+}
+
+// w [K, P] of one weight channel from z [K, width], which it overwrites. Positions are the outer loop wherever w is
+// touched: they lie P apart, too far for the processor to guess which it needs next.
+template <class T>
+SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w) {
+  const int64_t width = tile.pixels.width;
+  Vector<T> scale[Tile<T>::kMostPixels / kLanes<T>];
+  for (int64_t t = 0; t < width; t += kLanes<T>) {
+    T* at = z + t;
+    const Vector<T> top =
+        largest_of<Vector<T>>(tile.K, [&](int64_t o) __attribute__((always_inline)) { return load(at + o * width); });
+    scale[t / kLanes<T>] = T(1) / sum_of<Vector<T>>(tile.K, [&](int64_t o) __attribute__((always_inline)) {
+                             const Vector<T> e = exp(load(at + o * width) - top);
+                             store(at + o * width, e);
+                             return e;
+                           });
+  }
+  for (int64_t o = 0; o < tile.K; ++o, z += width, w += tile.p.footprint.pixels())
+    for (int64_t t = 0; t < width; t += kLanes<T>)
+      store_some(w + t, load(z + t) * scale[t / kLanes<T>], tile.pixels.count - t);
+}
+
+template <class T>
+void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, T* w) {
+  Tile<T> tile(p, rows, false, scratch);
+  const int64_t P = p.footprint.pixels(), K = tile.K;
+  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
+    const int64_t width = tile.pixels.width;
+    for (int64_t y = 0; y < tile.k; ++y) {
+      tile.template relate<false>(y, nullptr);
+      const T* a2 = tile.map_hidden();
+      multiply<Start::zero>(p.weights, tile.columns(), tile.last_hidden(), p.weight2, tile.last_hidden(), 1, a2,
+                            tile.columns(), p.shift2, tile.z + y * tile.columns(), K * width);
+    }
+    for (int64_t g = 0; g < p.weights; ++g)
+      softmax(tile, tile.z + g * K * width, w + g * K * P + rows.first * tile.W + tile.pixels.first);
+  });
+}
+
+// The gradient of z, w (grad_w - sum_j w grad_w): first the sum, then a row of the footprint. Both are 0 behind the last
+// pixel.
+template <class T>
+SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, const T* w, const T* grad_w) {
+  const int64_t width = tile.pixels.width;
+  memset(tile.mean_z, 0, tile.p.weights * width * sizeof(T));
+  for (int64_t row = 0; row < tile.p.weights * tile.K; ++row) {
+    T* sum = tile.mean_z + row / tile.K * width;
+    const int64_t from = row * tile.p.footprint.pixels();
+    for (int64_t t = 0; t < width; t += kLanes<T>) {
+      const int64_t count = tile.pixels.count - t;
+      store(sum + t, load(sum + t) + load_some(w + from + t, count) * load_some(grad_w + from + t, count));
+    }
+  }
+}
+template <class T>
+SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, const T* w, const T* grad_w) {
+  const int64_t P = tile.p.footprint.pixels(), width = tile.pixels.width;
+  for (int64_t g = 0; g < tile.p.weights; ++g)
+    for (int64_t x = 0; x < tile.k; ++x) {
+      const int64_t from = (g * tile.K + y * tile.k + x) * P;
+      for (int64_t t = 0; t < width; t += kLanes<T>) {
+        const int64_t count = tile.pixels.count - t;
+        const Vector<T> w_t = load_some(w + from + t, count), grad_t = load_some(grad_w + from + t, count);
+        store(tile.z + (g * tile.k + x) * width + t, w_t * (grad_t - load(tile.mean_z + g * width + t)));
+      }
+    }
+}
+
+template <class T>
+void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, const T* grad_w, Rows rows, T* scratch,
+                      const PairGradients<T>& to) {
+  Tile<T> tile(p, rows, true, scratch);
+  const int64_t d = p.channels, last = tile.last_hidden();
+  tile.begin_backward();
+  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
+    const int64_t columns = tile.columns(), first = rows.first * tile.W + tile.pixels.first;
+    memset(tile.to_center, 0, d * tile.pixels.width * sizeof(T));
+    softmax_backward_sum(tile, w + first, grad_w + first);
+    for (int64_t y = 0; y < tile.k; ++y) {
+      softmax_backward_row(tile, y, w + first, grad_w + first);
+      tile.template relate<false>(y, nullptr);
+      const T* a2 = tile.map_hidden();
+      add_products(p.weights, last, columns, tile.z, columns, a2, columns, to.weight2);
+      T* grad_a2 = p.hidden == 0 ? tile.grad_a1 : tile.grad_a2;
+      multiply<Start::zero>(last, columns, p.weights, p.weight2, 1, last, tile.z, columns, p.shift2, grad_a2, columns);
+      if (p.hidden > 0) {
+        for (int64_t e = 0; e < p.hidden; ++e) {
+          Vector<T> sum{};
+          for (int64_t n = e * columns; n < (e + 1) * columns; n += kLanes<T>) {
+            const Vector<T> g = where_positive(load(a2 + n), load(grad_a2 + n));
+            store(grad_a2 + n, g), sum += g;
+          }
+          to.shift2[e] += total(sum);
+        }
+        add_products(p.hidden, d, columns, grad_a2, columns, tile.a1, columns, to.weight1);
+        multiply<Start::zero>(d, columns, p.hidden, p.weight1, 1, d, grad_a2, columns, p.shift2, tile.grad_a1, columns);
+      }
+      tile.template relate_backward<false>(y, nullptr);
+    }
+    tile.end_pixels(to, rows);
+  });
+  tile.end_backward(to, rows);
+}
+
+}  // namespace
+
+// SAN_ISA names the instruction set that this source is compiled for.
+namespace SAN_ISA {
+extern const PairKernels<float> pairs_float;
+extern const PairKernels<double> pairs_double;
+const PairKernels<float> pairs_float{scratch_of<float>, moments<float>, moments_backward<float>, weights<float>,
+                                     weights_backward<float>};
+const PairKernels<double> pairs_double{scratch_of<double>, moments<double>, moments_backward<double>, weights<double>,
+                                       weights_backward<double>};
+}  // namespace SAN_ISA
+}  // namespace san::cpu
