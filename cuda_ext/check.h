@@ -75,6 +75,24 @@ inline void check_mapping(int64_t d, const Tensor& weight1, const Tensor& shift2
                   "]");
 }
 
+// Inputs of patch_linear (schemas.py).
+inline void check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
+                          const Tensor& weight, const Footprint& footprint) {
+  check_map(center, "center"), check_map(around, "around");
+  check_same(center, around, "center and around"), check_same(around, scale, "around and scale");
+  check_same(scale, shift, "scale and shift");
+  STD_TORCH_CHECK(around.scalar_type() == ScalarType::Float || around.scalar_type() == ScalarType::Double,
+                  "maps must be float32 or float64");
+  for (int axis = 0; axis < 3; ++axis)
+    STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
+  const int64_t columns = center.size(3) + around.size(3) * footprint.positions();
+  STD_TORCH_CHECK(around.size(3) > 0 && scale.dim() == 1 && scale.size(0) == columns && shift.dim() == 1 &&
+                      shift.size(0) == columns,
+                  "scale and shift must have ", columns, " values");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
+                  "]");
+}
+
 // Inputs of pairwise attention (schemas.py); norm1 and norm2 are gain, bias, mean and var.
 inline void check_pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
                            std::initializer_list<const Tensor*> norm1, const Tensor& weight1,

@@ -136,6 +136,8 @@ Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> si
   namespace isa { \
   extern const PairKernels<float> pairs_float; \
   extern const PairKernels<double> pairs_double; \
+  extern const PatchKernels<float> patches_float; \
+  extern const PatchKernels<double> patches_double; \
   extern const AggregationKernels<float> aggregation_float; \
   extern const AggregationKernels<double> aggregation_double; \
   }

@@ -48,6 +48,35 @@ struct PairKernels {
                            const PairGradients<T>&);
 };
 
+// A patch is what a pixel's own `center` and all positions of its footprint in `around` show. Columns of scale, shift and
+// weight [outputs, columns]: center's channels, then channel c at position o in column c * K + o.
+template <class T>
+struct Patches {
+  Footprint footprint;
+  int64_t own, channels, outputs;  // channels of center, which may be 0, and of around; E
+  const T *scale, *shift, *weight;
+
+  int64_t columns() const { return own + channels * footprint.positions(); }
+};
+
+// Of one image, and sums over the pixels of a band. All are added to.
+template <class T>
+struct PatchGradients {
+  T *center, *around;
+  T *scale, *shift;
+  T* weight;  // [columns, outputs in whole vectors]
+};
+
+template <class T>
+struct PatchKernels {
+  int64_t lanes;
+  int64_t (*scratch)(const Patches<T>&, int64_t rows, bool backward);
+  // u = weight relu(scale * patch + shift), [E, P].
+  void (*map)(const Patches<T>&, const T* center, const T* around, Rows, T* scratch, T* u);
+  void (*map_backward)(const Patches<T>&, const T* center, const T* around, const T* grad_u, Rows, T* scratch,
+                       const PatchGradients<T>&);
+};
+
 // Value channel c has weight channel c % weights. Maps of one image are [P, values], or [values, P].
 template <class T>
 struct Aggregation {

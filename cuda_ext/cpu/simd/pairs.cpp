@@ -267,7 +267,7 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, co
       softmax_backward_row(tile, y, w + first, grad_w + first);
       tile.template relate<false>(y, nullptr);
       const T* a2 = tile.map_hidden();
-      add_products(p.weights, last, columns, tile.z, columns, a2, columns, to.weight2);
+      add_products(p.weights, last, columns, tile.z, columns, a2, columns, to.weight2, last);
       T* grad_a2 = p.hidden == 0 ? tile.grad_a1 : tile.grad_a2;
       multiply<Start::zero>(last, columns, p.weights, p.weight2, 1, last, tile.z, columns, p.shift2, grad_a2, columns);
       if (p.hidden > 0) {
@@ -279,7 +279,7 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, co
           }
           to.shift2[e] += total(sum);
         }
-        add_products(p.hidden, d, columns, grad_a2, columns, tile.a1, columns, to.weight1);
+        add_products(p.hidden, d, columns, grad_a2, columns, tile.a1, columns, to.weight1, d);
         multiply<Start::zero>(d, columns, p.hidden, p.weight1, 1, d, grad_a2, columns, p.shift2, tile.grad_a1, columns);
       }
       tile.template relate_backward<false>(y, nullptr);

@@ -49,9 +49,10 @@ __attribute__((noinline)) void to_planes(const T* map, int64_t channels, int64_t
     for (int64_t i = c < blocks ? whole : 0; i < pixels; ++i) planes[c * pitch + i] = map[i * channels + c];
 }
 
-// Writes the map, or adds to it.
+// Writes the map, whose pixels lie `step` apart, or adds to it.
 template <bool add, class T>
-__attribute__((noinline)) void from_planes(const T* planes, int64_t pitch, int64_t channels, int64_t pixels, T* map) {
+__attribute__((noinline)) void from_planes(const T* planes, int64_t pitch, int64_t channels, int64_t pixels, T* map,
+                                           int64_t step) {
   constexpr int64_t L = kLanes<T>;
   const int64_t blocks = channels / L * L, whole = pixels / L * L;
   for (int64_t i = 0; i < whole; i += L)
@@ -62,15 +63,20 @@ __attribute__((noinline)) void from_planes(const T* planes, int64_t pitch, int64
       transpose<T>(x);
 #pragma GCC unroll 16
       for (int64_t lane = 0; lane < L; ++lane) {
-        T* to = map + (i + lane) * channels + c;
+        T* to = map + (i + lane) * step + c;
         store(to, add ? load(to) + x[lane] : x[lane]);
       }
     }
   for (int64_t i = 0; i < pixels; ++i)
     for (int64_t c = i < whole ? blocks : 0; c < channels; ++c) {
       const T value = planes[c * pitch + i];
-      map[i * channels + c] = add ? map[i * channels + c] + value : value;
+      map[i * step + c] = add ? map[i * step + c] + value : value;
     }
+}
+
+template <bool add, class T>
+SAN_INLINE void from_planes(const T* planes, int64_t pitch, int64_t channels, int64_t pixels, T* map) {
+  from_planes<add>(planes, pitch, channels, pixels, map, channels);
 }
 
 // The first `count` lanes of x, and `rest` in the others.
@@ -136,12 +142,12 @@ SAN_INLINE void add_products_rows(int64_t columns, int64_t count, const T* a, in
 
 template <class T>
 __attribute__((noinline)) void add_products(int64_t rows, int64_t columns, int64_t count, const T* a, int64_t a_pitch,
-                                            const T* b, int64_t b_pitch, T* sums) {
+                                            const T* b, int64_t b_pitch, T* sums, int64_t row) {
   int64_t i = 0;
   for (; i + 4 <= rows; i += 4)
-    add_products_rows<4>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * columns, columns);
+    add_products_rows<4>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * row, row);
   for (; i < rows; ++i)
-    add_products_rows<1>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * columns, columns);
+    add_products_rows<1>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * row, row);
 }
 
 // The same of a with itself: what lies on the diagonal and right of it.

@@ -1,0 +1,156 @@
+// A Linear layer of the patches around all pixels, after scale, shift and ReLU. Vectors run over neighbouring pixels,
+// across the ends of rows; what the pixels see is unfolded for some channels at a time, which stay in the caches.
+#include "kernels.h"
+#include "planes.h"
+
+namespace san::cpu {
+namespace {
+
+template <class T>
+struct Tile {
+  static constexpr int64_t kMostPixels = 256, kColumns = 256;  // that are unfolded at a time; a channel at least
+  static int64_t most_columns(const Patches<T>& p) {
+    const int64_t K = p.footprint.positions(), least = K > p.own ? K : p.own;
+    return kColumns > least ? kColumns : least;
+  }
+  static int64_t scratch(const Patches<T>& p, int64_t rows, bool backward) {
+    return (backward ? 2 : 1) * ShiftedPlanes<T>::size(p.footprint, p.channels, rows) +
+           kMostPixels * (p.outputs + whole_vectors<T>(p.outputs) + 2 * p.own + 2 * most_columns(p));
+  }
+
+  const Patches<T> p;  // a copy: no store can change it, so it may stay in registers
+  const int64_t k, K, W;
+  ShiftedPlanes<T> around, to_around;
+  T *u, *center, *to_center, *active, *grad;  // [outputs, width], [own, width] twice, [columns, width] twice
+  T* pixel_u;                                  // [width, outputs in whole vectors]
+  Pixels pixels{};
+
+  __attribute__((always_inline)) inline Tile(const Patches<T>& p, Rows rows, bool backward, T* scratch)
+      : p(p),
+        k(p.footprint.kernel_size),
+        K(k * k),
+        W(p.footprint.width),
+        around(p.footprint, p.channels, rows.last - rows.first, scratch),
+        to_around(p.footprint, backward ? p.channels : 0, rows.last - rows.first, scratch) {
+    u = take(scratch, p.outputs * kMostPixels);
+    center = take(scratch, p.own * kMostPixels), to_center = take(scratch, p.own * kMostPixels);
+    pixel_u = take(scratch, whole_vectors<T>(p.outputs) * kMostPixels);
+    active = take(scratch, most_columns(p) * kMostPixels), grad = take(scratch, most_columns(p) * kMostPixels);
+  }
+
+  template <class Visit>
+  __attribute__((always_inline)) inline void for_each(Rows rows, const Visit& visit) {
+    const int64_t all = (rows.last - rows.first) * W;
+    for (int64_t first = 0; first < all; first += kMostPixels) {
+      const int64_t count = all - first < kMostPixels ? all - first : kMostPixels;
+      pixels = {first, count, whole_vectors<T>(count)};
+      visit(rows.first * W + first);
+    }
+  }
+
+  __attribute__((always_inline)) inline void read_center(const T* map, int64_t pixel) const {
+    memset(center, 0, p.own * pixels.width * sizeof(T));
+    to_planes(map + pixel * p.own, p.own, pixels.count, center, pixels.width);
+  }
+
+  // What the pixels see in a column.
+  __attribute__((always_inline)) inline int64_t seen(int64_t column) const {
+    const int64_t c = (column - p.own) / K, o = (column - p.own) % K;
+    return around.at(c, o % k) - around.data + pixels.first + o / k * W;
+  }
+
+  // Calls visit(first column, their number) for some columns at a time, once `active` is there.
+  template <class Visit>
+  __attribute__((always_inline)) inline void for_each_columns(const Visit& visit) {
+    const int64_t all = p.columns(), step = most_columns(p) / K * K;
+    for (int64_t first = 0, count = p.own; first < all; first += count, count = all - first < step ? all - first : step) {
+      for (int64_t n = 0; n < count; ++n) {
+        const T* from = first < p.own ? center + n * pixels.width : around.data + seen(first + n);
+        const Vector<T> scale = broadcast(p.scale[first + n]), shift = broadcast(p.shift[first + n]);
+        T* to = active + n * pixels.width;
+        for (int64_t t = 0; t < pixels.width; t += kLanes<T>) store(to + t, relu(load(from + t) * scale + shift));
+      }
+      visit(first, count);
+    }
+  }
+
+  // From the gradients of the active columns to those of what the pixels see, of scale and of shift.
+  __attribute__((always_inline)) inline void columns_backward(int64_t first, int64_t count,
+                                                              const PatchGradients<T>& to) const {
+    for (int64_t n = 0; n < count; ++n) {
+      const bool is_own = first < p.own;
+      const int64_t at = is_own ? n * pixels.width : seen(first + n);
+      const T *from = (is_own ? center : around.data) + at, *a = active + n * pixels.width, *g = grad + n * pixels.width;
+      T* out = (is_own ? to_center : to_around.data) + at;
+      const Vector<T> scale = broadcast(p.scale[first + n]);
+      Vector<T> sum{}, product{};
+      for (int64_t t = 0; t < pixels.width; t += kLanes<T>) {
+        const Vector<T> passed = where_positive(load(a + t), load(g + t));
+        sum += passed, product += passed * load(from + t);
+        store(out + t, load(out + t) + passed * scale);
+      }
+      to.shift[first + n] += total(sum), to.scale[first + n] += total(product);
+    }
+  }
+};
+
+template <class T>
+int64_t scratch_of(const Patches<T>& p, int64_t rows, bool backward) {
+  return Tile<T>::scratch(p, rows, backward);
+}
+
+template <class T>
+void map(const Patches<T>& p, const T* center, const T* around, Rows rows, T* scratch, T* u) {
+  Tile<T> tile(p, rows, false, scratch);
+  tile.around.read(around, rows.first);
+  tile.for_each(rows, [&](int64_t pixel) __attribute__((always_inline)) {
+    const int64_t width = tile.pixels.width, count = tile.pixels.count;
+    tile.read_center(center, pixel);
+    memset(tile.u, 0, p.outputs * width * sizeof(T));
+    tile.for_each_columns([&](int64_t first, int64_t columns) __attribute__((always_inline)) {
+      multiply<Start::sum>(p.outputs, width, columns, p.weight + first, p.columns(), 1, tile.active, width, tile.active,
+                           tile.u, width);
+    });
+    for (int64_t e = 0; e < p.outputs; ++e)
+      memcpy(u + e * p.footprint.pixels() + pixel, tile.u + e * width, count * sizeof(T));
+  });
+}
+
+template <class T>
+void map_backward(const Patches<T>& p, const T* center, const T* around, const T* grad_u, Rows rows, T* scratch,
+                  const PatchGradients<T>& to) {
+  Tile<T> tile(p, rows, true, scratch);
+  tile.around.read(around, rows.first);
+  tile.to_around.clear();
+  const int64_t pitch = whole_vectors<T>(p.outputs);
+  tile.for_each(rows, [&](int64_t pixel) __attribute__((always_inline)) {
+    const int64_t width = tile.pixels.width, count = tile.pixels.count;
+    tile.read_center(center, pixel);
+    memset(tile.to_center, 0, p.own * width * sizeof(T));
+    memset(tile.u, 0, p.outputs * width * sizeof(T));
+    for (int64_t e = 0; e < p.outputs; ++e)
+      memcpy(tile.u + e * width, grad_u + e * p.footprint.pixels() + pixel, count * sizeof(T));
+    memset(tile.pixel_u, 0, width * pitch * sizeof(T));
+    from_planes<false>(tile.u, width, p.outputs, width, tile.pixel_u, pitch);
+    tile.for_each_columns([&](int64_t first, int64_t columns) __attribute__((always_inline)) {
+      multiply<Start::sum>(columns, pitch, width, tile.active, width, 1, tile.pixel_u, pitch, tile.u,
+                           to.weight + first * pitch, pitch);
+      multiply<Start::zero>(columns, width, p.outputs, p.weight + first, 1, p.columns(), tile.u, width, tile.u, tile.grad,
+                            width);
+      tile.columns_backward(first, columns, to);
+    });
+    from_planes<true>(tile.to_center, width, p.own, count, to.center + pixel * p.own);
+  });
+  tile.to_around.add_to(to.around, rows.first);
+}
+
+}  // namespace
+
+// SAN_ISA names the instruction set that this source is compiled for.
+namespace SAN_ISA {
+extern const PatchKernels<float> patches_float;
+extern const PatchKernels<double> patches_double;
+const PatchKernels<float> patches_float{kLanes<float>, scratch_of<float>, map<float>, map_backward<float>};
+const PatchKernels<double> patches_double{kLanes<double>, scratch_of<double>, map<double>, map_backward<double>};
+}  // namespace SAN_ISA
+}  // namespace san::cpu
