@@ -5,8 +5,6 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <initializer_list>
-
 #include "footprint.h"
 
 namespace san {
@@ -91,28 +89,6 @@ inline void check_patches(const Tensor& center, const Tensor& around, const Tens
                   "scale and shift must have ", columns, " values");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
                   "]");
-}
-
-// Inputs of pairwise attention (schemas.py); norm1 and norm2 are gain, bias, mean and var.
-inline void check_pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
-                           std::initializer_list<const Tensor*> norm1, const Tensor& weight1,
-                           std::initializer_list<const Tensor*> norm2, const Tensor& weight2) {
-  check_map(center, "center"), check_map(around, "around"), check_map(beta, "beta");
-  STD_TORCH_CHECK(center.sizes().vec() == around.sizes().vec(), "center and around must have the same shape");
-  for (int axis = 0; axis < 3; ++axis) {
-    STD_TORCH_CHECK(beta.size(axis) == center.size(axis), "beta and center must be maps of one size");
-  }
-  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");
-  const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0), M = beta.size(3);
-  STD_TORCH_CHECK(d > 0 && E > 0 && G > 0 && M > 0 && M % G == 0, "beta's channels must be a positive multiple of the ",
-                  G, " weight channels");
-  STD_TORCH_CHECK(weight1.size(1) == d && weight2.size(1) == E, "weight1 must be [E, d] and weight2 [G, E]");
-  for (const Tensor* x : norm1) {
-    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == d, "the first BatchNorm must have ", d, " channels");
-  }
-  for (const Tensor* x : norm2) {
-    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == E, "the second BatchNorm must have ", E, " channels");
-  }
 }
 
 }  // namespace san

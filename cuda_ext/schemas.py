@@ -26,33 +26,11 @@ dot_backward(Tensor grad, Tensor phi, Tensor psi, int kernel_size) -> (Tensor, T
 aggregation(Tensor beta, Tensor weight, int kernel_size) -> Tensor
 aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -> (Tensor, Tensor)
 
-# Fused attention. Maps are channels-last: [N, H, W, channels]; gamma = LRL, its parameters and statistics are of the type that
-# sums are kept in (float for half types). With `training`, BatchNorm uses the statistics of its input, which are returned
-# (biased variances); else the given ones. E hidden channels, d relation channels, M value channels. With `tf32` a GPU may round
-# the factors of float32 products to TF32, as torch's setting for matrix products allows.
+# Fused operators know no BatchNorm: its scale and shift are arguments, or folded into maps and weights. Maps are channels-last,
+# [N, H, W, channels]; d relation channels, E hidden channels. Maps, scales and shifts are float32 or float64; weights may also be
+# half types, in which products are computed then. With `tf32` a GPU may round the factors of float32 products to TF32, as torch's
+# setting for matrix products allows.
 #
-# Pairwise: delta_ij = center_i - around_j [.., d]; weight1 [E, d], weight2 [G, E] -> y [N, H, W, M], logsumexp over j
-# [N, H, W, G]. bias3 [G] of the last Linear has no influence: softmax cancels it.
-pairwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, Tensor bias2,
-    Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, int kernel_size, bool training,
-    float eps, bool tf32=False) -> (Tensor y, Tensor logsumexp, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2)
-# -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2
-pairwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1,
-    Tensor gain2, Tensor bias2, Tensor weight2, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, Tensor logsumexp,
-    int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor)
-# Patchwise: delta_i = [center_i, around_j for all j] [.., C + R * K], channel C + r * K + j; center may have C = 0 channels.
-# weight1 [E, C + R * K], weight2 [G * K, E], bias3 [G * K], row g * K + j -> y [N, H, W, M], the hidden map before the second
-# BatchNorm [N, H, W, E].
-patchwise(Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1, Tensor gain2, Tensor bias2,
-    Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2, int kernel_size, bool training,
-    float eps, bool tf32=False) -> (Tensor y, Tensor hidden, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2)
-# -> gradients of center, around, beta, gain1, bias1, weight1, gain2, bias2, weight2, bias3
-patchwise_backward(Tensor grad_y, Tensor center, Tensor around, Tensor beta, Tensor gain1, Tensor bias1, Tensor weight1,
-    Tensor gain2, Tensor bias2, Tensor weight2, Tensor bias3, Tensor mean1, Tensor var1, Tensor mean2, Tensor var2,
-    Tensor hidden, int kernel_size, bool training, float eps, bool tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor)
-
 # Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
 # a1 = relu(shift + center_i * around_j) in the first `products` channels, relu(shift + center_i - around_j) in the others
 # -> its mean [d] and biased covariance [d, d] over all pairs
@@ -77,7 +55,7 @@ patch_linear(Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor we
 patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size,
     bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 
-# BatchNorm and ReLU of a map [N, H, W, C]; statistics as above -> y, mean, var
+# BatchNorm and ReLU of a map [N, H, W, C]; with `training` of the map's own statistics, else of the given ones -> y, mean, var
 norm_relu(Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) -> (Tensor, Tensor, Tensor)
 # the same in evaluation, in place of x
 norm_relu_(Tensor(a!) x, Tensor gain, Tensor bias, Tensor mean, Tensor var, float eps) -> ()

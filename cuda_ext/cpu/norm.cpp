@@ -2,11 +2,38 @@
 // but the input. Definition: torch's batch_norm followed by relu. Memory decides, so loops are left to the compiler.
 #include <cmath>
 
-#include "fused.h"
-#include "maps.h"
+#include "bands.h"
+#include "plane.h"
 
 namespace san::cpu {
 namespace {
+
+// The mean of some pixels from all over a map [pixels, channels]: one alone could be far from the others.
+template <class acc_t, class scalar_t>
+void about_the_mean(const scalar_t* x, int64_t pixels, int64_t channels, acc_t* mean) {
+  const int64_t some = std::min<int64_t>(pixels, 64);
+  std::fill(mean, mean + channels, acc_t(0));
+  for (int64_t k = 0; k < some; ++k) {
+    const scalar_t* from = x + (2 * k + 1) * pixels / (2 * some) * channels;
+    for (int64_t c = 0; c < channels; ++c) mean[c] += static_cast<acc_t>(from[c]) / some;
+  }
+}
+
+// Parameters and statistics as values that lie in a row; sums are kept in their type.
+class Contiguous {
+ public:
+  Contiguous(std::initializer_list<const Tensor*> tensors, bool is_double) {
+    for (const Tensor* x : tensors) {
+      STD_TORCH_CHECK(x->scalar_type() == (is_double ? ScalarType::Double : ScalarType::Float),
+                      "parameters and statistics must be float64 for float64 maps and float32 for others");
+      tensors_.push_back(torch::stable::contiguous(*x));
+    }
+  }
+  const Tensor& operator[](size_t at) const { return tensors_[at]; }
+
+ private:
+  std::vector<Tensor> tensors_;
+};
 
 constexpr int64_t kChunk = 512;  // pixels of a task
 constexpr int64_t kSummed = 32;  // pixels whose sums are kept in the type of sums before they are added up in double

@@ -12,13 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 from san import ops
 from san.choice import ChoiceError, choose
-from san.nn.fusion import fusable, fused, is_watched
+from san.nn.fusion import fuses_pairs, fuses_patches, is_watched, pairwise_weights, patchwise_weights
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation
 from san.ops.footprint import check_side
-from san.ops.fused import pairwise_attention, patchwise_attention
 
 TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
     "distinct": ("phi", "psi", "beta"),
@@ -152,26 +151,17 @@ class PairwiseAttention(VectorAttention):
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, so the weights of a pixel sum to one in each weight channel: [N, G, K, P]."""
+        pairs = PAIRWISE[self.relation].pairs
+        if pairs is not None and fuses_pairs(self.gamma, phi_NRHW) and not (self.position and is_watched(self.position)):
+            maps = pairs(phi_NRHW, psi_NRHW)
+            if self.position is not None:
+                maps = self.position.appended_to(maps)
+            return pairwise_weights(self.gamma, maps, self.footprint, phi_NRHW.dtype)
         relation_NdKP = PAIRWISE[self.relation].delta(phi_NRHW, psi_NRHW, self.footprint)
         if self.position is not None:
             position_12KP = self.position(phi_NRHW, self.footprint)
             relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(relation_NdKP.shape[0], -1, -1, -1)), 1)
         return self.gamma(relation_NdKP).softmax(dim=2)
-
-    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
-        """In one kernel where delta is a difference and gamma can be fused; else operator by operator."""
-        difference, layers = PAIRWISE[self.relation].difference, fusable("pairwise", self.gamma, beta_NMHW)
-        is_plain = type(self).weigh is PairwiseAttention.weigh and not (self.position and is_watched(self.position))
-        if difference is None or layers is None or not is_plain:
-            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
-        center, around = difference(phi_NRHW, psi_NRHW)
-        if self.position is not None:
-            maps = self.position.row.difference(self.position.features(phi_NRHW))
-            # In p's type, float32 at least: a difference of half types would be another.
-            center, around = (
-                torch.cat((x, p.expand(x.shape[0], -1, -1, -1)), 1) for x, p in zip((center, around), maps, strict=True)
-            )
-        return fused(pairwise_attention, center, around, beta_NMHW, layers, self.footprint)
 
     def extra_repr(self) -> str:
         position = "none" if self.position is None else self.position.encoding
@@ -214,17 +204,12 @@ class PatchwiseAttention(VectorAttention):
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
+        if self.relation == "concatenation" and fuses_patches(self.gamma, psi_NRHW):
+            center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
+            gamma_NcHW = patchwise_weights(self.gamma, center, psi_NRHW, self.footprint)
+            return gamma_NcHW.unflatten(1, (self.weight_channels, self.footprint**2)).flatten(3)
         patch_Nd1P = self.row.delta(phi_NRHW, psi_NRHW, self.footprint)
         return self.gamma(patch_Nd1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
-
-    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
-        """In one kernel where delta is a concatenation and gamma can be fused; else operator by operator."""
-        layers = fusable("patchwise", self.gamma, beta_NMHW)
-        is_plain = type(self).weigh is PatchwiseAttention.weigh
-        if self.relation != "concatenation" or layers is None or not is_plain:
-            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
-        center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
-        return fused(patchwise_attention, center, psi_NRHW, beta_NMHW, layers, self.footprint)
 
 
 class ScalarAttention(SelfAttention):
@@ -272,8 +257,8 @@ def _check_whole(**numbers: int) -> None:
 def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
     """The attention weights alpha of every attention layer in a network, as it works on `x_NCHW`: [N, G, K, P] by module name.
 
-    Fused kernels never hold these weights. Here each layer makes them beside what it computes, from the same input; the network
-    runs as it always does. All of them are kept, G * K floats for every pixel of every map, so batches should be small. A
+    Each layer makes them once more beside what it computes, from the same input; the network runs as it always does. All of
+    them are kept, G * K floats for every pixel of every map, so batches should be small. A
     network without attention gives an empty dict.
 
     Args:

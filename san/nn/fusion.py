@@ -1,7 +1,7 @@
-"""Where it is decided whether layers run as one kernel (`san.ops.fused`), and how they meet that kernel.
+"""Where it is decided whether layers run as fused operators (`san.ops.fused`), and how norms become a scale and a shift.
 
-The layers are not called then, so a hook on one of them, or another kind of layer in its place, makes it run operator by
-operator, as does `san.ops.backend("unfused")`.
+The layers are not called then, so a hook on one of them, or another kind of layer in its place, makes them run one by one, as
+does `san.ops.backend("unfused")`.
 """
 
 from __future__ import annotations
@@ -16,56 +16,141 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from san.ops import fused as kernels
 from san.ops.functional import fuses
-from san.ops.fused import LRL, Normalization, Statistics
+from san.ops.statistics import pair_statistics, patch_statistics
 
 
-class Layers(NamedTuple):
-    """What gamma = LRL is made of; ReLU stands after each BatchNorm."""
+class PairMaps(NamedTuple):
+    """Maps [N, d, H, W] of which delta is center_i * around_j in the first `products` channels, center_i - around_j in the others."""
 
-    norm1: nn.BatchNorm2d
-    linear1: nn.Conv2d
-    norm2: nn.BatchNorm2d
-    linear2: nn.Conv2d
-
-
-def fusable(operator: str, gamma: nn.Sequential, x: Tensor) -> Layers | None:
-    """gamma's layers if attention over maps like `x` can run as `operator`: plain ones of an LRL that nobody watches."""
-    if type(gamma) is not nn.Sequential or not fuses(operator, x) or x.numel() == 0:
-        return None
-    if is_watched(gamma) or any(map(is_watched, gamma)):
-        return None
-    if tuple(map(type, gamma)) != (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * 2:
-        return None
-    norm1, _, linear1, norm2, _, linear2 = gamma
-    assert isinstance(norm1, nn.BatchNorm2d) and isinstance(norm2, nn.BatchNorm2d)
-    assert isinstance(linear1, nn.Conv2d) and isinstance(linear2, nn.Conv2d)
-    if not (_is_plain(norm1) and _is_plain(norm2) and norm1.eps == norm2.eps and norm1.training == norm2.training):
-        return None
-    if linear1.bias is not None or linear2.bias is None:
-        return None
-    return Layers(norm1, linear1, norm2, linear2)
+    center: Tensor
+    around: Tensor
+    products: int = 0
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, LRL, int, bool, float], tuple[Tensor, Statistics]]
+class Affine(NamedTuple):
+    """What a norm does: (x - mean) * scale + shift, in float64 [channels] each."""
+
+    mean: Tensor
+    scale: Tensor
+    shift: Tensor
 
 
-def fused(attention: Attention, center: Tensor, around: Tensor, beta: Tensor, layers: Layers, footprint: int) -> Tensor:
-    """Runs `attention` with gamma's parameters, and updates its running statistics in training.
+def fuses_pairs(gamma: nn.Sequential, x: Tensor) -> bool:
+    """Whether the weights of pairs in maps like `x` can run fused: gamma is L or LRL, of plain layers that nobody watches."""
+    step = (nn.BatchNorm2d, nn.ReLU, nn.Conv2d)
+    return fuses("pair_weights", x) and tuple(map(type, gamma)) in (step, step * 2) and _is_plain(gamma, x)
+
+
+def fuses_patches(gamma: nn.Sequential, x: Tensor) -> bool:
+    """Whether gamma's first norm, ReLU and Linear can run fused on the patches of maps like `x`."""
+    return fuses("patch_linear", x) and _is_plain(gamma[:3], x) and not is_watched(gamma)
+
+
+def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
+    """softmax_j(gamma(delta_ij)), [N, G, K, P] of type `dtype`, of a gamma that `fuses_pairs`; updates its running statistics.
 
     Raises:
-        ValueError: one value per channel, of which no statistics can be had, in training.
+        ValueError: a norm needs statistics of the batch, and there is one value per channel.
     """
-    norm1, linear1, norm2, linear2 = layers
-    assert linear2.bias is not None, "gamma's last Linear layer has a bias"
-    weight1, weight2 = linear1.weight.flatten(1), linear2.weight.flatten(1)
-    gamma = LRL(_normalization(norm1), weight1, _normalization(norm2), weight2, linear2.bias)
-    values = beta.numel() // beta.shape[1] * (1 if attention is kernels.patchwise_attention else footprint**2)
-    _require_several(norm1, values)
-    y, statistics = attention(center, around, beta, gamma, footprint, norm1.training, norm1.eps)
-    if norm1.training:
-        _remember(norm1, statistics.mean1, statistics.var1, values)
-        _remember(norm2, statistics.mean2, statistics.var2, values)
+    values = maps.center.numel() // maps.center.shape[1] * kernel_size**2
+    norm1 = affine_of(gamma[0], values, lambda: pair_statistics(maps.center, maps.around, kernel_size, maps.products))
+    center, around, shift1 = _normalized(maps, norm1)
+    last = gamma[-1]
+    assert isinstance(last, nn.Conv2d) and last.bias is not None, "a plain gamma"
+    weight2 = last.weight.flatten(1)
+    # In float32 at least; half types are those of tensor cores, and of the result.
+    to_weight = dtype if dtype.itemsize == 2 else shift1.dtype
+    if len(gamma) == 3:
+        weight1, shift2 = weight2.new_empty(0, 0), shift1.new_empty(0)
+        shift1 = shift1 + 0 * last.bias.sum().to(shift1.dtype)
+    else:
+        weight1 = gamma[2].weight.flatten(1).double()
+        norm2 = affine_of(gamma[3], values, lambda: _after_linear(weight1, center, around, shift1, kernel_size, maps.products))
+        weight1, shift2 = norm2.scale[:, None] * weight1, (norm2.shift - norm2.scale * norm2.mean).to(shift1.dtype)
+        # The softmax cancels the last bias, but whoever collects gradients expects one: it is 0.
+        shift2 = shift2 + 0 * last.bias.sum().to(shift2.dtype)
+    mapping = shift1, weight1.to(to_weight), shift2, weight2.to(to_weight)
+    return kernels.pair_weights(center, around, *mapping, kernel_size, maps.products).to(dtype)
+
+
+def _normalized(maps: PairMaps, norm: Affine) -> tuple[Tensor, Tensor, Tensor]:
+    """Maps and shift with relu(norm(delta)) = relu(center - around + shift), or of the product, in float32 at least.
+
+    A value near each image's mean is taken off both maps before they are scaled: what is left of them is exact, whatever their
+    means.
+    """
+    dtype = torch.promote_types(maps.center.dtype, torch.float32)
+    x, y, p = maps.center.to(dtype), maps.around.to(dtype), maps.products
+    if p == 0:
+        return *_normalized_difference(x, y, norm), norm.shift.to(dtype)
+    shift = norm.shift - norm.mean * norm.scale
+    products = x[:, :p] * norm.scale[:p, None, None].to(dtype), y[:, :p]
+    if p == x.shape[1]:
+        return *products, shift.to(dtype)
+    differences = _normalized_difference(x[:, p:], y[:, p:], Affine(*(z[p:] for z in norm)))
+    center, around = (torch.cat(pair, 1) for pair in zip(products, differences, strict=True))
+    return center, around, torch.cat((shift[:p], norm.shift[p:])).to(dtype)
+
+
+def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, Tensor]:
+    origin_Nd11 = y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)  # what is not finite only some pixels see
+    wanted = origin_Nd11 + norm.mean[:, None, None]
+    center_origin = wanted.detach().to(x.dtype)
+    scale, rest = norm.scale[:, None, None], center_origin - wanted
+    return torch.addcmul((rest * scale).to(x.dtype), x - center_origin, scale.to(x.dtype)), (y - origin_Nd11) * scale.to(x.dtype)
+
+
+def _after_linear(
+    weight1: Tensor, center: Tensor, around: Tensor, shift1: Tensor, kernel_size: int, products: int
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of weight1 a1, which is linear in a1: from a1's mean and covariance."""
+    mean, covariance = (x.double() for x in kernels.pair_covariance(center, around, shift1, kernel_size, products))
+    return weight1 @ mean, ((weight1 @ covariance) * weight1).sum(1).clamp_min(0)
+
+
+def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kernel_size: int) -> Tensor:
+    """gamma of every pixel's patch, [N, K * G, H, W], of a gamma that `fuses_patches`; its other layers are called.
+
+    Raises:
+        ValueError: a norm needs statistics of the batch, and there is one value per channel.
+    """
+    dtype, linear = torch.promote_types(around.dtype, torch.float32), gamma[2]
+    assert isinstance(linear, nn.Conv2d), "a plain gamma"
+    C, K = center.shape[1], kernel_size**2
+    values = around.numel() // around.shape[1]
+    norm = affine_of(gamma[0], values, lambda: patch_statistics(center, around, kernel_size))
+    # What is left of the maps without a value near their means is exact; a patch's columns share one.
+    of_center, of_around = norm.mean[:C].to(dtype), norm.mean[C:].unflatten(0, (-1, K)).mean(1).to(dtype)
+    of_center, of_around = of_center.detach(), of_around.detach()
+    origin = torch.cat((of_center, of_around.repeat_interleave(K)))
+    shift = norm.shift - (norm.mean - origin) * norm.scale
+    maps = center.to(dtype) - of_center[:, None, None], around.to(dtype) - of_around[:, None, None]
+    weight = linear.weight.flatten(1).to(around.dtype if around.dtype.itemsize == 2 else dtype)
+    u_NEHW = kernels.patch_linear(*maps, norm.scale.to(dtype), shift.to(dtype), weight, kernel_size)
+    if linear.bias is not None:
+        u_NEHW = u_NEHW + linear.bias[:, None, None]
+    y: Tensor = gamma[3:](u_NEHW.to(around.dtype))
     return y
+
+
+def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tensor, Tensor]]) -> Affine:
+    """What a BatchNorm does to channels of `values` values whose `statistics` are these; updates its own in training.
+
+    Raises:
+        ValueError: it needs statistics of the batch, and there is one value per channel.
+    """
+    assert isinstance(norm, nn.BatchNorm2d)
+    if norm.training or norm.running_mean is None or norm.running_var is None:
+        _require_several(values)
+        mean, var = statistics()
+        if norm.training and norm.track_running_stats:
+            _remember(norm, mean, var, values)
+    else:
+        mean, var = norm.running_mean.double(), norm.running_var.double()
+    scale = (var + norm.eps).rsqrt()
+    if norm.weight is None:
+        return Affine(mean, scale, torch.zeros_like(mean))
+    return Affine(mean, scale * norm.weight.double(), norm.bias.double())
 
 
 def is_watched(layer: nn.Module) -> bool:
@@ -74,17 +159,27 @@ def is_watched(layer: nn.Module) -> bool:
     return bool(hooks) or _has_any_global_hook()
 
 
-def norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
+def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
+    """Whether nobody would notice that these layers are not called: norms, ReLUs and Linear layers without hooks."""
+    kinds = (nn.BatchNorm2d, nn.ReLU, nn.Conv2d)
+    return x.numel() > 0 and not any(map(is_watched, (gamma, *gamma))) and all(type(layer) in kinds for layer in gamma)
+
+
+def norm_relu(norm: nn.Module, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
     """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
-    if not (fuses("norm_relu", x_NCHW) and _is_channels_last(x_NCHW) and _is_plain(norm)) or is_watched(norm):
+    if not (fuses("norm_relu", x_NCHW) and _is_channels_last(x_NCHW) and _is_plain_norm(norm)) or is_watched(norm):
         # Another layer in its place may answer with x itself, and a hook may keep what it saw.
         is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
         return relu(norm(x_NCHW), inplace=is_ours)
+    assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None
     values = x_NCHW.numel() // x_NCHW.shape[1]
-    _require_several(norm, values)
+    if norm.training:
+        _require_several(values)
+    dtype = torch.promote_types(x_NCHW.dtype, torch.float32)
+    state = [x.to(dtype) for x in (norm.weight, norm.bias, norm.running_mean, norm.running_var)]
     if last_use and not norm.training and not torch.is_grad_enabled():
-        return kernels.norm_relu_(x_NCHW, _normalization(norm), norm.eps)
-    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, _normalization(norm), norm.training, norm.eps)
+        return kernels.norm_relu_(x_NCHW, *state, norm.eps)
+    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, *state, norm.training, norm.eps)
     if norm.training:
         _remember(norm, mean, var, values)
     return y_NCHW
@@ -94,27 +189,20 @@ def _is_channels_last(x_NCHW: Tensor) -> bool:
     return x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
 
 
-def _is_plain(norm: nn.Module) -> bool:
-    if type(norm) is not nn.BatchNorm2d:
-        return False
-    return norm.affine and norm.track_running_stats and norm.momentum is not None
+def _is_plain_norm(norm: nn.Module) -> bool:
+    return type(norm) is nn.BatchNorm2d and norm.affine and norm.track_running_stats
 
 
-def _require_several(norm: nn.BatchNorm2d, values: int) -> None:
-    if norm.training and values == 1:
+def _require_several(values: int) -> None:
+    if values == 1:
         raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
-
-
-def _normalization(norm: nn.BatchNorm2d) -> Normalization:
-    assert norm.running_mean is not None and norm.running_var is not None, "plain ones keep running statistics"
-    return Normalization(norm.weight, norm.bias, norm.running_mean, norm.running_var)
 
 
 @torch.no_grad()
 def _remember(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
     """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
-    assert norm.momentum is not None and norm.num_batches_tracked is not None, "plain ones have both"
-    assert norm.running_mean is not None and norm.running_var is not None, "plain ones keep running statistics"
+    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
     norm.num_batches_tracked.add_(1)
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), norm.momentum)
-    norm.running_var.lerp_((var * (values / (values - 1))).to(norm.running_var.dtype), norm.momentum)
+    factor = 1 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
+    norm.running_var.lerp_((var * (values / (values - 1))).to(norm.running_var.dtype), factor)

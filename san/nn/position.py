@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from san import ops
+from san.nn.fusion import PairMaps
 from san.nn.inputs import is_autocast
 
 CHANNELS = 2
@@ -55,6 +56,16 @@ class Position(nn.Module):
     def forward(self, like_NRHW: Tensor, footprint: int) -> Tensor:
         """`like_NRHW` gives the map's size, dtype and device; its values are not read."""
         return self.row.encode(self.features(like_NRHW), footprint).to(like_NRHW.dtype)
+
+    def appended_to(self, maps: PairMaps) -> PairMaps:
+        """The maps of a relation and, as two channels more, those of the position; in p's type, float32 at least: a difference
+        of half types would be another."""
+        center, around, products = maps
+        of_center, of_around = self.row.difference(self.features(center))
+        center, around = (
+            torch.cat((x, p.expand(x.shape[0], -1, -1, -1)), 1) for x, p in ((center, of_center), (around, of_around))
+        )
+        return PairMaps(center, around, products)
 
     @property
     def row(self) -> Encoding:

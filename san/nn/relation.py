@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from san import ops
+from san.nn.fusion import PairMaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,8 @@ class Relation:
     """d, from R relation channels and K footprint positions."""
     delta: Callable[[Tensor, Tensor, int], Tensor]
     """(phi, psi, side of the footprint) to delta."""
-    difference: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """(phi, psi) to maps of d channels with delta = center_i - around_j, if there are such: fused attention needs them."""
+    pairs: Callable[[Tensor, Tensor], PairMaps] | None = None
+    """(phi, psi) to maps of which delta is the difference or the product, if there are such: fused attention needs them."""
     when_shared: Relation | None = None
     """What stands in where phi and psi are one transformation, if that makes a difference."""
 
@@ -35,9 +36,10 @@ def _pairs(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
     return torch.cat((phi_NR1P.expand(-1, -1, footprint**2, -1), ops.unfold(psi_NRHW, footprint)), 1)
 
 
-def _apart(phi_NRHW: Tensor, psi_NRHW: Tensor) -> tuple[Tensor, Tensor]:
+def _apart(phi_NRHW: Tensor, psi_NRHW: Tensor) -> PairMaps:
     """[phi, 0] and [0, -psi]: their difference is the concatenation."""
-    return torch.cat((phi_NRHW, torch.zeros_like(phi_NRHW)), 1), torch.cat((torch.zeros_like(psi_NRHW), -psi_NRHW), 1)
+    zeros = torch.zeros_like(phi_NRHW)
+    return PairMaps(torch.cat((phi_NRHW, zeros), 1), torch.cat((zeros, -psi_NRHW), 1))
 
 
 def _patch(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
@@ -63,10 +65,10 @@ def _clique(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
 
 
 PAIRWISE: dict[str, Relation] = {
-    "summation": Relation(lambda R, K: R, ops.summation, lambda phi, psi: (phi, -psi)),
-    "subtraction": Relation(lambda R, K: R, ops.subtraction, lambda phi, psi: (phi, psi)),
+    "summation": Relation(lambda R, K: R, ops.summation, lambda phi, psi: PairMaps(phi, -psi)),
+    "subtraction": Relation(lambda R, K: R, ops.subtraction, PairMaps),
     "concatenation": Relation(lambda R, K: 2 * R, _pairs, _apart),
-    "hadamard": Relation(lambda R, K: R, ops.hadamard),
+    "hadamard": Relation(lambda R, K: R, ops.hadamard, lambda phi, psi: PairMaps(phi, psi, products=phi.shape[1])),
     "dot": Relation(lambda R, K: 1, ops.dot),
 }
 

@@ -1,14 +1,13 @@
-"""Fused operators. Vector attention: relation, gamma, softmax and aggregation in one, which never holds K times a feature map.
+"""Operators on the pairs (i, j) of a pixel and its footprint, and on patches, which never hold K times a feature map.
 
-For gamma = LRL (BatchNorm, ReLU, Linear, BatchNorm, ReLU, Linear), the paper's default. Shapes as in `san/ops/reference.py`;
-d relation channels, E hidden channels of gamma. First derivatives only: `ops.backend("unfused")` has all of them.
+They know no BatchNorm: a norm is a scale and a shift here, from statistics of few values (`san.ops.statistics`, and
+`pair_covariance` for what comes after a ReLU). Shapes as in `cuda_ext/schemas.py`; formulas in docs/explanation/operators.md.
+First derivatives only: `ops.backend("unfused")` has all of them.
 
 Not for users: inputs are not checked and no backend is asked. `san.nn.fusion` calls them where `functional.fuses` lets it.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,86 +16,71 @@ from san.ops import library
 from san.ops.footprint import check_footprint
 
 
-class Normalization(NamedTuple):
-    """A BatchNorm's parameters and running statistics, [channels] each."""
+def pair_covariance(
+    center_NdHW: Tensor, around_NdHW: Tensor, shift_d: Tensor, kernel_size: int, products: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(center_i - around_j + shift).
 
-    gain: Tensor
-    bias: Tensor
-    mean: Tensor
-    var: Tensor
-
-    def parameters(self, like: Tensor) -> tuple[Tensor, ...]:
-        """In the type that sums are kept in: at least float32."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        return tuple(x.to(dtype) for x in self)
-
-
-class LRL(NamedTuple):
-    """gamma's parameters: weight1 [E, d], weight2 [outputs, E], bias3 [outputs]."""
-
-    norm1: Normalization
-    weight1: Tensor
-    norm2: Normalization
-    weight2: Tensor
-    bias3: Tensor
-
-    def parameters(self, like: Tensor) -> tuple[Tensor, ...]:
-        """In the order of the operators' arguments, in the type that sums are kept in: at least float32."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        norm1, weight1, norm2, weight2, bias3 = self
-        return tuple(x.to(dtype) for x in (*norm1[:2], weight1, *norm2[:2], weight2, bias3, *norm1[2:], *norm2[2:]))
-
-
-class Statistics(NamedTuple):
-    """Means and biased variances of the inputs of both BatchNorms over a batch, [d] and [E]."""
-
-    mean1: Tensor
-    var1: Tensor
-    mean2: Tensor
-    var2: Tensor
-
-
-def pairwise_attention(
-    center_NdHW: Tensor, around_NdHW: Tensor, beta_NMHW: Tensor, gamma: LRL, kernel_size: int, training: bool, eps: float
-) -> tuple[Tensor, Statistics]:
-    """y_i = sum_j softmax_j(gamma(center_i - around_j)) * beta_j, [N, M, H, W], and the batch's statistics.
-
-    gamma's last bias has no influence, for softmax cancels it; its gradient is zero. The result has beta's memory format.
+    The first `products` channels multiply instead: relu(center_i * around_j + shift). Maps and shift are float32 or float64.
     """
-    check_footprint(kernel_size, *beta_NMHW.shape[2:])
-    maps = map(_channels_last, (center_NdHW, around_NdHW, beta_NMHW))
+    check_footprint(kernel_size, *center_NdHW.shape[2:])
     _load()
-    arguments = (*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps, _may_use_tf32())
-    y_NHWM, _, *statistics = torch.ops.san.pairwise(*arguments)
-    return _as_map(y_NHWM, beta_NMHW), Statistics(*statistics)
+    maps = _channels_last(center_NdHW), _channels_last(around_NdHW)
+    mean, covariance = torch.ops.san.pair_covariance(*maps, shift_d, kernel_size, products, _may_use_tf32())
+    return mean, covariance
 
 
-def patchwise_attention(
-    center_NCHW: Tensor, around_NRHW: Tensor, beta_NMHW: Tensor, gamma: LRL, kernel_size: int, training: bool, eps: float
-) -> tuple[Tensor, Statistics]:
-    """y_i = sum_j gamma([center_i, around_j for all j])_j * beta_j, [N, M, H, W], and the batch's statistics.
+def pair_weights(
+    center_NdHW: Tensor,
+    around_NdHW: Tensor,
+    shift1_d: Tensor,
+    weight1_Ed: Tensor,
+    shift2_E: Tensor,
+    weight2_GE: Tensor,
+    kernel_size: int,
+    products: int = 0,
+) -> Tensor:
+    """The softmax over the footprint of weight2 relu(weight1 a1 + shift2), [N, G, K, P], with a1 as in `pair_covariance`.
 
-    `center_NCHW` may have no channels. gamma's output g * K + j is the weight of position j for weight channel g. The result
-    has beta's memory format.
+    Without a hidden layer weight1 is empty, [0, 0], and weight2 [G, d] acts on a1. The weights may be half types; the result has
+    weight2's.
     """
-    check_footprint(kernel_size, *beta_NMHW.shape[2:])
-    maps = map(_channels_last, (center_NCHW, around_NRHW, beta_NMHW))
+    check_footprint(kernel_size, *center_NdHW.shape[2:])
     _load()
-    arguments = (*maps, *gamma.parameters(beta_NMHW), kernel_size, training, eps, _may_use_tf32())
-    y_NHWM, _, *statistics = torch.ops.san.patchwise(*arguments)
-    return _as_map(y_NHWM, beta_NMHW), Statistics(*statistics)
+    maps = _channels_last(center_NdHW), _channels_last(around_NdHW)
+    mapping = shift1_d, weight1_Ed, shift2_E, weight2_GE
+    w_NGKP: Tensor = torch.ops.san.pair_weights(*maps, *mapping, kernel_size, products, _may_use_tf32())
+    return w_NGKP
 
 
-def norm_relu(x_NCHW: Tensor, norm: Normalization, training: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def patch_linear(
+    center_NCHW: Tensor, around_NRHW: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, kernel_size: int
+) -> Tensor:
+    """weight relu(scale * patch + shift) of every pixel, [N, E, H, W].
+
+    A patch is `center`'s channels at the pixel, which may be none, and then channel c of `around` at position o of the footprint
+    in column C + c * K + o. scale and shift [columns], weight [E, columns].
+    """
+    check_footprint(kernel_size, *around_NRHW.shape[2:])
+    _load()
+    maps = _channels_last(center_NCHW), _channels_last(around_NRHW)
+    u_NEHW: Tensor = torch.ops.san.patch_linear(*maps, scale, shift, weight, kernel_size, _may_use_tf32())
+    return u_NEHW
+
+
+def norm_relu(
+    x_NCHW: Tensor, gain: Tensor, bias: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """relu(batch_norm(x)), and the batch's mean and biased variance, [C]; the result has x's memory format."""
     _load()
-    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), *norm.parameters(x_NCHW), training, eps)
-    return _as_map(y_NHWC, x_NCHW), mean, var
+    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), gain, bias, mean, var, training, eps)
+    y_NCHW = y_NHWC.permute(0, 3, 1, 2)
+    return (y_NCHW if _is_channels_last(x_NCHW) else y_NCHW.contiguous()), mean, var
 
 
-def norm_relu_(x_NCHW: Tensor, norm: Normalization, eps: float) -> Tensor:
+def norm_relu_(x_NCHW: Tensor, gain: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """relu(batch_norm(x)) in evaluation, in place of a channels-last x; it has no derivative."""
-    torch.ops.san.norm_relu_(x_NCHW.permute(0, 2, 3, 1), *norm.parameters(x_NCHW), eps)
+    torch.ops.san.norm_relu_(x_NCHW.permute(0, 2, 3, 1), gain, bias, mean, var, eps)
     return x_NCHW
 
 
@@ -116,7 +100,5 @@ def _channels_last(x_NCHW: Tensor) -> Tensor:
     return x_NCHW.permute(0, 2, 3, 1).contiguous()
 
 
-def _as_map(y_NHWM: Tensor, beta_NMHW: Tensor) -> Tensor:
-    y_NMHW = y_NHWM.permute(0, 3, 1, 2)
-    is_channels_last = beta_NMHW.is_contiguous(memory_format=torch.channels_last)
-    return y_NMHW if is_channels_last else y_NMHW.contiguous()
+def _is_channels_last(x_NCHW: Tensor) -> bool:
+    return x_NCHW.is_contiguous(memory_format=torch.channels_last)

@@ -38,8 +38,9 @@ def load() -> bool:
     _register_subtraction()
     _register_dot()
     _register_aggregation()
-    _register_pairwise()
-    _register_patchwise()
+    _register_pair_covariance()
+    _register_pair_weights()
+    _register_patch_linear()
     _register_norm_relu()
     return "cpu" not in missing_parts
 
@@ -184,11 +185,11 @@ def _register_aggregation() -> None:
     @torch.library.register_fake("san::aggregation")
     def _(beta: Tensor, weight: Tensor, kernel_size: int) -> Tensor:
         check_footprint(kernel_size, *beta.shape[2:])
-        return beta.new_empty(beta.shape)
+        return torch.empty_like(beta)
 
     @torch.library.register_fake("san::aggregation_backward")
     def _(grad: Tensor, beta: Tensor, weight: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
-        return beta.new_empty(beta.shape), weight.new_empty(weight.shape)
+        return torch.empty_like(beta), torch.empty_like(weight)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         beta, weight, ctx.kernel_size = inputs
@@ -226,12 +227,6 @@ def _register_aggregation() -> None:
     register_flop_formula(ops.aggregation_backward)(flops_backward)
 
 
-def _fused_outputs(beta: Tensor, gamma: tuple[Any, ...], extra_channels: int) -> tuple[Tensor, ...]:
-    gain1, bias1, _, gain2, bias2, _ = gamma
-    extra = gain1.new_empty(*beta.shape[:3], extra_channels)
-    return beta.new_empty(beta.shape), extra, *(x.new_empty(x.shape) for x in (gain1, bias1, gain2, bias2))
-
-
 def _refuse_second_derivative(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f'san::{name} does not support second derivatives; run the model under san.ops.backend("unfused")')
@@ -239,81 +234,108 @@ def _refuse_second_derivative(name: str) -> None:
     torch.library.register_autograd(f"san::{name}_backward", backward, setup_context=lambda ctx, inputs, output: None)
 
 
-def _register_pairwise() -> None:
+def _like(tensors: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+def _register_pair_covariance() -> None:
     ops = torch.ops.san
 
-    @torch.library.register_fake("san::pairwise")
-    def _(center: Tensor, around: Tensor, beta: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        check_footprint(rest[11], *beta.shape[1:3])
-        return _fused_outputs(beta, rest[:6], rest[5].shape[0])
+    @torch.library.register_fake("san::pair_covariance")
+    def _(center: Tensor, around: Tensor, shift: Tensor, kernel_size: int, products: int, tf32: bool) -> tuple[Tensor, Tensor]:
+        check_footprint(kernel_size, *center.shape[1:3])
+        return shift.new_empty(shift.shape), shift.new_empty(len(shift), len(shift))
 
-    @torch.library.register_fake("san::pairwise_backward")
-    def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in inputs[:9])
+    @torch.library.register_fake("san::pair_covariance_backward")
+    def _(grad_mean: Tensor, grad_covariance: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return _like(inputs[:3])
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32 = inputs
-        _, logsumexp, *statistics = output
-        ctx.save_for_backward(*tensors[:9], *statistics, logsumexp, tensors[9])
-        ctx.mark_non_differentiable(logsumexp, *statistics)
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.kernel_size, ctx.products, ctx.tf32 = inputs
+        ctx.save_for_backward(*tensors, output[0])
 
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *saved, bias3 = ctx.saved_tensors
-        grads = ops.pairwise_backward(grad, *saved, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32)
-        return *grads, torch.zeros_like(bias3), *(None,) * 8
+    def backward(ctx: Any, grad_mean: Tensor, grad_covariance: Tensor) -> tuple[Tensor | None, ...]:
+        rest = ctx.kernel_size, ctx.products, ctx.tf32
+        return *ops.pair_covariance_backward(grad_mean, grad_covariance, *ctx.saved_tensors, *rest), None, None, None
 
-    torch.library.register_autograd("san::pairwise", backward, setup_context=setup)
-    _refuse_second_derivative("pairwise")
-
-    def flops(center_shape: Any, around_shape: Any, beta_shape: Any, *rest: Any, out_shape: Any = None) -> int:
-        """Two FLOPs per multiply-accumulate of gamma's products and of the aggregation, as of the operators that it fuses."""
-        N, H, W, M = beta_shape
-        (E, d), G = rest[2], rest[5][0]
-        return 2 * int(N * H * W * rest[11] ** 2) * (d * E + E * G + M)
-
-    def flops_backward(grad_shape: Any, *rest: Any, out_shape: Any = None) -> int:
-        return 2 * flops(*rest[:3], *rest[3:9], *(None,) * 5, rest[14])
-
-    register_flop_formula(ops.pairwise)(flops)
-    register_flop_formula(ops.pairwise_backward)(flops_backward)
+    torch.library.register_autograd("san::pair_covariance", backward, setup_context=setup)
+    _refuse_second_derivative("pair_covariance")
 
 
-def _register_patchwise() -> None:
+def _register_pair_weights() -> None:
     ops = torch.ops.san
 
-    @torch.library.register_fake("san::patchwise")
-    def _(center: Tensor, around: Tensor, beta: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        check_footprint(rest[11], *beta.shape[1:3])
-        return _fused_outputs(beta, rest[:6], rest[2].shape[0])
+    @torch.library.register_fake("san::pair_weights")
+    def _(center: Tensor, around: Tensor, shift1: Tensor, *rest: Any) -> Tensor:
+        (N, H, W, _), weight2, kernel_size = center.shape, rest[2], rest[3]
+        check_footprint(kernel_size, H, W)
+        G, K, P = weight2.shape[0], kernel_size**2, H * W
+        if center.device.type == "cuda":  # where lanes run over the weight channels
+            return weight2.new_empty(N, P, K, G).permute(0, 3, 2, 1)
+        return weight2.new_empty(N, G, K, P)
 
-    @torch.library.register_fake("san::patchwise_backward")
+    @torch.library.register_fake("san::pair_weights_backward")
+    def _(grad: Tensor, w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return _like(inputs[:6])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.kernel_size, ctx.products, ctx.tf32 = inputs
+        ctx.save_for_backward(output, *tensors)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rest = ctx.kernel_size, ctx.products, ctx.tf32
+        return *ops.pair_weights_backward(grad, *ctx.saved_tensors, *rest), None, None, None
+
+    torch.library.register_autograd("san::pair_weights", backward, setup_context=setup)
+    _refuse_second_derivative("pair_weights")
+
+    def flops(center_shape: Any, around_shape: Any, shift1_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        """Two FLOPs per multiply-accumulate of the mapping's products, as of the layers that they stand for."""
+        (N, H, W, _), (E, d), _, (G, last), kernel_size = center_shape, *rest[:4]
+        return 2 * int(N * H * W * kernel_size**2) * (E * d + G * last)
+
+    def flops_backward(grad_shape: Any, w_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        return 2 * flops(*rest)
+
+    register_flop_formula(ops.pair_weights)(flops)
+    register_flop_formula(ops.pair_weights_backward)(flops_backward)
+
+
+def _register_patch_linear() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::patch_linear")
+    def _(center: Tensor, around: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, kernel_size: int, tf32: bool) -> Tensor:
+        N, H, W, _ = around.shape
+        check_footprint(kernel_size, H, W)
+        if around.device.type == "cuda":
+            return around.new_empty(N, H, W, len(weight)).permute(0, 3, 1, 2)
+        return around.new_empty(N, len(weight), H, W)
+
+    @torch.library.register_fake("san::patch_linear_backward")
     def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in inputs[:10])
+        return _like(inputs[:5])
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32 = inputs
-        _, hidden, *statistics = output
-        ctx.save_for_backward(*tensors[:10], *statistics, hidden)
-        ctx.mark_non_differentiable(hidden, *statistics)
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.kernel_size, ctx.tf32 = inputs
+        ctx.save_for_backward(*tensors)
 
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads = ops.patchwise_backward(grad, *ctx.saved_tensors, ctx.kernel_size, ctx.training, ctx.eps, ctx.tf32)
-        return *grads, *(None,) * 8
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *ops.patch_linear_backward(grad, *ctx.saved_tensors, ctx.kernel_size, ctx.tf32), None, None
 
-    torch.library.register_autograd("san::patchwise", backward, setup_context=setup)
-    _refuse_second_derivative("patchwise")
+    torch.library.register_autograd("san::patch_linear", backward, setup_context=setup)
+    _refuse_second_derivative("patch_linear")
 
-    def flops(center_shape: Any, around_shape: Any, beta_shape: Any, *rest: Any, out_shape: Any = None) -> int:
-        """Two FLOPs per multiply-accumulate of gamma's products and of the aggregation, as of the operators that it fuses."""
-        N, H, W, M = beta_shape
-        (E, d), (outputs, _), k = rest[2], rest[5], rest[11]
-        return 2 * int(N * H * W) * (d * E + E * outputs + k**2 * M)
+    def flops(center_shape: Any, around_shape: Any, *rest: Any, out_shape: Any = None) -> int:
+        """Two FLOPs per multiply-accumulate."""
+        (N, H, W, _), (E, columns) = around_shape, rest[2]
+        return 2 * int(N * H * W) * E * columns
 
     def flops_backward(grad_shape: Any, *rest: Any, out_shape: Any = None) -> int:
-        return 2 * flops(*rest[:3], *rest[3:9], *(None,) * 5, rest[15])
+        return 2 * flops(*rest)
 
-    register_flop_formula(ops.patchwise)(flops)
-    register_flop_formula(ops.patchwise_backward)(flops_backward)
+    register_flop_formula(ops.patch_linear)(flops)
+    register_flop_formula(ops.patch_linear_backward)(flops_backward)
 
 
 def _register_norm_relu() -> None:
