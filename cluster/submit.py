@@ -101,7 +101,7 @@ class JobServer:
             raise refused(self.address) from None
         except (KeyError, OSError, RuntimeError, TypeError, ValueError):  # requests' own are OSError
             raise ClusterError(
-                f"{self.address} answers, but is not the job server of a Ray head; check host and port"
+                f"{self.address} answers, but is not the job server of a Ray head; check the host and the port"
             ) from None
         theirs, ours = str(client._server_ray_version), ray.__version__
         if theirs.split(".")[:2] != ours.split(".")[:2]:

@@ -102,7 +102,7 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
         return _other_checkpoint(path, changes, profile)
     if profile is not None:
         raise UserError(
-            f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and change data.* with overrides"
+            f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and use overrides to change data.*"
         )
     _require_no_model(path, changes)
     origin = found.origin
@@ -289,7 +289,7 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
     bucket = Bucket.parse(name) if is_uri(name) else None
     if (key := _tracked(name, runs)) is not None:
         if isinstance(place, Path) and not (place / "checkpoints" / key).is_dir():
-            raise UserError(f"{name}: the checkpoints of its cell {key} are not in {place}; give their folder with --runs")
+            raise UserError(f"{name}: the checkpoints of cell {key} are not in {place}; give their folder with --runs")
         asked = key
     if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not os.path.exists(asked):
         bucket = place.folder(f"checkpoints/{asked}")

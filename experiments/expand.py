@@ -88,7 +88,7 @@ def parse_override(text: str) -> dict[str, Any]:
     try:
         layer: Any = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
-        raise UserError(f"override {text!r}: the value is not valid YAML; put it in quotes") from None
+        raise UserError(f"override {text!r}: the value is not valid YAML; put the value in quotes") from None
     return _nested(key, layer)
 
 
@@ -159,7 +159,8 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
     protocols = get_args(ProtocolName)
     if grid.robustness is not None and grid.table not in (None, grid.robustness):
         wrong.append(
-            f"{path}: table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out one of the two keys"
+            f"{path}: table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out `table` or "
+            "`robustness`"
         )
     if grid.robustness is None and grid.table in protocols:
         wrong.append(f"{path}: robustness: missing; table {grid.table!r} needs it: set `robustness: {grid.table}`")
@@ -184,12 +185,12 @@ def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]
         rows = [row.id for row in grid.rows if _has(row.model_dump(), key)]
         if not re.fullmatch(rf"({sections})\.\w+", key, re.ASCII):
             wrong.append(
-                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; write it like recipe.lr"
+                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; write the key like recipe.lr"
             )
         elif not values:
             wrong.append(f"{path}: product.{key}: empty list; give at least one value")
         elif rows:
-            wrong.append(f"{path}: product.{key}: also set in row {', '.join(rows)}; set it in one of the two places")
+            wrong.append(f"{path}: product.{key}: also set in row {', '.join(rows)}; set the key in only one of the two places")
         else:
             axes[key] = values
     return axes
@@ -319,7 +320,8 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
             place = value_at(config, plot.series), value_at(config, plot.x)
             if place in places:
                 wrong.append(
-                    f"{path}: plot: rows {places[place]} and {row} would be the same point; choose a series that differs"
+                    f"{path}: plot: rows {places[place]} and {row} would be at the same point; set "
+                    "plot.series to a key in which the rows differ"
                 )
                 break
             places[place] = row
@@ -331,7 +333,7 @@ def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping
     if grid.table is not None:
         return [
             f"{path}: early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
-            "leave out one of the two keys"
+            "leave out `early_stopping` or `table`"
         ]
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
     if len(set(lengths.values())) > 1:

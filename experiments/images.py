@@ -55,7 +55,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
 def _require_fitting(config: DataConfig) -> None:
     """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
     if config.lists is not None and config.source != "folder":
-        raise DataError(f"data.lists: not used with data.source={config.source}, only with folder; leave it out")
+        raise DataError(f"data.lists: used only with data.source=folder, not {config.source}; leave out data.lists")
     if config.train_per_class is not None and config.source == "synthetic":
         raise DataError("data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead")
 

@@ -178,7 +178,8 @@ class Lease:
                     seen[other] = renewed
                 elif renewed > seen.setdefault(other, renewed):  # it is alive now, and was not only so at first
                     raise LeaseError(
-                        f"{self.bucket}: another process is working on {self.what} ({note}); wait for it or stop it, "
+                        f"{self.bucket}: another process is working on {self.what} ({note}); "
+                        "wait until that process ends, or stop it, "
                         "then rerun the same command"
                     )
             time.sleep(_pause())

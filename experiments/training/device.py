@@ -44,8 +44,8 @@ def training_device(config: TrialConfig) -> torch.device:
     require_gpu(config)
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
         raise MachineError(
-            f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without them training is several times "
-            "slower and needs about four times the memory; set engine.reference_operators=true to train without them"
+            f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without the kernels, training is several "
+            "times slower and needs about four times as much memory; to accept this, set engine.reference_operators=true"
         )
     return torch.device("cuda", _local_rank())
 

@@ -189,7 +189,7 @@ def load_checkpoint(path: str | Path) -> Trunk:
         wanted = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
-        raise CheckpointError(f"{path}: the model it describes cannot be built ({said})") from None
+        raise CheckpointError(f"{path}: the model described in this file cannot be built ({said})") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
     model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero

@@ -400,8 +400,8 @@ def stranger(body: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"<html>hello</html>", "answers, but is not the job server of a Ray head; check host and port"),
-        (b"[1]", "answers, but is not the job server of a Ray head; check host and port"),
+        (b"<html>hello</html>", "answers, but is not the job server of a Ray head; check the host and the port"),
+        (b"[1]", "answers, but is not the job server of a Ray head; check the host and the port"),
         (b'{"version": "4", "ray_version": "2.9.3"}', "runs Ray 2.9.3, but this machine has Ray"),
     ],
 )
@@ -466,7 +466,7 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.environment(["PASSWORD=hunter2"])
     assert "hunter2" not in str(caught.value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
-    with pytest.raises(UserError, match="contains a password, but addresses are printed and stored"):
+    with pytest.raises(UserError, match="contains a password, which would be printed and stored"):
         submit.environment([])
     for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

@@ -140,7 +140,7 @@ def test_other_images_than_the_trials_are_told(
     (tmp_path / "val").symlink_to(DIGITS / "val")
     monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
-    assert capsys.readouterr().err == (f"note: train in {tmp_path} has different images from those this model was trained on\n")
+    assert capsys.readouterr().err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
 
 
 def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
         main()
     (said,) = capsys.readouterr().err.splitlines()
     key = trained.job.trials[0].key
-    assert said == f"san: {name}: the checkpoints of its cell {key} are not in {tmp_path}; give their folder with --runs"
+    assert said == f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs"
 
 
 def test_a_file_with_the_name_of_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

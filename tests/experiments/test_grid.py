@@ -147,7 +147,9 @@ def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Pat
         plot: {x: model.footprint, series: model.name, label: footprint}
         rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
     """)
-    assert told(lambda: expand(path)) == f"{path}: plot: rows a and b would be the same point; choose a series that differs"
+    assert told(lambda: expand(path)) == (
+        f"{path}: plot: rows a and b would be at the same point; set plot.series to a key in which the rows differ"
+    )
 
 
 def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
@@ -207,11 +209,11 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
     wanted = [
         "product.recipe.momentum: must be a list, not 0.9",
         'product.model: must be a list, not {"num_stages": [1, 2]}',
-        "product.lr: not a key of section model, data, recipe; write it like recipe.lr",
-        "product.placement.workers: not a key of section model, data, recipe; write it like recipe.lr",
-        "product.recipe.lr.x: not a key of section model, data, recipe; write it like recipe.lr",
+        "product.lr: not a key of section model, data, recipe; write the key like recipe.lr",
+        "product.placement.workers: not a key of section model, data, recipe; write the key like recipe.lr",
+        "product.recipe.lr.x: not a key of section model, data, recipe; write the key like recipe.lr",
         "product.data.flip: empty list; give at least one value",
-        "product.model.footprint: also set in row a; set it in one of the two places",
+        "product.model.footprint: also set in row a; set the key in only one of the two places",
         f"row {cells[0]}, {cells[2]}: recipe.batch_size: must be an integer of at least 1, not 0",
         "every row: model.width_facto: unknown key; did you mean `model.width_mult`?",
         f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean `recipe.epochs`?",

@@ -158,7 +158,7 @@ def test_a_disk_that_fails_gives_a_sentence_and_keeps_the_last_checkpoint(
             checkpoints.save(of_step(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    told = "the last good one is epoch-0001-step-0000000.pt" if good else "there is no earlier one"
+    told = "the last good checkpoint is epoch-0001-step-0000000.pt" if good else "there is no earlier checkpoint"
     assert str(raised.value) == (
         f"{checkpoints.folder / 'epoch-0002-step-0000000.pt'}: cannot write this checkpoint ({reason}); {told}; "
         "check the disk, then run the same command again to resume"

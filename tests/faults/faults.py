@@ -169,7 +169,10 @@ def killed_in_a_write(scene: Scene) -> str:
     scene.start(WITNESS_KILL_AT_WRITE="26")
     scene.finish()
     assert (scene.runs / "killed").exists()
-    return "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the cell, without being restarted itself"
+    return (
+        "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the cell, without "
+        "being restarted itself"
+    )
 
 
 def server_stopped(scene: Scene) -> str:

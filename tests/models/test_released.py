@@ -298,13 +298,13 @@ OURS: dict[str, tuple[Callable[[], object], str]] = {
     "released": (lambda: {"state_dict": {"fc.bias": torch.ones(3)}}, "use load_released_checkpoint for the authors' files"),
     "unknown name": (
         lambda: ours_with(name="resnet27"),
-        "the model it describes cannot be built (unknown model 'resnet27'; did you",
+        "the model described in this file cannot be built (unknown model 'resnet27'; did you",
     ),
     "unknown field": (
         lambda: ours_with(overrides={"depth": 3}),
-        "the model it describes cannot be built (resnet26 has no field dep",
+        "the model described in this file cannot be built (resnet26 has no field dep",
     ),
-    "no fields": (lambda: ours_with(overrides=3), "the model it describes cannot be built"),
+    "no fields": (lambda: ours_with(overrides=3), "the model described in this file cannot be built"),
     "other classes": (
         lambda: ours_with(num_classes=4),
         "does not match resnet26 with 4 classes; 2 of the wrong shape: fc.weight [3",

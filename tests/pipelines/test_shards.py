@@ -240,7 +240,9 @@ def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
     out.mkdir()
     with open(out / "train.index.part", "w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"another process is already packing train here; wait for it or stop it"):
+        with pytest.raises(
+            DataError, match=r"another process is already packing train here; wait until that process ends, or stop it"
+        ):
             packed(data, out)
 
 
@@ -316,8 +318,8 @@ def lost_byte(path: Path) -> None:
             Path.unlink,
             r"shards changed since they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
         ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack them again"),
-        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy it"),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack these shards again"),
+        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy the index again"),
         ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
     ],
 )
@@ -363,7 +365,7 @@ def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> No
     found = dict(opened.shards.damaged(2))
     assert list(found) == [one.shard.name for one in shards]
     assert [name for name, complaint in found.items() if complaint] == ["train-00001.tar"]
-    assert f"instead of {shards[1].shard.sha256}; copy or pack it again" in str(found["train-00001.tar"])
+    assert f"instead of {shards[1].shard.sha256}; copy or pack the shard again" in str(found["train-00001.tar"])
 
 
 PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
