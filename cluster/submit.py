@@ -221,7 +221,8 @@ class JobServer:
 
     def _unknown(self, job: str) -> ClusterError:
         return ClusterError(
-            f"{self.address} has no job {job!r}; list its jobs with `san status` (a restarted head has lost them)"
+            f"{self.address} has no job {job!r}; list its jobs with `san status` "
+            "(a head node forgets its jobs when it restarts)"
         )
 
 

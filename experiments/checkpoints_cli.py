@@ -180,7 +180,7 @@ def robustness(
 @click.argument("checkpoint")
 @click.argument("image")
 @OVERRIDES
-@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: its center]")
+@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: the center]")
 @click.option("--grid", type=click.IntRange(1), metavar="N", help="Draw N by N pixels spread over the image.")
 @click.option(
     "--layer",

@@ -263,9 +263,10 @@ def report(
     help="Markdown page to write, with its plots in the same folder.  [default: docs/results/digits-study.md]",
 )
 def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
-    """Train the paper's ablations over several seeds and test the paper's claims.
+    """Train the paper's ablations and test the paper's claims.
 
-    Writes a page that shows which of the paper's orderings hold beyond seed noise. Rerun the same command to resume.
+    Trains every row with several seeds. Writes a page that shows which of the paper's orderings hold beyond seed noise.
+    Rerun the same command to resume.
 
     \b
     Example: san study --profile study --seeds 5

@@ -131,13 +131,13 @@ class DataConfig(Strict):
     """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path is resolved from the project's
     folder, or from the current folder if the project is installed as a package. Not used with synthetic images."""
     lists: str | None = None
-    """Folder of the image lists written by `san data check` or `san data split`, if it is not `root`. Relative paths are
-    resolved as for `root`."""
+    """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
+    Relative paths are resolved as for `root`."""
     split: Literal["val-original", "val-split"] = "val-original"
     """Validation images: `val-original` uses `val`; `val-split` holds out images from `train`, as in the paper's ablations."""
     val_split_per_class: Count | None = None
-    """Images per class that `val-split` holds out, the same for every seed; existing `train-split` and `val-split` lists or
-    shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
+    """Images per class that `val-split` holds out, the same images for every seed; existing `train-split` and
+    `val-split` lists or shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
     val_split_seed: Annotated[Whole, Field(ge=0)] = 0
     """Seed that selects the images that `val-split` holds out."""
     train_per_class: Count | None = None

@@ -205,8 +205,8 @@ def _sentence(result: dict[str, Any]) -> str:
 def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bool) -> None:
     """Hold out training images per class for validation.
 
-    Writes the lists train-split and val-split. Training holds out the same images if
-    data.val_split_per_class and data.val_split_seed have the values of --per-class and --seed.
+    Writes the lists train-split and val-split. Training with data.val_split_per_class=N and
+    data.val_split_seed=S holds out the same images as --per-class N --seed S.
 
     \b
     Example: san data split /data/imagenet --per-class 50

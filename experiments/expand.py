@@ -84,7 +84,7 @@ def parse_override(text: str) -> dict[str, Any]:
     """`recipe.epochs=3` as a nested mapping. Raises UserError where there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise UserError(f"override {text!r}: not KEY=VALUE; write it like recipe.epochs=3")
+        raise UserError(f"override {text!r}: not KEY=VALUE; an example is recipe.epochs=3")
     try:
         layer: Any = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
@@ -118,7 +118,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     product = content.get("product")
     for key in product if isinstance(product, dict) else ():
         wrong += [
-            f"override {text!r}: {key} is a product axis of {path}; change its values in that file"
+            f"override {text!r}: {key} is a product axis of {path}; change the values in that file"
             for text, layer in layers
             if isinstance(key, str) and _has(layer, key)
         ]
@@ -163,7 +163,7 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
             "`robustness`"
         )
     if grid.robustness is None and grid.table in protocols:
-        wrong.append(f"{path}: robustness: missing; table {grid.table!r} needs it: set `robustness: {grid.table}`")
+        wrong.append(f"{path}: robustness: missing; table {grid.table!r} requires `robustness: {grid.table}`")
     if not {"rows", "product"} & set(content):
         wrong.append(f"{path}: rows: missing; give rows, a product, or both")
     axes = _axes(path, grid, wrong)
@@ -185,7 +185,7 @@ def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]
         rows = [row.id for row in grid.rows if _has(row.model_dump(), key)]
         if not re.fullmatch(rf"({sections})\.\w+", key, re.ASCII):
             wrong.append(
-                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; write the key like recipe.lr"
+                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; an example is recipe.lr"
             )
         elif not values:
             wrong.append(f"{path}: product.{key}: empty list; give at least one value")
@@ -339,8 +339,8 @@ def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping
     if len(set(lengths.values())) > 1:
         short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
         return [
-            f"{path}: early_stopping: needs the same recipe.epochs in every row, but it is {lengths[short]} in row {short} "
-            f"and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
+            f"{path}: early_stopping: requires the same recipe.epochs in every row, but the value is {lengths[short]} "
+            f"in row {short} and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
         ]
     return [
         f"{path}: early_stopping.grace_epochs: must be less than recipe.epochs={epochs}, not {wanted.grace_epochs}"

@@ -78,7 +78,7 @@ def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """Of the images, and of their lists where that is another."""
     if config.root is None:
-        raise DataError(f"data.root: missing; data.source={config.source} needs it: give the folder of the images")
+        raise DataError(f"data.root: missing; data.source={config.source} requires the folder of the images")
     return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 
 

@@ -428,7 +428,7 @@ def _split_folder(root: Path, split: str) -> Path:
     folder = root / split
     if not folder.is_dir():
         raise DataError(
-            f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create it, "
+            f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create this folder, "
             f"provide a list {split}.txt, or use another data folder"
         )
     return folder

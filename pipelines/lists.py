@@ -200,7 +200,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot read this file ({error.strerror}); make it readable or remove it") from None
+        raise DataError(f"{path}: cannot read this file ({error.strerror}); make the file readable or remove it") from None
 
 
 def encode(text: str) -> bytes:

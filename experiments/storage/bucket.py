@@ -202,7 +202,7 @@ class Bucket:
 
     def _sentence(self, said: str) -> str:
         if "NO_SUCH_BUCKET" in said:
-            return f"{self}: no such bucket; create it or correct the name"
+            return f"{self}: no such bucket; create the bucket or correct the name"
         if REFUSED.search(said):
             return f"{self}: the store rejected the credentials; check {CREDENTIALS}"
         if "NETWORK_CONNECTION" in said:

@@ -160,7 +160,7 @@ class Checkpoints:
             for partial in self.folder.glob("*.partial"):
                 partial.unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(f"{self.folder}: checkpoints cannot be kept there ({error.strerror})") from None
+            raise UserError(f"{self.folder}: cannot store checkpoints in this folder ({error.strerror})") from None
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint; a kill at any moment leaves the ones before as they are.
@@ -261,7 +261,9 @@ def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
                         "wait until that process ends, or stop it, then run the same command again to resume"
                     ) from None
                 if not told:
-                    _log.warning("%s: another process is training this cell; waiting up to %.0f s for it", folder, seconds)
+                    _log.warning(
+                        "%s: another process is training this cell; waiting up to %.0f s for that process", folder, seconds
+                    )
                 told = True
                 time.sleep(0.1)
         yield

@@ -89,7 +89,10 @@ def gpu_problem() -> str:
             f"update the driver,{older_torch} {otherwise}"
         )
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} selects no usable GPU ({built_for}, driver {driver}); unset it, {otherwise}"
+        return (
+            f"CUDA_VISIBLE_DEVICES={hidden!r} selects no usable GPU ({built_for}, driver {driver}); unset this variable, "
+            f"{otherwise}"
+        )
     return f"{built_for}, which is compatible with driver {driver}; check the output of `nvidia-smi`, {otherwise}"
 
 

@@ -45,7 +45,7 @@ def read(path: str | Path) -> dict[str, Any]:
         if code is None:
             raise CheckpointError(f"{path}: not a file written by torch.save, or damaged") from None
         raise CheckpointError(
-            f"{path}: rejected because loading it would run code ({code[1]}); save only its tensors (the state dict)"
+            f"{path}: rejected because loading this file would run code ({code[1]}); save only the tensors (the state dict)"
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dict of weights, not {type(content).__name__}")

@@ -460,7 +460,9 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.check(grid, "imagenet", [], None)
     submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
     monkeypatch.delenv("NOT_SET", raising=False)
-    with pytest.raises(UserError, match="--env NOT_SET: not set in this environment; export it first, or leave it out"):
+    with pytest.raises(
+        UserError, match="--env NOT_SET: not set in this environment; export the variable first, or leave out this option"
+    ):
         submit.environment(["NOT_SET"])
     with pytest.raises(UserError, match=r"--env PASSWORD=\.\.\.: give only the name") as caught:
         submit.environment(["PASSWORD=hunter2"])

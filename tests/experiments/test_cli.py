@@ -243,7 +243,7 @@ def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -
     assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5).spec
     needless = ("footprint=9", "--name", "san10_pairwise")
     code, _, err = san("convert", ours, theirs, "--force", *needless)
-    assert (code, err) == (2, f"san: {ours}: already stores its model; leave out --name, footprint=9\n")
+    assert (code, err) == (2, f"san: {ours}: this checkpoint already stores its model; leave out --name, footprint=9\n")
 
 
 def released_file(tmp_path: Path) -> str:

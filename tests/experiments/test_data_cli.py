@@ -332,7 +332,7 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"root": None}, "data.root: missing; data.source=folder needs it: give the folder of the images"),
+        ({"root": None}, "data.root: missing; data.source=folder requires the folder of the images"),
         (
             {"source": "digits", "lists": "lists"},
             "data.lists: used only with data.source=folder, not digits; leave out data.lists",

@@ -48,8 +48,8 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
         ),
         (
             "product: {model.name: [resnet26], recipe.epochs: [4, 8]}, early_stopping: {grace_epochs: 1}",
-            "early_stopping: needs the same recipe.epochs in every row, but it is 4 in row nameresnet26-epochs4 and 8 in row "
-            "nameresnet26-epochs8; use one value, or leave out early_stopping",
+            "early_stopping: requires the same recipe.epochs in every row, but the value is 4 in row "
+            "nameresnet26-epochs4 and 8 in row nameresnet26-epochs8; use one value, or leave out early_stopping",
         ),
         (
             "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 18}",

@@ -248,15 +248,15 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
     "an older checkpoint": (
         lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})],
-        "damaged checkpoint, or one of an older version (KeyError",
+        "checkpoint damaged or written by an older version (KeyError",
     ),
     "a trial's model changed": (
         lambda trained, tmp: [str(trained.folder), "model.footprint=5"],
-        "already stores its model; leave out model.footprint",
+        "this checkpoint already stores its model; leave out model.footprint",
     ),
     "our file's model changed": (
         lambda trained, tmp: [ours(trained, tmp), "model.footprint=5"],
-        "ours.pt: already stores its model; leave out model.footprint",
+        "ours.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
     "a profile for a trial": (
         lambda trained, tmp: [str(trained.folder), "--profile", "digits"],

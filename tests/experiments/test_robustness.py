@@ -421,7 +421,7 @@ def weights(trained: Trained, tmp: Path) -> str:
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "a model where all tell theirs": (
         lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
-        "weights.pt: already stores its model; leave out model.footprint",
+        "weights.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
     "a profile where all tell their data": (
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "this checkpoint stores its own preprocessing; ",

@@ -144,7 +144,7 @@ def to_be_refused(store: ObjectStore) -> str:
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        (named_wrongly, r"s3://nobodys/prefix\?.*: no such bucket; create it or correct the name"),
+        (named_wrongly, r"s3://nobodys/prefix\?.*: no such bucket; create the bucket or correct the name"),
         (
             where_nobody_answers,
             r"s3://runs/prefix\?.*: the store does not answer \(.*onnect.*\); check the address and that the server",

@@ -149,7 +149,7 @@ def driver_killed(scene: Scene) -> str:
     gone = scene.wait(lambda: len({step.pid for step in steps_of(scene.runs)}) > 1)
     scene.finish()
     _no_two_at_once(steps_of(scene.runs))
-    return f"`san run` gets SIGKILL at step 133; after an immediate restart, it trains again within {gone:.0f} s"
+    return f"`san run` gets SIGKILL at step 133; after an immediate restart, training continues within {gone:.0f} s"
 
 
 def driver_killed_and_left(scene: Scene) -> str:
@@ -248,7 +248,7 @@ def a_bit_flipped(scene: Scene) -> str:
 
     _damaged(scene, flip)
     return (
-        "`san run` is killed and one bit of the file is flipped; on restart, it sets the file aside and uses "
+        "`san run` is killed and one bit of the file is flipped; on restart, `san run` sets the file aside and uses "
         "the previous checkpoint"
     )
 
@@ -256,7 +256,7 @@ def a_bit_flipped(scene: Scene) -> str:
 def cut(scene: Scene) -> str:
     _damaged(scene, lambda content: content[: 2 * len(content) // 3])
     return (
-        "`san run` is killed and the file is cut to two thirds; on restart, it sets the file aside and uses "
+        "`san run` is killed and the file is cut to two thirds; on restart, `san run` sets the file aside and uses "
         "the previous checkpoint"
     )
 

@@ -222,7 +222,7 @@ def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda path: path.unlink(), "missing file; replace or remove it"),
+        (lambda path: path.unlink(), "missing file; replace or remove the image"),
         (lambda path: path.write_bytes(b""), "empty file; replace"),
         (lambda path: path.write_text("hello"), "not a JPEG or PNG image; replace"),
         (
