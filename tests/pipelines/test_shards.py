@@ -253,8 +253,11 @@ def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
             lambda path: path.unlink(),
             r"train/b/04\.JPEG: cannot read this image \(No such file or directory\); .*`san data check`",
         ),
-        (lambda path: path.write_bytes(b"x"), r"train/b/04\.JPEG: 1 bytes, but 790 when it was listed; .*`san data check`"),
-        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when it was listed"),
+        (
+            lambda path: path.write_bytes(b"x"),
+            r"train/b/04\.JPEG: 1 bytes, but 790 when the file was listed; .*`san data check`",
+        ),
+        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when the file was listed"),
     ],
 )
 def test_an_image_that_is_not_as_listed_stops_it(
