@@ -185,7 +185,7 @@ def test_a_lease_that_is_renewed_is_respected(bucket: Bucket, short_leases: None
     """A second writer hears who has it; once that has left, it waits no longer."""
     with of_cell(bucket, "one").held(seconds=0):
         with pytest.raises(
-            LeaseError, match=r"another process is working on the cell pairwise_3 \(.*, process \d+\); wait for it"
+            LeaseError, match=r"another process is working on the cell pairwise_3 \(.*, process \d+\); wait until that"
         ):
             with of_cell(bucket, "two").held(seconds=1):
                 pass
