@@ -85,7 +85,7 @@ class Judge:
         try:
             return ray.get(self.actor.goes_on.remote(key, list(scores)), timeout=_SECONDS)
         except (RayActorError, GetTimeoutError) as error:
-            _log.warning("cannot compare %s with the other cells (%s); it continues", key, error)
+            _log.warning("cannot compare %s with the other cells (%s); the cell continues", key, error)
             return True
 
 

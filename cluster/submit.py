@@ -101,7 +101,7 @@ class JobServer:
             raise refused(self.address) from None
         except (KeyError, OSError, RuntimeError, TypeError, ValueError):  # requests' own are OSError
             raise ClusterError(
-                f"{self.address} answers, but is not the job server of a Ray head; check host and port"
+                f"{self.address} answers, but is not the job server of a Ray head; check the host and the port"
             ) from None
         theirs, ours = str(client._server_ray_version), ray.__version__
         if theirs.split(".")[:2] != ours.split(".")[:2]:
@@ -221,7 +221,8 @@ class JobServer:
 
     def _unknown(self, job: str) -> ClusterError:
         return ClusterError(
-            f"{self.address} has no job {job!r}; list its jobs with `san status` (a restarted head has lost them)"
+            f"{self.address} has no job {job!r}; list its jobs with `san status` "
+            "(a head node forgets its jobs when it restarts)"
         )
 
 

@@ -393,7 +393,7 @@ def _is_lost(error: Exception | None) -> bool:
 def _reason(error: Exception | None, text: str) -> str:
     """One line that says why a cell failed, from what Ray wrapped around it and its text."""
     if _is_lost(error):
-        return f"this cell lost more than {_LOSSES} nodes and may be crashing them; check its memory use"
+        return f"this cell lost more than {_LOSSES} nodes and may be crashing the nodes; check the cell's memory use"
     if "Worker exit type" in text:
         return "a worker process died without an exception; it ran out of memory, was killed, or crashed"
     return _line("".join(traceback.format_exception_only(_cause(error))) if error else text.strip().splitlines()[-1])

@@ -67,7 +67,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     try:
         files = _files(job, results, forms, folder)
     except OSError as error:
-        say(f"{folder}: cannot write table, plot and page ({error.strerror or error})")
+        say(f"{folder}: cannot write the table, plot and page ({error.strerror or error})")
         files = []
     for file in files:
         patiently(functools.partial(job.workspace.keep, file))
@@ -79,7 +79,7 @@ def tell_what_is_left(job: Job, results: Mapping[str, Result]) -> bool:
     """Names the cells that are not finished; returns whether there is none."""
     stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
     if stopped:
-        say(f"stopped early: {', '.join(stopped)}; to train them fully, remove early_stopping from the grid and run it again")
+        say(f"stopped early: {', '.join(stopped)}; to train these cells fully, remove early_stopping and run the grid again")
     unmeasured = to_measure(job, results)
     unfinished = [trial.name for trial in job.trials if not is_done(job, results, trial) or trial.key in unmeasured]
     if unfinished:

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 SPLIT = click.option(
     "--split", help="Images to use: val, train, val-split or a folder.  [default: the checkpoint's validation images]"
 )
-IMAGE_PROFILE = click.option("--profile", help="Image preprocessing for files that do not store it.  [default: imagenet]")
+IMAGE_PROFILE = click.option(
+    "--profile", help="Profile that gives the image preprocessing if the checkpoint stores none.  [default: imagenet]"
+)
 
 
 @click.command()
 @click.argument("source")
 @click.argument("target")
 @OVERRIDES
-@click.option("--name", help="Model in a released file.  [default: derived from its keys]")
+@click.option("--name", help="Model in a released file.  [default: derived from the file's keys]")
 @click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="Output format.")
 @click.option("--force", is_flag=True, help="Replace an existing TARGET.")
 @RUNS
@@ -36,9 +38,9 @@ def convert(
 ) -> None:
     """Convert weights to this project's or the released format.
 
-    SOURCE is any checkpoint that `san evaluate` accepts. `released` is the format of the paper's authors. Their files do not
-    store every field of the model: give the missing ones as overrides, for example footprint=9. Without an override, a
-    pairwise model in such a file gets the paper's footprint, 7.
+    SOURCE is any checkpoint that `san evaluate` accepts. `released` is the format of the paper's authors. Files in
+    this format do not store every field of the model. Give missing fields as overrides, for example footprint=9. Without an
+    override, a pairwise model in this format gets the paper's footprint, 7.
 
     \b
     Example: san convert released.pth san10.pt --name san10_pairwise
@@ -53,7 +55,7 @@ def convert(
         kind = target.partition("://")[0]
         raise UserError(f"{kind}://...: `san convert` writes local files only; give a local path as TARGET")
     if os.path.lexists(target) and not force:
-        raise UserError(f"{target}: already exists; choose another file, or replace it with --force")
+        raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
     try:
         with reach(source, runs) as (path, _):
             if kind_of(path) == "released":
@@ -62,7 +64,7 @@ def convert(
                     raise UserError("override `name`: not a field of a model; set the model with --name")
                 model = released.load_released_checkpoint(path, name, **fields)
             elif needless := [*(["--name"] if name else []), *overrides]:
-                raise UserError(f"{source}: already stores its model; leave out {', '.join(needless)}")
+                raise UserError(f"{source}: this checkpoint already stores its model; leave out {', '.join(needless)}")
             else:
                 model = open_checkpoint(path).model
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
@@ -72,7 +74,8 @@ def convert(
     hidden = released.untold(model.spec) if form == "released" else []
     if hidden:
         click.echo(
-            f"note: the released format does not store {', '.join(hidden)}; give it as an override when you load {target}",
+            f"note: the released format does not store {', '.join(hidden)}; give the missing values as overrides when you "
+            f"load {target}",
             err=True,
         )
     told = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
@@ -95,14 +98,14 @@ def evaluate(
     \b
     CHECKPOINT is one of:
       a checkpoint file or folder (a folder means its best epoch), local or s3://bucket/...
-      a cell's key, as `san runs` lists it
+      a cell's key from the output of `san runs`
       the id of an MLflow run
       a registered model, models:/NAME/VERSION or models:/NAME@ALIAS
       a file written by `san.save_checkpoint`
       a file released by the paper's authors
 
-    Overrides may set data.*, recipe.batch_size and placement.cpus. For released files they may also set the model fields
-    that the file does not store, for example model.footprint=9.
+    Overrides may set data.*, recipe.batch_size and placement.cpus. For released files, overrides may also set
+    model fields that are missing from the file, for example model.footprint=9.
 
     \b
     Example: san evaluate runs/checkpoints/0123456789ab --split val
@@ -118,7 +121,7 @@ def evaluate(
     if place is not None:
         found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:
-        click.echo(f"note: {found.split} in {found.root} has different images from those this model was trained on", err=True)
+        click.echo(f"note: the images of {found.split} in {found.root} differ from those in the model's training", err=True)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found)))
         return
@@ -177,7 +180,7 @@ def robustness(
 @click.argument("checkpoint")
 @click.argument("image")
 @OVERRIDES
-@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: its center]")
+@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: the center]")
 @click.option("--grid", type=click.IntRange(1), metavar="N", help="Draw N by N pixels spread over the image.")
 @click.option(
     "--layer",
@@ -193,7 +196,7 @@ def robustness(
     default="attention.png",
     show_default=True,
     metavar="FILE.png",
-    help="Picture to write.",
+    help="PNG file to write.",
 )
 def show(
     checkpoint: str,
@@ -209,7 +212,7 @@ def show(
 ) -> None:
     """Draw the attention weights of a pixel's footprint.
 
-    Shows the weights channel by channel. CHECKPOINT and overrides are the same as for `san evaluate`. IMAGE is a JPEG, PNG,
+    Shows the weights channel by channel. CHECKPOINT and overrides work as in `san evaluate`. IMAGE is a JPEG, PNG,
     BMP, TIFF or WebP file, or the number of an image in the split.
 
     \b
@@ -220,7 +223,7 @@ def show(
     from experiments.show import look, open_image
 
     if pixel is not None and grid is not None:
-        raise UserError("both `--pixel` and `--grid`; give one of them")
+        raise UserError("both `--pixel` and `--grid`; give only one of these options")
     place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and place is None:
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")

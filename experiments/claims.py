@@ -48,7 +48,9 @@ def _only_one(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path}: another `san run` is training this grid; wait for it to end or stop it") from None
+            raise UserError(
+                f"{path}: another `san run` is training this grid; wait until that command ends, or stop it"
+            ) from None
         yield
 
 

@@ -101,7 +101,7 @@ def models(pattern: str, as_json: bool) -> None:
 @click.argument("name", required=False)
 @OVERRIDES
 @click.option(
-    "--grid", type=click.Path(path_type=Path), help="Count every row of this grid at full size, next to the paper's numbers."
+    "--grid", type=click.Path(path_type=Path), help="Count every row of this grid at full size, next to the paper's counts."
 )
 @click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
 @click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
@@ -116,7 +116,7 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
     Example: san complexity san10_pairwise footprint=9
     """
     if name is not None and grid is not None:
-        raise UserError(f"both a model and a grid: {name!r} and `--grid {grid}`; give one of them")
+        raise UserError(f"both a model and a grid: {name!r} and `--grid {grid}`; give only one of these")
     from experiments import counts
 
     if name is not None:
@@ -168,7 +168,7 @@ def plan(
 ) -> None:
     """List a grid's cells, their status and the estimated time.
 
-    Trains nothing. If the profile uses an embedded dataset that is missing, writes its images.
+    Trains nothing, but writes the images of the profile's embedded dataset if they are missing.
 
     \b
     Example: san plan experiments/grids/footprint.yaml --profile digits
@@ -225,7 +225,8 @@ def report(
 ) -> None:
     """Print the results of a grid's finished cells.
 
-    Trains nothing. Text output also draws the grid's plot, and its exit code is 1 while cells are unfinished.
+    Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while cells are
+    unfinished.
 
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
@@ -234,7 +235,7 @@ def report(
     from experiments.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":
-        raise UserError(f"two output formats: `--json` and `--format {form}`; give one of them")
+        raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
     job = open_job(grid, profile, overrides, runs, seeds)
     if html is not None:
         write_page(job, finished_results(job), html)
@@ -262,9 +263,10 @@ def report(
     help="Markdown page to write, with its plots in the same folder.  [default: docs/results/digits-study.md]",
 )
 def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
-    """Train the paper's ablations over seeds and test its claims.
+    """Train the paper's ablations and test the paper's claims.
 
-    Writes a page that says which of the paper's orderings hold beyond seed noise. Rerun the same command to resume.
+    Trains every row with several seeds. Writes a page that shows which of the paper's orderings hold beyond seed noise.
+    Rerun the same command to resume.
 
     \b
     Example: san study --profile study --seeds 5
@@ -294,7 +296,7 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
     from experiments.workspace import open_workspace
 
     if as_json and follow:
-        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of them")
+        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of these options")
     uri = open_workspace(runs).tracking_uri
     while True:
         listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
@@ -343,7 +345,7 @@ def ui(port: int | None, runs: Path | str | None) -> None:
 
     uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
-        raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or give the folder that has runs with --runs")
+        raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or use --runs to give a folder that contains runs")
     is_server = uri.startswith("http")
     if is_server and port is not None:
         raise UserError(f"--port {port}: MLFLOW_TRACKING_URI already names a server, {uri}; leave out --port")

@@ -57,13 +57,13 @@ Count = Annotated[Whole, Field(ge=1)]
 
 
 class Strict(BaseModel):
-    """Frozen; unknown keys are mistakes."""
+    """An immutable section of the configuration; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(BaseModel):
-    """The model: `name`, and any other field of the named model to override (`san models` lists both)."""
+    """The model: its `name`, and overrides of its other fields (`san models` lists names and fields)."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: str
@@ -125,19 +125,19 @@ class DataConfig(Strict):
 
     source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
     """`folder`: images at `root` in ImageNet's layout. `shards`: tar files at `root`, written by `san data pack`. `synthetic`:
-    random noise, to measure speed without a disk. `digits`, `shifted_digits`: embedded datasets, written to `root`
+    random noise, to measure compute speed without disk I/O. `digits`, `shifted_digits`: embedded datasets, written to `root`
     if missing."""
     root: str | None = None
-    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path starts at the project's folder, or at
-    the current folder if the project is installed as a package. Not used with synthetic images."""
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path is resolved from the project's
+    folder, or from the current folder if the project is installed as a package. Not used with synthetic images."""
     lists: str | None = None
-    """Folder of the image lists written by `san data check` or `san data split`, if it is not `root`. Relative paths as in
-    `root`."""
+    """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
+    Relative paths are resolved as for `root`."""
     split: Literal["val-original", "val-split"] = "val-original"
     """Validation images: `val-original` uses `val`; `val-split` holds out images from `train`, as in the paper's ablations."""
     val_split_per_class: Count | None = None
-    """Images per class that `val-split` holds out, the same for every seed; existing `train-split` and `val-split` lists or
-    shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
+    """Images per class that `val-split` holds out, the same images for every seed; existing `train-split` and
+    `val-split` lists or shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
     val_split_seed: Annotated[Whole, Field(ge=0)] = 0
     """Seed that selects the images that `val-split` holds out."""
     train_per_class: Count | None = None
@@ -156,7 +156,7 @@ class DataConfig(Strict):
     crop_ratio: tuple[Positive, Positive]
     """Training: range of a random crop's aspect ratio (width over height)."""
     flip: bool
-    """Training: flip images horizontally with probability 0.5. Set it to false for digits."""
+    """Training: flip images horizontally with probability 0.5. Set this key to false for digits."""
     mean: tuple[Fraction, Fraction, Fraction]
     """Mean of each RGB channel, subtracted from the images (pixel values from 0 to 1)."""
     std: tuple[Positive, Positive, Positive]
@@ -166,8 +166,8 @@ class DataConfig(Strict):
 class RecipeConfig(Strict):
     """Training: SGD with a cosine learning rate (section 5 of the paper, "Implementation").
 
-    Keys with a default go beyond the paper and are off. They are part of a cell's key only if they differ from the default, so
-    new options change no key, and a default must never change.
+    Settings with a default go beyond the paper and are off. They are part of a cell's key only if they differ from the default,
+    so new settings do not change the keys of cells. Defaults must never change.
     """
 
     epochs: Annotated[Whole, Field(ge=1, le=9999)]
@@ -183,7 +183,7 @@ class RecipeConfig(Strict):
     label_smoothing: Fraction
     """Label smoothing for the cross-entropy loss."""
     lr_batch_size: Count | None = None
-    """Batch size that `lr` is meant for; with a different `batch_size`, the learning rate is scaled linearly.
+    """Batch size to which `lr` applies; with a different `batch_size`, the learning rate is scaled linearly.
     Null: no scaling."""
     warmup_epochs: NotNegative = 0.0
     """Epochs during which the learning rate rises linearly from 0, before the cosine decay."""
@@ -191,7 +191,7 @@ class RecipeConfig(Strict):
     """Alpha of mixup: pairs of images and labels are blended with weights from Beta(alpha, alpha). 0 turns mixup off."""
     ema_decay: Fraction = 0.0
     """Decay per step of the exponential moving average of weights and BatchNorm statistics, which is then validated and saved.
-    0 turns it off."""
+    0 turns averaging off."""
     grad_accum_steps: Count = 1
     """Number of parts into which each step's batch is split to save memory. BatchNorm normalizes each part separately."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -262,7 +262,7 @@ class ReliabilityConfig(Strict):
     check_every_n_steps: Count = 20
     """Steps between checks for non-finite losses and for a checkpoint that is due."""
     hang_timeout_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
-    """Stops a worker that finishes no step for this long; also how long a worker waits for the others."""
+    """Time without a finished step after which a worker is stopped. Workers also wait this long for each other."""
 
     @property
     def patience(self) -> timedelta:
@@ -270,7 +270,7 @@ class ReliabilityConfig(Strict):
 
 
 class TrialConfig(Strict):
-    """The configuration of a cell: what is trained, how and where, and how failures are handled."""
+    """The configuration of a cell: model, data, training, hardware and failure handling."""
 
     model: ModelConfig
     data: DataConfig
@@ -298,26 +298,26 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
     if each and recipe.grad_accum_steps > each:  # that workers have no image at all, the loader tells
         yield "recipe.grad_accum_steps", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
-        yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave it out, or set placement.gpus=1"
+        yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
     if engine.cuda_graphs and not placement.gpus:
-        yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave it out, or set placement.gpus=1"
+        yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
     elif engine.cuda_graphs and engine.zero_stage:
         yield (
             "engine.cuda_graphs",
             f"cannot be combined with engine.zero_stage={engine.zero_stage}, whose gradient communication a CUDA graph cannot "
-            "capture; leave out one of the two",
+            "capture; leave out engine.cuda_graphs or engine.zero_stage",
         )
     elif engine.cuda_graphs and recipe.sync_batchnorm:
         yield (
             "engine.cuda_graphs",
             "cannot be combined with recipe.sync_batchnorm, whose communication a CUDA graph cannot capture; "
-            "leave out one of the two",
+            "leave out engine.cuda_graphs or recipe.sync_batchnorm",
         )
     if engine.channels_last and engine.zero_stage:
         yield (
             "engine.channels_last",
             f"cannot be combined with engine.zero_stage={engine.zero_stage}, which keeps all weights in one flat buffer; "
-            "leave out one of the two",
+            "leave out engine.channels_last or engine.zero_stage",
         )
 
 

@@ -45,7 +45,7 @@ def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:
     """
     fields = merged({"name": name}, *map(parse_override, overrides))
     if fields["name"] != name:
-        raise UserError(f"override name={fields['name']}: the model is {name} already; leave one of the two out")
+        raise UserError(f"override name={fields['name']}: the model is already set to {name}; leave out this override")
     return _counted({name: ModelConfig.model_validate(fields)}, size, {})
 
 

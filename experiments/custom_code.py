@@ -129,7 +129,8 @@ def _read(function: types.FunctionType) -> Iterator[Any]:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         if any(step.opname == "IMPORT_NAME" and not _is_installed(step.argval) for step in dis.get_instructions(code)):
             raise UnknownCodeError(
-                f"cannot hash {function.__qualname__}: it imports a module when it runs; import it at the top of its file"
+                f"cannot hash {function.__qualname__}, which imports a module when it runs; "
+                "import the module at the top of the file"
             )
         spaces = [function.__globals__]
         for name in code.co_names:
@@ -160,5 +161,6 @@ def _source(value: Any) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         raise UnknownCodeError(
-            f"cannot read the source of {value.__qualname__}, which is part of the cell's key; define it in a file"
+            f"cannot read the source of {value.__qualname__}, which is part of the cell's key; "
+            "define this function or class in a file"
         ) from None

@@ -25,7 +25,9 @@ SECONDS_BETWEEN_LINES = 10.0
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 ROOT = click.argument("root", type=click.Path(path_type=Path))
-SPLITS = click.option("--split", "splits", multiple=True, help="Split to read; may be repeated.  [default: train and val]")
+SPLITS = click.option(
+    "--split", "splits", multiple=True, help="Split to read; can be given several times.  [default: train and val]"
+)
 LISTS = click.option("--lists", type=click.Path(path_type=Path), help="Folder of the image lists.  [default: ROOT]")
 WORKERS = click.option(
     "--workers",
@@ -90,7 +92,7 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     """Decode every image and list the valid ones for training.
 
     Reports broken images. Training then uses the written list. For shards, verifies checksums as well and writes no list.
-    The exit code is 1 if anything is broken.
+    The exit code is 1 if any file is broken.
 
     \b
     Example: san data check /data/imagenet --split train --split val
@@ -104,7 +106,7 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     try:
         results = [_checked(dataset, lists or root, workers) for dataset in found]
     except KeyboardInterrupt:
-        click.echo("interrupted; splits that were not fully checked have no new list", err=True)
+        click.echo("interrupted; only fully checked splits have a new list", err=True)
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(results))
@@ -190,7 +192,7 @@ def _sentence(result: dict[str, Any]) -> str:
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
-    stale = f"; run `san data split` again: {', '.join(old)} names broken images" if (old := result.get("stale")) else ""
+    stale = f"; run `san data split` again: {', '.join(old)} lists broken images" if (old := result.get("stale")) else ""
     return f"{text}{listed}; digest {result['digest']}{stale}"
 
 
@@ -203,8 +205,8 @@ def _sentence(result: dict[str, Any]) -> str:
 def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bool) -> None:
     """Hold out training images per class for validation.
 
-    Writes the lists train-split and val-split. The keys data.val_split_per_class and data.val_split_seed select the same
-    images when they have the same values.
+    Writes the lists train-split and val-split. Training with data.val_split_per_class=N and
+    data.val_split_seed=S holds out the same images as --per-class N --seed S.
 
     \b
     Example: san data split /data/imagenet --per-class 50
@@ -277,7 +279,8 @@ def pack(
         return
     for result in results:
         line = (
-            f"{result['split']}: {result['images']} images in {len(result['shards'])} shards ({result['kept']} already there), "
+            f"{result['split']}: {result['images']} images in {len(result['shards'])} shards "
+            f"({result['kept']} already existed), "
             f"{result['bytes']} bytes, {result['index']}, digest {result['digest']}"
         )
         click.echo(_printable(line))

@@ -102,7 +102,7 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
         return _other_checkpoint(path, changes, profile)
     if profile is not None:
         raise UserError(
-            f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and change data.* with overrides"
+            f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and use overrides to change data.*"
         )
     _require_no_model(path, changes)
     origin = found.origin
@@ -123,7 +123,9 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
     if "model" in changes:
-        raise UserError(f"{path}: already stores its model; leave out {', '.join(flat({'model': changes['model']}))}")
+        raise UserError(
+            f"{path}: this checkpoint already stores its model; leave out {', '.join(flat({'model': changes['model']}))}"
+        )
 
 
 def kind_of(path: Path) -> Kind:
@@ -150,7 +152,9 @@ def _trial_checkpoint(path: Path) -> Checkpoint | None:
     try:
         return Checkpoint.read(path)
     except DAMAGE as error:
-        raise UserError(f"{path}: damaged checkpoint, or one of an older version ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{path}: checkpoint damaged or written by an older version ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -199,7 +203,7 @@ def open_images(opened: Opened, split: str | None = None) -> Dataset:
     if len(images.classes) != count:
         raise UserError(
             f"{opened.path}: the model has {count} classes, but {where} has {len(images.classes)}; "
-            "select the images that it was trained for with data.root=..., --split or --profile"
+            "use data.root=..., --split or --profile to select images of the model's classes"
         )
     if opened.classes is not None and images.classes != opened.classes:
         theirs, ours = next(pair for pair in zip(images.classes, opened.classes, strict=True) if pair[0] != pair[1])
@@ -289,7 +293,7 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
     bucket = Bucket.parse(name) if is_uri(name) else None
     if (key := _tracked(name, runs)) is not None:
         if isinstance(place, Path) and not (place / "checkpoints" / key).is_dir():
-            raise UserError(f"{name}: the checkpoints of its cell {key} are not in {place}; give their folder with --runs")
+            raise UserError(f"{name}: the checkpoints of cell {key} are not in {place}; give their folder with --runs")
         asked = key
     if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not os.path.exists(asked):
         bucket = place.folder(f"checkpoints/{asked}")

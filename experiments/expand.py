@@ -84,11 +84,11 @@ def parse_override(text: str) -> dict[str, Any]:
     """`recipe.epochs=3` as a nested mapping. Raises UserError where there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise UserError(f"override {text!r}: not KEY=VALUE; write it like recipe.epochs=3")
+        raise UserError(f"override {text!r}: not KEY=VALUE; an example is recipe.epochs=3")
     try:
         layer: Any = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
-        raise UserError(f"override {text!r}: the value is not valid YAML; put it in quotes") from None
+        raise UserError(f"override {text!r}: the value is not valid YAML; put the value in quotes") from None
     return _nested(key, layer)
 
 
@@ -118,7 +118,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     product = content.get("product")
     for key in product if isinstance(product, dict) else ():
         wrong += [
-            f"override {text!r}: {key} is a product axis of {path}; change its values in that file"
+            f"override {text!r}: {key} is a product axis of {path}; change the values in that file"
             for text, layer in layers
             if isinstance(key, str) and _has(layer, key)
         ]
@@ -159,10 +159,11 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
     protocols = get_args(ProtocolName)
     if grid.robustness is not None and grid.table not in (None, grid.robustness):
         wrong.append(
-            f"{path}: table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out one of the two keys"
+            f"{path}: table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out `table` or "
+            "`robustness`"
         )
     if grid.robustness is None and grid.table in protocols:
-        wrong.append(f"{path}: robustness: missing; table {grid.table!r} needs it: set `robustness: {grid.table}`")
+        wrong.append(f"{path}: robustness: missing; table {grid.table!r} requires `robustness: {grid.table}`")
     if not {"rows", "product"} & set(content):
         wrong.append(f"{path}: rows: missing; give rows, a product, or both")
     axes = _axes(path, grid, wrong)
@@ -184,12 +185,12 @@ def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]
         rows = [row.id for row in grid.rows if _has(row.model_dump(), key)]
         if not re.fullmatch(rf"({sections})\.\w+", key, re.ASCII):
             wrong.append(
-                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; write it like recipe.lr"
+                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; an example is recipe.lr"
             )
         elif not values:
             wrong.append(f"{path}: product.{key}: empty list; give at least one value")
         elif rows:
-            wrong.append(f"{path}: product.{key}: also set in row {', '.join(rows)}; set it in one of the two places")
+            wrong.append(f"{path}: product.{key}: also set in row {', '.join(rows)}; set the key in only one of the two places")
         else:
             axes[key] = values
     return axes
@@ -319,7 +320,8 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
             place = value_at(config, plot.series), value_at(config, plot.x)
             if place in places:
                 wrong.append(
-                    f"{path}: plot: rows {places[place]} and {row} would be the same point; choose a series that differs"
+                    f"{path}: plot: rows {places[place]} and {row} would be at the same point; set "
+                    "plot.series to a key in which the rows differ"
                 )
                 break
             places[place] = row
@@ -331,14 +333,14 @@ def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping
     if grid.table is not None:
         return [
             f"{path}: early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
-            "leave out one of the two keys"
+            "leave out `early_stopping` or `table`"
         ]
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
     if len(set(lengths.values())) > 1:
         short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
         return [
-            f"{path}: early_stopping: needs the same recipe.epochs in every row, but it is {lengths[short]} in row {short} "
-            f"and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
+            f"{path}: early_stopping: requires the same recipe.epochs in every row, but the value is {lengths[short]} "
+            f"in row {short} and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
         ]
     return [
         f"{path}: early_stopping.grace_epochs: must be less than recipe.epochs={epochs}, not {wanted.grace_epochs}"

@@ -49,7 +49,7 @@ class EarlyStopping(Strict):
     """Asynchronous successive halving: stops cells whose top-1 is low compared with other cells at the same epoch."""
 
     grace_epochs: Count
-    """Number of epochs before the first comparison. Each later comparison follows after `reduction` times as many epochs."""
+    """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs."""
     reduction: Annotated[Whole, Field(ge=2)] = 3
     """About one in `reduction` cells continues after each comparison."""
 
@@ -61,9 +61,9 @@ class Grid(Strict):
     """The keys of a grid file."""
 
     question: str
-    """Question that the grid answers; the title of its results."""
+    """Question that the grid answers; used as the title of the results."""
     table: str | None = None
-    """Table of the paper with the same row ids, to compare results with. Null: no table."""
+    """Table of the paper with which the results are compared, row by row (the same `id`). Null: no comparison."""
     rows: tuple[Row, ...] = Field(default=(), min_length=1)
     """Rows of the results table. Optional if `product` is given."""
     product: dict[str, tuple[Any, ...]] = Field(default={}, min_length=1)
@@ -79,7 +79,7 @@ class Grid(Strict):
     """Early stopping of weak cells. Null: off. Not part of a cell's key, because it does not change the
     results of finished cells."""
     robustness: ProtocolName | None = None
-    """Protocol to measure on each trained cell; the table then shows its results instead of accuracy."""
+    """Protocol to measure on each trained cell; the table then shows the results of the protocol instead of accuracy."""
 
 
 PLACES = (
@@ -91,7 +91,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One cell of a grid: a value that can be trained anywhere and is known by the hash of what it depends on."""
+    """One cell of a grid: an immutable value that any machine can train, identified by a hash of everything it depends on."""
 
     grid: str
     profile: str

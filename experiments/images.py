@@ -55,7 +55,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
 def _require_fitting(config: DataConfig) -> None:
     """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
     if config.lists is not None and config.source != "folder":
-        raise DataError(f"data.lists: not used with data.source={config.source}, only with folder; leave it out")
+        raise DataError(f"data.lists: used only with data.source=folder, not {config.source}; leave out data.lists")
     if config.train_per_class is not None and config.source == "synthetic":
         raise DataError("data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead")
 
@@ -78,7 +78,7 @@ def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """Of the images, and of their lists where that is another."""
     if config.root is None:
-        raise DataError(f"data.root: missing; data.source={config.source} needs it: give the folder of the images")
+        raise DataError(f"data.root: missing; data.source={config.source} requires the folder of the images")
     return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 
 

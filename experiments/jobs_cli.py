@@ -33,7 +33,7 @@ SERVER = click.option(
     "names",
     multiple=True,
     metavar="NAME",
-    help="Pass the value of this environment variable to the job; may be repeated.",
+    help="Pass the value of this environment variable to the job; can be given several times.",
 )
 @click.option(
     "--wait/--no-wait", default=True, help="Follow the log and exit with the job's code, or print the job's id and exit."

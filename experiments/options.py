@@ -57,7 +57,9 @@ RUNS = click.option(
     help="Store for runs: a folder or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
 )
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-SEEDS = click.option("--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's.")
+SEEDS = click.option(
+    "--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's seeds."
+)
 ADDRESS = click.option(
     "--address",
     callback=named_address,

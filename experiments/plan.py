@@ -98,8 +98,8 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
         if not fits:
             raise
         raise ClusterError(
-            f"{error}; use `{' '.join(fits)}`, which fits here with the same batch size, memory per worker "
-            "and images per BatchNorm layer"
+            f"{error}. To fit this cluster with the same batch size, memory per worker and images per BatchNorm layer, "
+            f"set `{' '.join(fits)}`"
         ) from None
 
 
@@ -120,7 +120,7 @@ def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resour
 
 def room(job: Job, resources: Resources, at_once: int) -> str:
     now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
-    room = f"{at_once} cells at a time, {job.placement} per cell"
+    room = f"{at_once} {'cell' if at_once == 1 else 'cells'} at a time, {job.placement} per cell"
     if resources.grows:
         return f"{now} now: {room}; the autoscaler may add nodes while cells wait"
     return f"{now}: {room}"

@@ -258,7 +258,7 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(story, encoding="utf-8")
     except OSError as error:
-        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); it follows\n{story}")
+        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{story}")
         return
     patiently(lambda: workspace.keep(path))
     log = workspace.place(workspace.log(trial, node="*"))

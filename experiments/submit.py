@@ -85,7 +85,7 @@ def environment(names: Iterable[str]) -> dict[str, str]:
                 "the value is read from the environment"
             )
         if name not in os.environ:
-            raise UserError(f"--env {name}: not set in this environment; export it first, or leave it out")
+            raise UserError(f"--env {name}: not set in this environment; export the variable first, or leave out this option")
         found[name] = os.environ[name]
     return found
 

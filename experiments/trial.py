@@ -274,7 +274,8 @@ def _read(workspace: Workspace, path: Path) -> Checkpoint:
     content = workspace.bucket.get(workspace.name(path))
     if content is None:
         raise UserError(
-            f"{workspace.place(path)}: deleted while it was being read; run the same command again to resume from another one"
+            f"{workspace.place(path)}: deleted while it was being read; run the same command again to resume from another "
+            "checkpoint"
         )
     return Checkpoint.of_bytes(content)
 

@@ -24,7 +24,7 @@ AT_ONCE = 64
 """Images that a process is given at a time."""
 FAILED_STARTS = 3
 """Processes in a row that may be lost before they begin; a system without memory may end one."""
-UNLISTABLE = "its name contains a line break, which image lists cannot store; rename it"
+UNLISTABLE = "the file name contains a line break, which image lists cannot store; rename the file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _Pieces:
             if self.failed_starts > FAILED_STARTS:
                 raise DataError(
                     f"decoding processes exit before they start (exit code {exit_code}); free some memory or lower --workers. "
-                    'In a script, call this below `if __name__ == "__main__":`'
+                    'In a script, call this function below `if __name__ == "__main__":`'
                 )
             self.waiting.append(piece)
         elif len(piece) > 1:
@@ -110,7 +110,7 @@ class _Pieces:
             self._suspect.add(piece[0])
             self.waiting.append(piece)
         else:
-            yield 1, [Broken(piece[0], f"decoding it crashes the process (exit code {exit_code})")]
+            yield 1, [Broken(piece[0], f"decoding this file crashes the process (exit code {exit_code})")]
 
 
 class _Worker:
@@ -196,7 +196,7 @@ class _Decoder:
             encoded = source.read()
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                return f"cannot read it ({error.strerror})"
+                return f"cannot read this file ({error.strerror})"
             return "broken symbolic link" if os.path.islink(source.file) else "missing file"
         if not encoded:
             return "empty file"
@@ -209,7 +209,7 @@ class _Decoder:
                 self._pipeline = _decoding_pipeline()  # The old one does not work any more.
             fault = _fault(encoded)
             if fault is None:  # What the decoder has said is all that anybody knows.
-                return "DALI cannot decode it, but Pillow can"
+                return "DALI cannot decode this image, but Pillow can"
             drop()
             return fault
 

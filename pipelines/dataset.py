@@ -196,8 +196,8 @@ class Dataset:
         lacks = [f"{where} has no {spelled(lost)}" for where, lost in gaps if lost]
         if lacks:
             raise DataError(
-                f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder it was made for, "
-                "or write the list again with `san data check`"
+                f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder that the list describes, "
+                "or regenerate the list with `san data check`"
             )
         return cls(root, split, classes, rows.paths, labels, rows.sizes)
 
@@ -237,7 +237,7 @@ class Dataset:
         for index, size in zip(indices, sizes, strict=True):
             if size != self.sizes[index]:
                 raise DataError(
-                    f"{self.name_of(index)}: {size} bytes, but {self.sizes[index]} when it was listed; "
+                    f"{self.name_of(index)}: {size} bytes, but {self.sizes[index]} when the file was listed; "
                     f"restore the old file, or {self.renewal}"
                 )
 
@@ -245,9 +245,13 @@ class Dataset:
     def renewal(self) -> str:
         """How to leave an image out of this dataset."""
         if self.packed:
-            return "run `san data check` on the source folder and pack it again"
+            return "run `san data check` on the source folder, then pack the folder again"
         check = f"run `san data check {self.root}`"
-        again = f" and `san data split {self.root}` again" if self.split in PARTS_OF else ", which lists the other images"
+        again = (
+            f" and `san data split {self.root}` again"
+            if self.split in PARTS_OF
+            else ", which leaves such images out of the list"
+        )
         return f"{check}{again} (if you set data.lists, add --lists)"
 
     def name_of(self, index: int) -> str:
@@ -335,7 +339,7 @@ class Dataset:
             raise DataError(
                 f"splits {self.split} and {other.split} share {len(shared)} "
                 f"{'image' if len(shared) == 1 else 'images'}, such as {min(shared)}; "
-                "write both again with a single `san data split` command"
+                "regenerate both lists with a single `san data split` command"
             )
 
     def require_same_classes(self, other: "Dataset") -> None:
@@ -381,13 +385,13 @@ def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[
     folders = sorted(numbers)
     if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
         raise DataError(
-            f"{listing}: expected rows of the form <folder>/<class>/<image>, all with one folder; write the list again"
+            f"{listing}: expected rows of the form <folder>/<class>/<image>, all with one folder; regenerate the list"
         )
     of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
     if of not in (split, expected):
         raise DataError(
             f"{listing}: lists images of {of}/, but {split} needs images of {expected}/; "
-            "it belongs to another split, so write it again"
+            "the list belongs to another split; regenerate it"
         )
     labels = np.argsort([numbers[folder] for folder in folders])[first_seen]
     return tuple(folder.split("/")[1] for folder in folders), array("q", labels.tobytes())
@@ -424,7 +428,7 @@ def _split_folder(root: Path, split: str) -> Path:
     folder = root / split
     if not folder.is_dir():
         raise DataError(
-            f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create it, "
+            f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create this folder, "
             f"provide a list {split}.txt, or use another data folder"
         )
     return folder

@@ -84,7 +84,7 @@ def _require_complete(root: Path, name: str) -> None:
     if not complete:
         raise DataError(
             f"{root}: exists, but does not hold the complete {name} dataset that {manifest.name} describes; "
-            "remove it or choose another folder"
+            "remove this folder or choose another one"
         )
 
 

@@ -93,7 +93,7 @@ def require_listable(paths: Iterable[str]) -> None:
         if "\n" in path:
             raise DataError(
                 f"{path!r}: this file name contains a line break, which image lists cannot store; "
-                "rename it, or leave it out with `san data check`"
+                "rename the file, or leave it out with `san data check`"
             )
 
 
@@ -131,8 +131,8 @@ def read_list(path: Path) -> Rows:
     header, _, rows = read_bytes(path).partition(b"\n")
     if not header.startswith(encode(HEADER)):
         raise DataError(
-            f"{path}: not an image list; expected a digest in its first line, as `san data check` and `san data split` "
-            "write it; move the file away, or keep lists in another folder (set --lists or data.lists)"
+            f"{path}: not an image list; expected a digest in the first line, written by `san data check` or "
+            "`san data split`; move the file away, or keep lists in another folder (set --lists or data.lists)"
         )
     text = np.frombuffer(rows, np.uint8)
     tabs, ends = np.flatnonzero(text == ord("\t")), np.flatnonzero(text == ord("\n"))
@@ -144,8 +144,8 @@ def read_list(path: Path) -> Rows:
         hashed[middles] = 0
     if not whole or (middles < begins).any() or header != encode(HEADER + hashlib.sha256(hashed.data).hexdigest()[:16]):
         raise DataError(
-            f"{path}: damaged or edited by hand, since its digest does not match its rows; "
-            "write it again with `san data check` or `san data split`"
+            f"{path}: damaged or edited by hand, because the digest does not match the rows; "
+            "regenerate the list with `san data check` or `san data split`"
         )
     places = zip(middles.tolist(), ends.tolist(), strict=True)
     sizes = [rows[middle + 1 : end] for middle, end in places]
@@ -153,7 +153,7 @@ def read_list(path: Path) -> Rows:
         wrong = next(row for row, size in enumerate(sizes) if not size.isdigit())
         raise DataError(
             f"{path}: row {decode(rows[begins[wrong] : ends[wrong]])!r} must end with a size in bytes; "
-            "write the list again with `san data check` or `san data split`"
+            "regenerate the list with `san data check` or `san data split`"
         )
     return Rows(Paths(rows, begins, middles), array("q", map(int, sizes)))
 
@@ -200,7 +200,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot read this file ({error.strerror}); make it readable or remove it") from None
+        raise DataError(f"{path}: cannot read this file ({error.strerror}); make the file readable or remove it") from None
 
 
 def encode(text: str) -> bytes:

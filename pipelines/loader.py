@@ -239,7 +239,7 @@ class Loader:
 
     def _named(self, broken: Broken) -> DataError:
         return DataError(
-            f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove it, "
+            f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove the image, "
             f"or {self.dataset.renewal}"
         )
 

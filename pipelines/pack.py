@@ -86,7 +86,9 @@ def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
             if os.fstat(journal.fileno()).st_nlink == 0:  # Another process has just removed it.
                 raise BlockingIOError
         except BlockingIOError:
-            raise DataError(f"{out}: another process is already packing {split} here; wait for it or stop it") from None
+            raise DataError(
+                f"{out}: another process is already packing {split} here; wait until that process ends, or stop it"
+            ) from None
         try:
             yield journal
         finally:
@@ -213,7 +215,8 @@ class _Job:
             ) from None
         if not content or len(content) != size:
             raise DataError(
-                f"{name}: {len(content)} bytes, but {size} when it was listed; exclude broken images with `san data check`, "
+                f"{name}: {len(content)} bytes, but {size} when the file was listed; "
+                "exclude broken images with `san data check`, "
                 "or wait until no other program writes there"
             )
         return content

@@ -119,8 +119,10 @@ class Shards:
             try:
                 found = sha256_of(self._folder / shard.name)
             except OSError as error:
-                return f"cannot read it ({error.strerror})"
-            return None if found == shard.sha256 else f"checksum {found} instead of {shard.sha256}; copy or pack it again"
+                return f"cannot read this shard ({error.strerror})"
+            return (
+                None if found == shard.sha256 else f"checksum {found} instead of {shard.sha256}; copy or pack the shard again"
+            )
 
         pool = ThreadPoolExecutor(workers)
         try:
@@ -166,7 +168,9 @@ class Shards:
             raise self._wrong(wrong)
 
     def _wrong(self, shards: list[str]) -> DataError:
-        return DataError(f"{self._folder}: shards changed since they were packed: {spelled(shards)}; copy or pack them again")
+        return DataError(
+            f"{self._folder}: shards changed since they were packed: {spelled(shards)}; copy or pack these shards again"
+        )
 
 
 def _lengths(found: os.stat_result, shard: Shard) -> str:
@@ -188,14 +192,17 @@ def read_index(path: Path) -> Index:
     """Raises `DataError` where the file cannot be read or is no index that `write_index` wrote."""
     header, *lines = read_lines(path)
     if header != f"{HEADER}{_checksum(lines)}":
-        raise DataError(f"{path}: this index is damaged or was edited by hand; copy it or pack again")
+        raise DataError(f"{path}: this index is damaged or was edited by hand; copy the index again, or pack the images again")
     shards = tuple(shards_in(lines))
     starts = [0, *accumulate(shard.bytes for shard in shards)]
     paths, sizes, offsets = [], array("q"), array("q")
     for line in lines[len(shards) :]:
         image, *place = line.rsplit("\t", 3)
         if len(place) < 3 or not all(map(is_number, place)) or not _is_in(shards, *map(int, place)):
-            raise DataError(f"{path}: row {line!r} of this index does not point into its shards; copy it or pack again")
+            raise DataError(
+                f"{path}: row {line!r} of this index does not point into its shards; copy the index again, or pack the "
+                "images again"
+            )
         size, number, offset = map(int, place)
         paths.append(image)
         sizes.append(size)

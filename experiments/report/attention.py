@@ -92,7 +92,7 @@ def in_words(attention: Attention) -> str:
     sentences = (
         f"{attention.model} predicts {attention.answer} for {attention.picture}.",
         f"The picture shows the weights of {attention.layer} ({attention.kind} attention, {attention.channels}) for {whose}",
-        f"of its {H} x {W} map; each footprint has {k} x {k} pixels.",
+        f"of its {H} x {W} feature map; each footprint has {k} x {k} pixels.",
         f"The {most} weight, {attention.weight_GKn[g, j, p]:.3g}, belongs to {attention.channel} {g} and the pixel",
         f"{' and '.join(steps) if steps else 'itself'}; {compared}.",
         between_in_words(attention),
@@ -103,12 +103,12 @@ def in_words(attention: Attention) -> str:
 def between_in_words(attention: Attention) -> str:
     G, one = len(attention.weight_GKn), len(attention.pixels) == 1
     if G == 1:
-        return f"There is only one {attention.channel}, so all values share one map of weights."
+        return f"There is only one {attention.channel}, so all value channels share one map of weights."
     whose = "this pixel's" if one else "these pixels'"
     here, everywhere, unlike = (f"{share:.0f} %" for share in (attention.between, attention.between_everywhere, 100 - 100 / G))
     return (
-        f"{here} of the variance of {whose} weights is between {attention.channel}s, which one shared map could not express "
-        f"({everywhere} over the whole feature map; unrelated {attention.channel}s would give {unlike})."
+        f"{here} of the variance of {whose} weights is between {attention.channel}s, which one shared map of weights could "
+        f"not express ({everywhere} over the whole feature map; uncorrelated {attention.channel}s would give {unlike})."
     )
 
 

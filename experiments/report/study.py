@@ -115,14 +115,14 @@ This study repeats the controlled experiments in the paper on small images. `san
 The profile `{first.profile}` uses the dataset `{config.data.source}` with {train_images:,} training and {val_images:,}
 validation images of {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row.
 Training the {len(seconds)} distinct cells took {sum(seconds.values()) / 3600:.1f} hours in total; each cell used {hardware}.
-Rows that have the same model in several tables share their runs.
+Rows with the same model in several tables share their runs.
 
-**How to read the results.** The value after `±` is half the width of a 95% interval over seeds: Student's t for a mean, and
-Welch's t for a gap between two means. The interval covers the randomness of training, but not the choice of images. An
-ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is below 0, and
-*inconclusive* otherwise. By chance alone, about one interval in twenty misses the true gap; an interval that ends near 0 is
-most likely to be such a case. If the paper says "much better", we test "better". If the paper calls settings similar, no
-ordering is tested.
+**How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds, from Student's t
+for a mean and from Welch's t for a gap between two means. The interval covers the randomness of training, but not the choice
+of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is below 0,
+and *inconclusive* otherwise. By chance alone, about one interval in twenty misses the true gap; this is most likely for an
+interval that ends near 0. Where the paper says "much better", we test only "better". Where the paper calls settings similar,
+we test no ordering.
 
 **Limits.** The models have only {kept} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
 so footprints differ only in later stages. The last feature map is {config.data.size >> kept} pixels wide, so the larger

@@ -37,7 +37,7 @@ def measure_all(
     if not names:
         raise UserError(f"no checkpoint given; expected {CHECKPOINT}")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{twice[0]}: given twice; remove one of them")
+        raise UserError(f"{twice[0]}: given more than once; give each checkpoint once")
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
         paths = {name: reached.enter_context(reach(name, runs))[0] for name in names}

@@ -97,8 +97,8 @@ class Bucket:
         secret = any(re.search("key|secret|token|passw", name.lower()) for name, _ in options)
         if secret or "@" in unquote(uri) or ":" in parts.netloc:
             raise UserError(
-                "s3://...: this address contains a key or password, but addresses are printed and stored; remove it and put "
-                f"the credentials in {CREDENTIALS}"
+                "s3://...: this address contains a key or password, which would be printed and stored; remove the "
+                f"credentials from the address and put them in {CREDENTIALS}"
             )
         if not parts.netloc or parts.fragment:
             raise UserError(
@@ -202,7 +202,7 @@ class Bucket:
 
     def _sentence(self, said: str) -> str:
         if "NO_SUCH_BUCKET" in said:
-            return f"{self}: no such bucket; create it or correct the name"
+            return f"{self}: no such bucket; create the bucket or correct the name"
         if REFUSED.search(said):
             return f"{self}: the store rejected the credentials; check {CREDENTIALS}"
         if "NETWORK_CONNECTION" in said:

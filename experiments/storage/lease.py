@@ -173,12 +173,18 @@ class Lease:
             if _is_holder(other) and renewed is not None:
                 note = self._read(other)[0]
                 if not seen:
-                    _log.warning("%s is locked by %s; waiting until it finishes, or %.0f s if it died", self.what, note, LIFE)
+                    _log.warning(
+                        "%s is locked by %s; waiting until that process ends, or %.0f s if the process died",
+                        self.what,
+                        note,
+                        LIFE,
+                    )
                 if time.monotonic() - start < seconds:
                     seen[other] = renewed
                 elif renewed > seen.setdefault(other, renewed):  # it is alive now, and was not only so at first
                     raise LeaseError(
-                        f"{self.bucket}: another process is working on {self.what} ({note}); wait for it or stop it, "
+                        f"{self.bucket}: another process is working on {self.what} ({note}); "
+                        "wait until that process ends, or stop it, "
                         "then rerun the same command"
                     )
             time.sleep(_pause())

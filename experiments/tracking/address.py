@@ -27,7 +27,8 @@ def require_no_secret(uri: str) -> None:
     if not re.search("@" if server else "^[^@]*:[^@]*@|passw(or)?d=", rest):
         return
     way = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    remedy = f"set {way}" if server else "store it where the database expects it, such as in PGPASSWORD or ~/.pgpass"
     raise UserError(
-        f"MLFLOW_TRACKING_URI={scheme}://...: this address contains a password, but addresses are printed and stored; "
-        f"remove it and set {way if server else 'the password as the database expects it, such as in PGPASSWORD or ~/.pgpass'}"
+        f"MLFLOW_TRACKING_URI={scheme}://...: this address contains a password, which would be printed and stored; "
+        f"remove the password and {remedy}"
     )

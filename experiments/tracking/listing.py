@@ -70,7 +70,9 @@ def trial_key(uri: str, run_id: str) -> str:
                 raise
             key = None
     if key is None:
-        raise TrackerError(f"{run_id}: MLflow at {uri} has no run of a cell with this id; use a key that `san runs` lists")
+        raise TrackerError(
+            f"{run_id}: MLflow at {uri} has no run of a cell with this id; use a key from the output of `san runs`"
+        )
     return key
 
 

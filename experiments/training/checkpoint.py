@@ -160,7 +160,7 @@ class Checkpoints:
             for partial in self.folder.glob("*.partial"):
                 partial.unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(f"{self.folder}: checkpoints cannot be kept there ({error.strerror})") from None
+            raise UserError(f"{self.folder}: cannot store checkpoints in this folder ({error.strerror})") from None
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint; a kill at any moment leaves the ones before as they are.
@@ -183,7 +183,7 @@ class Checkpoints:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             kept = self.newest()
-            good = f"the last good one is {kept.name}" if kept else "there is no earlier one"
+            good = f"the last good checkpoint is {kept.name}" if kept else "there is no earlier checkpoint"
             raise UserError(
                 f"{path}: cannot write this checkpoint ({error.strerror}); {good}; "
                 "check the disk, then run the same command again to resume"
@@ -214,7 +214,8 @@ class Checkpoints:
                 continue
             if checkpoint.key != self.key:
                 raise UserError(
-                    f"{path}: a checkpoint of cell {checkpoint.key}, not of {self.key}; move it to the folder of that cell"
+                    f"{path}: a checkpoint of cell {checkpoint.key}, not of {self.key}; move the file to the folder of "
+                    f"cell {checkpoint.key}"
                 )
             return checkpoint
         return None
@@ -257,10 +258,12 @@ def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
                 if time.monotonic() > limit:
                     raise UserError(
                         f"{folder}: another process has been training this cell for more than {seconds:.0f} s; "
-                        "wait for it to end or stop it, then run the same command again to resume"
+                        "wait until that process ends, or stop it, then run the same command again to resume"
                     ) from None
                 if not told:
-                    _log.warning("%s: another process is training this cell; waiting up to %.0f s for it", folder, seconds)
+                    _log.warning(
+                        "%s: another process is training this cell; waiting up to %.0f s for that process", folder, seconds
+                    )
                 told = True
                 time.sleep(0.1)
         yield

@@ -44,8 +44,8 @@ def training_device(config: TrialConfig) -> torch.device:
     require_gpu(config)
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
         raise MachineError(
-            f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without them training is several times "
-            "slower and needs about four times the memory; set engine.reference_operators=true to train without them"
+            f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without the kernels, training is several "
+            "times slower and needs about four times as much memory; to accept this, set engine.reference_operators=true"
         )
     return torch.device("cuda", _local_rank())
 
@@ -89,7 +89,10 @@ def gpu_problem() -> str:
             f"update the driver,{older_torch} {otherwise}"
         )
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} selects no usable GPU ({built_for}, driver {driver}); unset it, {otherwise}"
+        return (
+            f"CUDA_VISIBLE_DEVICES={hidden!r} selects no usable GPU ({built_for}, driver {driver}); unset this variable, "
+            f"{otherwise}"
+        )
     return f"{built_for}, which is compatible with driver {driver}; check the output of `nvidia-smi`, {otherwise}"
 
 

@@ -45,7 +45,7 @@ def read(path: str | Path) -> dict[str, Any]:
         if code is None:
             raise CheckpointError(f"{path}: not a file written by torch.save, or damaged") from None
         raise CheckpointError(
-            f"{path}: rejected because loading it would run code ({code[1]}); save only its tensors (the state dict)"
+            f"{path}: rejected because loading this file would run code ({code[1]}); save only the tensors (the state dict)"
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dict of weights, not {type(content).__name__}")
@@ -189,7 +189,7 @@ def load_checkpoint(path: str | Path) -> Trunk:
         wanted = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
-        raise CheckpointError(f"{path}: the model it describes cannot be built ({said})") from None
+        raise CheckpointError(f"{path}: the model described in this file cannot be built ({said})") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
     model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero

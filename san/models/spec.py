@@ -52,7 +52,9 @@ class Trunk(nn.Module):
         """
         check_count("num_classes", num_classes)
         if "head" not in self.parts():
-            raise ValueError(f"{self.spec.name} was built with features_only=True and has no classifier; build it without")
+            raise ValueError(
+                f"{self.spec.name} was built with features_only=True and has no classifier; create it without features_only"
+            )
         *_, old = self.parts()["head"]
         (name,) = (name for name, module in self.named_children() if module is old)
         weight = next(self.parameters())

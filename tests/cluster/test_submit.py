@@ -400,8 +400,8 @@ def stranger(body: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"<html>hello</html>", "answers, but is not the job server of a Ray head; check host and port"),
-        (b"[1]", "answers, but is not the job server of a Ray head; check host and port"),
+        (b"<html>hello</html>", "answers, but is not the job server of a Ray head; check the host and the port"),
+        (b"[1]", "answers, but is not the job server of a Ray head; check the host and the port"),
         (b'{"version": "4", "ray_version": "2.9.3"}', "runs Ray 2.9.3, but this machine has Ray"),
     ],
 )
@@ -460,13 +460,15 @@ def test_what_is_refused_before_anything_is_sent(tmp_path: Path, monkeypatch: py
         submit.check(grid, "imagenet", [], None)
     submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
     monkeypatch.delenv("NOT_SET", raising=False)
-    with pytest.raises(UserError, match="--env NOT_SET: not set in this environment; export it first, or leave it out"):
+    with pytest.raises(
+        UserError, match="--env NOT_SET: not set in this environment; export the variable first, or leave out this option"
+    ):
         submit.environment(["NOT_SET"])
     with pytest.raises(UserError, match=r"--env PASSWORD=\.\.\.: give only the name") as caught:
         submit.environment(["PASSWORD=hunter2"])
     assert "hunter2" not in str(caught.value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ada:hunter2@mlflow.example.org")
-    with pytest.raises(UserError, match="contains a password, but addresses are printed and stored"):
+    with pytest.raises(UserError, match="contains a password, which would be printed and stored"):
         submit.environment([])
     for uri in ("sqlite:///runs/mlflow.db", "runs/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

@@ -236,14 +236,14 @@ def test_convert_tells_what_a_released_file_does_not(san: San, tmp_path: Path) -
     hidden = "name=san10_pairwise, num_stages=2, width_mult=0.5, footprint=9"
     assert (code, err) == (
         0,
-        f"note: the released format does not store {hidden}; give it as an override when you load {theirs}\n",
+        f"note: the released format does not store {hidden}; give the missing values as overrides when you load {theirs}\n",
     )
     told = ("--name", "san10_pairwise", "num_stages=2", "width_mult=0.5", "footprint=9")
     assert san("convert", theirs, ours, "--force", *told)[0] == 0
     assert load_checkpoint(ours).spec == create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5).spec
     needless = ("footprint=9", "--name", "san10_pairwise")
     code, _, err = san("convert", ours, theirs, "--force", *needless)
-    assert (code, err) == (2, f"san: {ours}: already stores its model; leave out --name, footprint=9\n")
+    assert (code, err) == (2, f"san: {ours}: this checkpoint already stores its model; leave out --name, footprint=9\n")
 
 
 def released_file(tmp_path: Path) -> str:
@@ -309,7 +309,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than CPUs": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=20"],
-        ["a cell needs 20 workers with 1 CPU each", "`placement.workers=2 recipe.grad_accum_steps=10`, which fits here"],
+        ["a cell needs 20 workers with 1 CPU each", ". To fit this", "set `placement.workers=2 recipe.grad_accum_steps=10`"],
     ),
     "more workers than images in a batch": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch_size=1"],
@@ -378,7 +378,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "two models": (
         lambda tmp: ["complexity", "san10_pairwise", "name=resnet26"],
-        ["override name=resnet26: the model is san10_pairwise already; leave one of the two out"],
+        ["override name=resnet26: the model is already set to san10_pairwise; leave out this override"],
     ),
     "no channels in a stem": (
         lambda tmp: ["complexity", "resnet26", "stem_width=0"],
@@ -390,7 +390,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "weights over a file": (
         lambda tmp: ["convert", "a.pth", bad_grid(tmp)],
-        ["bad.yaml: already exists; choose another file, or replace it with --force"],
+        ["bad.yaml: already exists; choose another file, or overwrite this one with --force"],
     ),
 }  # fmt: skip
 

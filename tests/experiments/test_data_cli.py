@@ -131,7 +131,7 @@ def test_check_tells_of_split_lists_that_name_what_is_broken(images: Path, san_d
     broken = images / train.paths[0]
     broken.write_bytes(bytes(len(broken.read_bytes())))
     _, out, _ = san_data("check", images, "--split", "train")
-    assert out.endswith(f"; run `san data split` again: {images}/train-split.txt names broken images\n")
+    assert out.endswith(f"; run `san data split` again: {images}/train-split.txt lists broken images\n")
     with pytest.raises(DataError, match=rf"{train.paths[0]}: cannot use this image: .* and `san data split {images}` again"):
         list(Loader(train, Transform(), train=False, batch=1).epoch(0))
     san_data("split", images, "--per-class", "1")
@@ -155,7 +155,7 @@ def test_names_of_any_bytes_take_one_line(images: Path, san_data: SanData) -> No
     code, out, _ = san_data("check", images, "--split", "train")
     first, last = out.splitlines()
     assert code == 1
-    assert first == f"{images}/{shown}: its name contains a line break, which image lists cannot store; rename it"
+    assert first == f"{images}/{shown}: the file name contains a line break, which image lists cannot store; rename the file"
     assert r"; skipped 1 non-image file, for example train/dog/x\n; " in last
 
 
@@ -242,7 +242,7 @@ def test_shards_are_trained_on_as_the_folder_was(images: Path, san_data: SanData
         assert data_digest(packed) == data_digest(folder)
         assert all(part.packed for part in open_data(packed))
     code, out, _ = san_data("pack", images, out_folder, "--shard-size", "4KiB", "--workers", "3")
-    assert f"train: 12 images in {len(train['shards'])} shards ({len(train['shards'])} already there), " in out
+    assert f"train: 12 images in {len(train['shards'])} shards ({len(train['shards'])} already existed), " in out
 
     code, out, _ = san_data("check", out_folder)
     assert (code, out.splitlines()[0]) == (0, f"train: 12 images in shards, none broken; digest {train['digest']}")
@@ -332,15 +332,15 @@ def test_a_folder_for_digits_below_none_is_a_slip_of_the_pen(
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"root": None}, "data.root: missing; data.source=folder needs it: give the folder of the images"),
+        ({"root": None}, "data.root: missing; data.source=folder requires the folder of the images"),
         (
             {"source": "digits", "lists": "lists"},
-            "data.lists: not used with data.source=digits, only with folder; leave it out",
+            "data.lists: used only with data.source=folder, not digits; leave out data.lists",
         ),
         ({"source": "shards"}, "no shards of 'train'; expected "),
         (
             {"source": "synthetic", "lists": "lists"},
-            "data.lists: not used with data.source=synthetic, only with folder; leave it out",
+            "data.lists: used only with data.source=folder, not synthetic; leave out data.lists",
         ),
         (
             {"source": "synthetic", "train_per_class": 3},
@@ -424,7 +424,7 @@ def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     os.close(terminal)
     assert (process.returncode, out) == (1, "")
     assert b"train:   0%" in shown and b"/20012" in shown
-    assert b"interrupted; splits that were not fully checked have no new list" in shown and b"Traceback" not in shown
+    assert b"interrupted; only fully checked splits have a new list" in shown and b"Traceback" not in shown
     assert not psutil.wait_procs(workers, timeout=5)[1]
     assert not list(images.glob("*.txt")) and not list(images.glob(".*"))
 

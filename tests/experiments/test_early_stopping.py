@@ -44,12 +44,12 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
         (
             "table: footprint, rows: [{id: pairwise_3, model: {name: resnet26}}], early_stopping: {grace_epochs: 1}",
             "early_stopping: cannot be combined with table 'footprint', which compares complete trainings; "
-            "leave out one of the two keys",
+            "leave out `early_stopping` or `table`",
         ),
         (
             "product: {model.name: [resnet26], recipe.epochs: [4, 8]}, early_stopping: {grace_epochs: 1}",
-            "early_stopping: needs the same recipe.epochs in every row, but it is 4 in row nameresnet26-epochs4 and 8 in row "
-            "nameresnet26-epochs8; use one value, or leave out early_stopping",
+            "early_stopping: requires the same recipe.epochs in every row, but the value is 4 in row "
+            "nameresnet26-epochs4 and 8 in row nameresnet26-epochs8; use one value, or leave out early_stopping",
         ),
         (
             "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 18}",
@@ -178,7 +178,7 @@ def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
     out, err = capsys.readouterr()
     assert "bad stopped at epoch 1 of 9 by early stopping, top-1 20.0 %, after " in err
     assert "trained 3 cells" in err
-    assert "stopped early: bad, fair; to train them fully, remove early_stopping from the grid" in err
+    assert "stopped early: bad, fair; to train these cells fully, remove early_stopping and run the grid again" in err
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("good", "bad", "fair"))}
     assert lines["bad"].split()[1] == "-" and lines["bad"].endswith("  stopped at epoch 1 of 9 by early stopping")
     assert lines["good"].split()[1] == "60.0" and lines["good"].endswith("  -")

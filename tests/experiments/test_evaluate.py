@@ -140,7 +140,7 @@ def test_other_images_than_the_trials_are_told(
     (tmp_path / "val").symlink_to(DIGITS / "val")
     monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
-    assert capsys.readouterr().err == (f"note: train in {tmp_path} has different images from those this model was trained on\n")
+    assert capsys.readouterr().err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
 
 
 def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,15 +248,15 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
     "an older checkpoint": (
         lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})],
-        "damaged checkpoint, or one of an older version (KeyError",
+        "checkpoint damaged or written by an older version (KeyError",
     ),
     "a trial's model changed": (
         lambda trained, tmp: [str(trained.folder), "model.footprint=5"],
-        "already stores its model; leave out model.footprint",
+        "this checkpoint already stores its model; leave out model.footprint",
     ),
     "our file's model changed": (
         lambda trained, tmp: [ours(trained, tmp), "model.footprint=5"],
-        "ours.pt: already stores its model; leave out model.footprint",
+        "ours.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
     "a profile for a trial": (
         lambda trained, tmp: [str(trained.folder), "--profile", "digits"],
@@ -333,7 +333,7 @@ def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
         main()
     (said,) = capsys.readouterr().err.splitlines()
     key = trained.job.trials[0].key
-    assert said == f"san: {name}: the checkpoints of its cell {key} are not in {tmp_path}; give their folder with --runs"
+    assert said == f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs"
 
 
 def test_a_file_with_the_name_of_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_the_papers_setting() -> None:
 def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
     text = told(lambda: expand(path, "recipe.lr=0.5"))
-    assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change its values in that file"
+    assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change the values in that file"
 
 
 def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
@@ -147,7 +147,9 @@ def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Pat
         plot: {x: model.footprint, series: model.name, label: footprint}
         rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
     """)
-    assert told(lambda: expand(path)) == f"{path}: plot: rows a and b would be the same point; choose a series that differs"
+    assert told(lambda: expand(path)) == (
+        f"{path}: plot: rows a and b would be at the same point; set plot.series to a key in which the rows differ"
+    )
 
 
 def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
@@ -207,11 +209,11 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
     wanted = [
         "product.recipe.momentum: must be a list, not 0.9",
         'product.model: must be a list, not {"num_stages": [1, 2]}',
-        "product.lr: not a key of section model, data, recipe; write it like recipe.lr",
-        "product.placement.workers: not a key of section model, data, recipe; write it like recipe.lr",
-        "product.recipe.lr.x: not a key of section model, data, recipe; write it like recipe.lr",
+        "product.lr: not a key of section model, data, recipe; an example is recipe.lr",
+        "product.placement.workers: not a key of section model, data, recipe; an example is recipe.lr",
+        "product.recipe.lr.x: not a key of section model, data, recipe; an example is recipe.lr",
         "product.data.flip: empty list; give at least one value",
-        "product.model.footprint: also set in row a; set it in one of the two places",
+        "product.model.footprint: also set in row a; set the key in only one of the two places",
         f"row {cells[0]}, {cells[2]}: recipe.batch_size: must be an integer of at least 1, not 0",
         "every row: model.width_facto: unknown key; did you mean `model.width_mult`?",
         f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
@@ -266,7 +268,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
     """)
     lines = told(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
     wanted = [
-        "override 'recipe.lr': not KEY=VALUE; write it like recipe.epochs=3",
+        "override 'recipe.lr': not KEY=VALUE; an example is recipe.epochs=3",
         f"{path}: foo: unknown key",
         f"{path}: rows[1].modl: unknown key; did you mean `rows[1].model`?",
         f"{path}: table: unknown table 'footprints'",
@@ -284,7 +286,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
     [
         ("table: footprint, robustness: rotation", "table: 'footprint' has no results for `robustness: rotation`"),
         ("table: attack, robustness: rotation", "table: 'attack' has no results for `robustness: rotation`"),
-        ("table: rotation", "robustness: missing; table 'rotation' needs it: set `robustness: rotation`"),
+        ("table: rotation", "robustness: missing; table 'rotation' requires `robustness: rotation`"),
     ],
 )
 def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:

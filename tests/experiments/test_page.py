@@ -302,8 +302,8 @@ def test_the_best_rows_are_shown_of_many(
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
     answer = Answer(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
     text = page(answer)
-    for what in ("labels, where there is room", "curves", "a command here"):
-        assert f"Only the 3 rows with the best top-1 (of 6) have {what}." in text
+    for what in ("labels, where there is room", "curves", "a command on this page"):
+        assert f"Only the best 3 of the 6 rows, by top-1, have {what}." in text
     assert re.findall("<summary>(.*?)</summary>", text) == kept
     assert re.findall('<text class="label".*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
     assert "with the best top-1 have" not in page(replace(answer, lines=lines[:3]))
@@ -589,7 +589,9 @@ def test_rejects_what_cannot_be_reported(
         assert "train the grid with `san run " in err and f"recipe.lr=0.01 --runs {tmp_path / 'runs'}`, or choose" in err
     assert not (tmp_path / "page.html").exists()
     assert "'word' is not one of 'text', 'markdown', 'latex', 'csv'" in said("--format", "word")
-    assert "two output formats: `--json` and `--format csv`; give one of them" in said("--format", "csv", "--json")
+    assert "two output formats: `--json` and `--format csv`; give only one of these options" in said(
+        "--format", "csv", "--json"
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_the_table_is_printed_where_nothing_can_be_written(begin: Callable[[], N
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 1  # a cell is missing
     assert "Does anybody read it?" in done.stdout and "91.5" in done.stdout
-    assert f"{runs / 'asked-digits'}: cannot write table, plot and page ({reason})\n" in done.stderr
+    assert f"{runs / 'asked-digits'}: cannot write the table, plot and page ({reason})\n" in done.stderr
     assert re.search(f"browse the runs: .*san ui --runs {runs}\n", done.stderr)
     assert "not finished: pairwise_3" in done.stderr
 

@@ -339,13 +339,13 @@ def test_options_that_are_off_do_not_count_in_a_key() -> None:
         (["recipe.lr_batch_size=0"], "recipe.lr_batch_size: must be an integer of at least 1, not 0"),
         (
             ["recipe.sync_batchnorm=true"],
-            "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave it out, or set placement.gpus=1",
+            "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1",
         ),
         (["engine.zero_stage=3"], "engine.zero_stage: must be 0, 1 or 2, not 3"),
         (
             ["engine.zero_stage=1", "engine.channels_last=true"],
             "engine.channels_last: cannot be combined with engine.zero_stage=1, which keeps all weights in one flat buffer; "
-            "leave out one of the two",
+            "leave out engine.channels_last or engine.zero_stage",
         ),
         (["engine.compil=true"], "engine.compil: unknown key; did you mean `engine.compile`?"),
     ],

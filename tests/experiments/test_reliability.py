@@ -75,7 +75,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_trial_is_refused(tmp_path: Path) -> None:
     checkpoints = kept(tmp_path)
     checkpoints.save(of_step(1, key="other"))
-    with pytest.raises(UserError, match=r"epoch-0001-step-0000000.pt: a checkpoint of cell other, not of abc; move it"):
+    with pytest.raises(UserError, match=r"epoch-0001-step-0000000.pt: a checkpoint of cell other, not of abc; move the file"):
         checkpoints.load()
 
 
@@ -158,7 +158,7 @@ def test_a_disk_that_fails_gives_a_sentence_and_keeps_the_last_checkpoint(
             checkpoints.save(of_step(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    told = "the last good one is epoch-0001-step-0000000.pt" if good else "there is no earlier one"
+    told = "the last good checkpoint is epoch-0001-step-0000000.pt" if good else "there is no earlier checkpoint"
     assert str(raised.value) == (
         f"{checkpoints.folder / 'epoch-0002-step-0000000.pt'}: cannot write this checkpoint ({reason}); {told}; "
         "check the disk, then run the same command again to resume"
@@ -211,7 +211,7 @@ print(written, partials)
 def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that is about to end is waited for, one that stays is told of."""
     with only_writer(tmp_path / "abc"):
-        with pytest.raises(UserError, match=r"abc: another process has been training this cell for more than 0 s; wait for it"):
+        with pytest.raises(UserError, match=r"abc: another process has been training this cell for more than 0 s; wait until"):
             with only_writer(tmp_path / "abc", seconds=0.2):
                 pass
         leaving = ExitStack()
@@ -220,7 +220,7 @@ def test_two_processes_do_not_write_the_same_checkpoints(tmp_path: Path, caplog:
         timer.start()
         with only_writer(tmp_path / "def"):
             assert timer.finished.is_set()
-    assert "def: another process is training this cell; waiting up to 300 s for it" in caplog.text
+    assert "def: another process is training this cell; waiting up to 300 s for that process" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "ctypes.PyDLL(None).sleep(30)"])

@@ -421,7 +421,7 @@ def weights(trained: Trained, tmp: Path) -> str:
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "a model where all tell theirs": (
         lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
-        "weights.pt: already stores its model; leave out model.footprint",
+        "weights.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
     "a profile where all tell their data": (
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "this checkpoint stores its own preprocessing; ",
@@ -432,7 +432,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
     "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
     "no such key": (lambda *_: [12 * "0"], "000000000000: no such file, and no cell with this key in "),
-    "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given twice; remove one of them"),
+    "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given more than once; give each checkpoint once"),
     "no such split": (lambda trained, _: [str(trained.folder), "--split", "test"], "has no folder test/"),
     "another number of classes": (
         lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "the model has 10 classes, but ",

@@ -144,7 +144,7 @@ def test_one_channel_is_all_there_is(files: Path, tmp_path: Path) -> None:
     attention = looked(files, "pairwise", layer="0")
     draw(attention, tmp_path / "one.png")
     assert "attention, 1 weight channel) " in in_words(attention)
-    assert in_words(attention).endswith("There is only one channel, so all values share one map of weights.")
+    assert in_words(attention).endswith("There is only one channel, so all value channels share one map of weights.")
 
 
 def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "a pixel and a grid": (
         lambda files, _: colours(files, "--pixel", "3,3", "--grid", "2"),
-        "both `--pixel` and `--grid`; give one of them",
+        "both `--pixel` and `--grid`; give only one of these options",
     ),
     "a grid finer than the map": (
         lambda files, _: colours(files, "--grid", "7"),

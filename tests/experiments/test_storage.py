@@ -144,7 +144,7 @@ def to_be_refused(store: ObjectStore) -> str:
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        (named_wrongly, r"s3://nobodys/prefix\?.*: no such bucket; create it or correct the name"),
+        (named_wrongly, r"s3://nobodys/prefix\?.*: no such bucket; create the bucket or correct the name"),
         (
             where_nobody_answers,
             r"s3://runs/prefix\?.*: the store does not answer \(.*onnect.*\); check the address and that the server",
@@ -185,7 +185,7 @@ def test_a_lease_that_is_renewed_is_respected(bucket: Bucket, short_leases: None
     """A second writer hears who has it; once that has left, it waits no longer."""
     with of_cell(bucket, "one").held(seconds=0):
         with pytest.raises(
-            LeaseError, match=r"another process is working on the cell pairwise_3 \(.*, process \d+\); wait for it"
+            LeaseError, match=r"another process is working on the cell pairwise_3 \(.*, process \d+\); wait until that"
         ):
             with of_cell(bucket, "two").held(seconds=1):
                 pass

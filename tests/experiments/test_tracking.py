@@ -331,7 +331,7 @@ def test_a_password_in_the_address_is_refused(
         main()
     out, err = capsys.readouterr()
     assert err.startswith(
-        f"san: MLFLOW_TRACKING_URI={shown}: this address contains a password, but addresses are printed and stored"
+        f"san: MLFLOW_TRACKING_URI={shown}: this address contains a password, which would be printed and stored"
     )
     assert way in err
     assert "s3cret" not in out + err

@@ -137,7 +137,7 @@ def worker_killed(scene: Scene) -> str:
     scene.start()
     os.kill(scene.step(133).pid, signal.SIGKILL)
     assert "resumes after a failure" in scene.finish()
-    return "the worker gets SIGKILL at step 133; `san run` retries the cell without a restart"
+    return "the worker gets SIGKILL at step 133; `san run` retries the cell, without being restarted itself"
 
 
 def driver_killed(scene: Scene) -> str:
@@ -149,7 +149,7 @@ def driver_killed(scene: Scene) -> str:
     gone = scene.wait(lambda: len({step.pid for step in steps_of(scene.runs)}) > 1)
     scene.finish()
     _no_two_at_once(steps_of(scene.runs))
-    return f"`san run` gets SIGKILL at step 133; after an immediate restart, it trains again within {gone:.0f} s"
+    return f"`san run` gets SIGKILL at step 133; after an immediate restart, training continues within {gone:.0f} s"
 
 
 def driver_killed_and_left(scene: Scene) -> str:
@@ -169,7 +169,10 @@ def killed_in_a_write(scene: Scene) -> str:
     scene.start(WITNESS_KILL_AT_WRITE="26")
     scene.finish()
     assert (scene.runs / "killed").exists()
-    return "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the cell without a restart"
+    return (
+        "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the cell, without "
+        "being restarted itself"
+    )
 
 
 def server_stopped(scene: Scene) -> str:
@@ -245,7 +248,7 @@ def a_bit_flipped(scene: Scene) -> str:
 
     _damaged(scene, flip)
     return (
-        "`san run` is killed and one bit of the file is flipped; on restart, it sets the file aside and uses "
+        "`san run` is killed and one bit of the file is flipped; on restart, `san run` sets the file aside and uses "
         "the previous checkpoint"
     )
 
@@ -253,7 +256,7 @@ def a_bit_flipped(scene: Scene) -> str:
 def cut(scene: Scene) -> str:
     _damaged(scene, lambda content: content[: 2 * len(content) // 3])
     return (
-        "`san run` is killed and the file is cut to two thirds; on restart, it sets the file aside and uses "
+        "`san run` is killed and the file is cut to two thirds; on restart, `san run` sets the file aside and uses "
         "the previous checkpoint"
     )
 
@@ -276,11 +279,11 @@ def _stopped(scene: Scene, name: str, stop: Callable[[subprocess.Popen[str]], No
     scene.step(133)
     stop(scene.drivers[-1].process)
     said = scene.finish(1)
-    assert "the same command continues" in said
+    assert "Run the same command again to resume" in said
     gone = scene.wait(lambda: not marked(scene.environment[MARK]), 60)
     scene.go_on()
     return (
-        f"{name} at step 133; it exits with code 1 and a message, and no process is left after {gone:.0f} s; "
+        f"{name} at step 133; it exits with code 1 and a message, and its processes end within {gone:.0f} s; "
         "then the command is run again"
     )
 
@@ -299,11 +302,11 @@ def raylet_killed(scene: Scene) -> str:
     (raylet,) = [pid for pid in marked(scene.environment[MARK]) if Path(f"/proc/{pid}/exe").resolve().name == "raylet"]
     os.kill(raylet, signal.SIGKILL)
     began = time.monotonic()
-    assert "Ray on this machine has died" in scene.finish(1)
+    assert "Ray died on this machine" in scene.finish(1)
     seconds = time.monotonic() - began
     scene.go_on()
     return (
-        "Ray's raylet process gets SIGKILL at step 30 (40 epochs); `san run` prints an error and exits with "
+        "Ray's raylet process gets SIGKILL at step 30, in a run of 40 epochs; `san run` prints an error and exits with "
         f"code 1 after {seconds:.0f} s; then the command is run again"
     )
 
@@ -315,7 +318,7 @@ def hung(scene: Scene) -> str:
     scene.finish()
     return (
         "the worker gets SIGSTOP at step 133, with `hang_timeout_minutes=0.3`; `san run` retries the cell "
-        f"after {seconds:.0f} s without a restart"
+        f"after {seconds:.0f} s, without being restarted itself"
     )
 
 

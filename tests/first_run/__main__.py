@@ -89,7 +89,7 @@ SCENES = {
         "RTX 4090 in a machine with 2 CPUs",
         RTX_4090 | PYPI | {"usable": True},
         imagenet("imagenet-1gpu"),
-        ("a cell needs 1 worker with 8 CPUs and 1 GPU", "use `placement.cpus=2`, which fits here"),
+        ("a cell needs 1 worker with 8 CPUs and 1 GPU", "To fit this cluster", "set `placement.cpus=2`"),
         2,
     ),
     "torch": Scene(

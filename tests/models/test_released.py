@@ -210,7 +210,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     ),
     "code": (
         lambda path: torch.save({"state_dict": Harmful(path.with_name("mark"))}, path), {},
-        "rejected because loading it would run code (posix.mkdir); ",
+        "rejected because loading this file would run code (posix.mkdir); ",
     ),
     "a list": (lambda path: torch.save([torch.ones(3)], path), {}, "expected a dict of weights, not list"),
     "an empty dict": (lambda path: torch.save({}, path), {}, "no state dict found, neither at the top level nor under"),
@@ -263,7 +263,9 @@ def test_the_images_that_are_told_are_those_of_the_profile() -> None:
     for text in told:
         words = " ".join((text or "").split())
         assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words
-        assert f"shorter side resized to {data['resize']}, {data['size']} x {data['size']} cropped from the center" in words
+        resized, cropped = f"{data['resize']}", f"{data['size']} x {data['size']}"
+        ways = f"resized to {resized}, {cropped} cropped", f"to {resized} pixels, crop {cropped} pixels"
+        assert any(f"shorter side {way} from the center" in words for way in ways)
 
 
 def test_images_of_other_channels_have_no_released_form(tmp_path: Path) -> None:
@@ -298,13 +300,13 @@ OURS: dict[str, tuple[Callable[[], object], str]] = {
     "released": (lambda: {"state_dict": {"fc.bias": torch.ones(3)}}, "use load_released_checkpoint for the authors' files"),
     "unknown name": (
         lambda: ours_with(name="resnet27"),
-        "the model it describes cannot be built (unknown model 'resnet27'; did you",
+        "the model described in this file cannot be built (unknown model 'resnet27'; did you",
     ),
     "unknown field": (
         lambda: ours_with(overrides={"depth": 3}),
-        "the model it describes cannot be built (resnet26 has no field dep",
+        "the model described in this file cannot be built (resnet26 has no field dep",
     ),
-    "no fields": (lambda: ours_with(overrides=3), "the model it describes cannot be built"),
+    "no fields": (lambda: ours_with(overrides=3), "the model described in this file cannot be built"),
     "other classes": (
         lambda: ours_with(num_classes=4),
         "does not match resnet26 with 4 classes; 2 of the wrong shape: fc.weight [3",

@@ -106,8 +106,11 @@ BROKEN: dict[str, tuple[Make, str]] = {
     "other_bytes.png": (with_other_bytes("PNG"), "damaged: "),
     "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "a GIF image, which DALI cannot decode"),
     "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "broken symbolic link"),
-    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "cannot read it (Too many levels of symbolic links)"),
-    LINES: (lambda path: picture().save(path), "its name contains a line break, which image lists cannot store; rename it"),
+    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "cannot read this file (Too many levels of symbolic links)"),
+    LINES: (
+        lambda path: picture().save(path),
+        "the file name contains a line break, which image lists cannot store; rename the file",
+    ),
 }
 NO_IMAGES: dict[str, Make] = {
     "notes.txt": lambda path: path.write_text("hello"),
@@ -172,7 +175,7 @@ def test_decoders_words_are_kept_where_they_alone_know_more(
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # an image with which only DALI has a difficulty
     without_end("JPEG", 0.95)(tmp_path / "half.jpg")
     (broken,) = broken_images(Dataset.of_image(tmp_path / "half.jpg"), [0])
-    assert broken.reason == "DALI cannot decode it, but Pillow can"
+    assert broken.reason == "DALI cannot decode this image, but Pillow can"
     assert "Input file read error" in capfd.readouterr().err
 
 
@@ -219,12 +222,12 @@ def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda path: path.unlink(), "missing file; replace or remove it"),
+        (lambda path: path.unlink(), "missing file; replace or remove the image"),
         (lambda path: path.write_bytes(b""), "empty file; replace"),
         (lambda path: path.write_text("hello"), "not a JPEG or PNG image; replace"),
         (
             lambda path: (path.unlink(), path.symlink_to(path)),
-            r"cannot read it \(Too many levels of symbolic links\); replace",
+            r"cannot read this file \(Too many levels of symbolic links\); replace",
         ),
     ],
 )
@@ -236,7 +239,8 @@ def test_training_on_a_list_names_a_file_and_what_is_wrong_with_it(tmp_path: Pat
     write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
     change(tmp_path / "train/a/1.jpg")
     with pytest.raises(
-        DataError, match=rf"train/a/1\.jpg: cannot use this image: {reason}.*`san data check .*, which lists the other images"
+        DataError,
+        match=rf"train/a/1\.jpg: cannot use this image: {reason}.*`san data check .*, which leaves such images out of the list",
     ):
         list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch=2).epoch(0))
 
@@ -326,7 +330,7 @@ def test_an_image_whose_process_is_killed_gets_a_second_try(tmp_path: Path, kill
             os.close(end)
         ((count, broken),) = found.result()
     assert count == 1
-    assert [one.reason for one in broken] == ["decoding it crashes the process (exit code -9)"] * (kills - 1)
+    assert [one.reason for one in broken] == ["decoding this file crashes the process (exit code -9)"] * (kills - 1)
 
 
 def test_processes_that_cannot_begin_are_no_fault_of_the_images(many: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_the_choice_hangs_on_classes_and_names_alone(many: Dataset, tmp_path: Pa
 def test_requires_the_sizes_that_were_listed(many: Dataset) -> None:
     many.require_sizes([], [])
     many.require_sizes(np.array([3, 20]), (14, 14))
-    sentence = rf"{many.root}/train/b/00\.jpg: 12 bytes, but 14 when it was listed; .*`san data check {many.root}`"
+    sentence = rf"{many.root}/train/b/00\.jpg: 12 bytes, but 14 when the file was listed; .*`san data check {many.root}`"
     with pytest.raises(DataError, match=sentence):
         many.require_sizes([3, 20], [14, 12])
 

@@ -123,7 +123,7 @@ def test_fills_an_empty_folder(tmp_path: Path) -> None:
 def test_rejects_incomplete_folder(copy: Path, name: str, damage: str) -> None:
     victim = copy / damage.format(name=name)
     victim.unlink() if victim.is_file() else shutil.rmtree(victim)
-    with pytest.raises(DataError, match=rf"does not hold the complete {name} dataset .* remove it or choose another"):
+    with pytest.raises(DataError, match=rf"does not hold the complete {name} dataset .* remove this folder or choose another"):
         prepare_digits(copy, name)
     assert not victim.exists()
 

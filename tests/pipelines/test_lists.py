@@ -60,7 +60,7 @@ NO_LIST = ": not an image list; expected a digest .*; move the file away, or kee
         ("", NO_LIST),
         ("\n", NO_LIST),
         ("n01440764/1.JPEG 0\nn01440764/2.JPEG 0\n", NO_LIST),
-        ("# digest e3b0c44298fc1c14\n", ": damaged or edited by hand.*; write it again with `san data check`"),
+        ("# digest e3b0c44298fc1c14\n", ": damaged or edited by hand.*; regenerate the list with `san data check`"),
     ],
 )
 def test_rejects_what_is_no_list_and_replaces_only_what_was_one(tmp_path: Path, text: str, sentence: str) -> None:
@@ -87,7 +87,9 @@ def test_rejects_rows_without_a_size(tmp_path: Path, size: str) -> None:
 
 
 def test_rejects_names_that_a_row_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'train/a/1\\n\.jpg': this file name contains a line break.*; rename it, or leave"):
+    with pytest.raises(
+        DataError, match=r"'train/a/1\\n\.jpg': this file name contains a line break.*; rename the file, or leave"
+    ):
         write_list(tmp_path / "train.txt", ["train/a/1\n.jpg"], [1])
     assert not list(tmp_path.iterdir())
 

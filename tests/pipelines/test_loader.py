@@ -377,7 +377,7 @@ def test_image_that_changed_since_it_was_listed_is_named(colours: Path, split: s
     one = loader(colours, split)
     with open(one.dataset.root / one.dataset.paths[5], "ab") as file:
         file.write(b"more")
-    with pytest.raises(DataError, match=rf"{one.dataset.paths[5]}: \d+ bytes, but \d+ when it was listed"):
+    with pytest.raises(DataError, match=rf"{one.dataset.paths[5]}: \d+ bytes, but \d+ when the file was listed"):
         list(one.epoch(0))
 
 

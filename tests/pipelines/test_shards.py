@@ -240,7 +240,9 @@ def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
     out.mkdir()
     with open(out / "train.index.part", "w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"another process is already packing train here; wait for it or stop it"):
+        with pytest.raises(
+            DataError, match=r"another process is already packing train here; wait until that process ends, or stop it"
+        ):
             packed(data, out)
 
 
@@ -251,8 +253,11 @@ def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
             lambda path: path.unlink(),
             r"train/b/04\.JPEG: cannot read this image \(No such file or directory\); .*`san data check`",
         ),
-        (lambda path: path.write_bytes(b"x"), r"train/b/04\.JPEG: 1 bytes, but 790 when it was listed; .*`san data check`"),
-        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when it was listed"),
+        (
+            lambda path: path.write_bytes(b"x"),
+            r"train/b/04\.JPEG: 1 bytes, but 790 when the file was listed; .*`san data check`",
+        ),
+        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when the file was listed"),
     ],
 )
 def test_an_image_that_is_not_as_listed_stops_it(
@@ -316,8 +321,8 @@ def lost_byte(path: Path) -> None:
             Path.unlink,
             r"shards changed since they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
         ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack them again"),
-        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy it"),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack these shards again"),
+        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy the index again"),
         ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
     ],
 )
@@ -363,7 +368,7 @@ def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> No
     found = dict(opened.shards.damaged(2))
     assert list(found) == [one.shard.name for one in shards]
     assert [name for name, complaint in found.items() if complaint] == ["train-00001.tar"]
-    assert f"instead of {shards[1].shard.sha256}; copy or pack it again" in str(found["train-00001.tar"])
+    assert f"instead of {shards[1].shard.sha256}; copy or pack the shard again" in str(found["train-00001.tar"])
 
 
 PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))

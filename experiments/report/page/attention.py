@@ -20,8 +20,8 @@ def attention(answer: Answer) -> str:
         return ""
     what = (
         "The attention weights that each network assigns to the footprint of one pixel: the center of the middle validation "
-        "image. For each kind of attention and each relation, the cell with the best top-1 is shown after its last epoch; "
-        f"{MOST_LOOKS} cells at most, the best of each kind first."
+        "image. For each kind of attention and each relation, the page shows the cell with the best top-1, after "
+        f"its last epoch, but at most {MOST_LOOKS} cells in total, starting with the best of each kind."
     )
     key = (
         "Each square is a pixel of the footprint; the framed one is the pixel itself. Stronger colors mean larger weights; "

@@ -79,4 +79,4 @@ def shown_rows(lines: Sequence[Line]) -> list[str]:
 
 def left_out(lines: Sequence[Line], what: str) -> str:
     """A sentence on which rows have `what`, where not all of them do."""
-    return f" Only the {MOST_ROWS} rows with the best top-1 (of {len(lines)}) have {what}." if len(lines) > MOST_ROWS else ""
+    return f" Only the best {MOST_ROWS} of the {len(lines)} rows, by top-1, have {what}." if len(lines) > MOST_ROWS else ""

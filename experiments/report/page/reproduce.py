@@ -52,8 +52,8 @@ def reproduce(answer: Answer) -> str:
         table = f"<caption>Finished cells</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody>"
         parts.append("<h3>Each cell</h3>")
         parts.append(scroll(f'<table class="cells">{table}</table>', "Table of cells", "scroll tall"))
-    limited = left_out(answer.lines, "a command here")
-    told = f"Each of these commands trains one row; its cells have the same keys as above.{limited}"
+    limited = left_out(answer.lines, "a command on this page")
+    told = f"Each of these commands trains the cells of one row, with the same keys as above.{limited}"
     parts.append(f"<h3>One row at a time</h3><p>{told}</p>")
     parts += [_alone(answer, row) for row in shown_rows(answer.lines)]
     return section("Reproduce", *parts)

@@ -14,7 +14,8 @@ SPREAD = (
     "It covers the randomness of training, not of the images."
 )
 NO_DIFFERENCE = (
-    "No difference is shown, because our models were trained on other images, at another size or for another number of epochs."
+    "No difference is shown, because our training differs from the paper's in the images, the image size or the number "
+    "of epochs."
 )
 
 
