@@ -32,6 +32,12 @@ aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -
 # setting for matrix products allows.
 #
 # Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
+# delta = center_i * around_j in the first `products` channels, center_i - around_j in the others
+# -> its mean and biased variance over all pairs, [d] each
+pair_statistics(Tensor center, Tensor around, int kernel_size, int products) -> (Tensor mean, Tensor var)
+# -> gradients of center, around
+pair_statistics_backward(Tensor grad_mean, Tensor grad_var, Tensor center, Tensor around, Tensor mean, int kernel_size,
+    int products) -> (Tensor, Tensor)
 # a1 = relu(shift + center_i * around_j) in the first `products` channels, relu(shift + center_i - around_j) in the others
 # -> its mean [d] and biased covariance [d, d] over all pairs
 pair_covariance(Tensor center, Tensor around, Tensor shift, int kernel_size, int products, bool tf32) -> (Tensor mean,

@@ -79,6 +79,7 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
   const Tensor grad_y = problem.in_order(grad);
   Tensor grad_beta = torch::stable::empty_like(problem.beta), grad_w = torch::stable::empty_like(problem.w);
   torch::stable::zero_(grad_beta);
+  ask_for_large_pages(grad_w);
   T *to_beta = grad_beta.template mutable_data_ptr<T>(), *to_w = grad_w.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
   const std::vector<Band> bands = bands_of(problem.N, f, problem.band_rows(f.kernel_size));

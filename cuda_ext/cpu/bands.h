@@ -5,6 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -21,21 +25,46 @@
 namespace san::cpu {
 namespace {
 
+// Fresh memory comes in pages that the system hands out, and zeroes, one by one as they are first written, which can take
+// longer than what is computed. Larger pages take a fraction of that.
+inline void ask_for_large_pages(void* memory, size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = uintptr_t(2) << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + bytes) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+inline void ask_for_large_pages(const Tensor& x) { ask_for_large_pages(x.data_ptr(), x.numel() * x.element_size()); }
+
+// What a thread works in. It is kept for the thread's next operator, because fresh memory is slow.
+inline void* scratch_of_thread(size_t bytes) {
+  constexpr size_t kPage = size_t(2) << 20;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local size_t size = 0;
+  if (bytes > size) {
+    memory.reset();
+    size = (bytes + kPage - 1) / kPage * kPage;
+    memory.reset(std::aligned_alloc(kPage, size));
+    STD_TORCH_CHECK(memory != nullptr, "no memory for ", size, " bytes of scratch");
+    ask_for_large_pages(memory.get(), size);
+  }
+  return memory.get();
+}
+
 // Calls work(task, scratch) for every task, each thread with scratch of its own. Threads take the next task that is
 // left; results must not depend on which thread takes which.
 template <class T, class Work>
 void for_each_task(int64_t tasks, int64_t scratch_size, const Work& work) {
-  constexpr size_t kAlignment = 64;  // of the widest vectors
   std::atomic<int64_t> next = 0;
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tasks);
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (; begin < end; ++begin) {
-      size_t bytes = scratch_size * sizeof(T) + kAlignment;
-      const std::unique_ptr<char[]> memory(new char[bytes]);
-      void* scratch = memory.get();
-      std::align(kAlignment, scratch_size * sizeof(T), scratch, bytes);
-      for (int64_t task = next++; task < tasks; task = next++) work(task, static_cast<T*>(scratch));
-    }
+    T* scratch = static_cast<T*>(scratch_of_thread(scratch_size * sizeof(T)));
+    for (; begin < end; ++begin)
+      for (int64_t task = next++; task < tasks; task = next++) work(task, scratch);
   });
 }
 

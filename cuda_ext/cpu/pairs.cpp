@@ -70,7 +70,7 @@ struct Gradients {
   Tensor center, around;
 };
 
-// A value near the mean of a1: that of the means of some pixels from all over the maps.
+// A value near the mean of delta + shift: that of the means of some pixels from all over the maps.
 template <class T>
 std::vector<T> near_mean(const Problem<T>& problem) {
   const int64_t d = problem.d, pixels = problem.N * problem.P, some = std::min<int64_t>(pixels, 64);
@@ -82,15 +82,57 @@ std::vector<T> near_mean(const Problem<T>& problem) {
       i += values<T>(problem.center)[at] / some, j += values<T>(problem.around)[at] / some;
     }
     const double relation = (c < problem.p.products ? i * j : i - j) + problem.p.shift1[c];
-    origin[c] = static_cast<T>(std::isfinite(relation) ? std::max(relation, 0.0) : 0.0);
+    origin[c] = static_cast<T>(std::isfinite(relation) ? relation : 0.0);
   }
   return origin;
 }
 
 template <class T>
+std::tuple<Tensor, Tensor> statistics(const Problem<T>& problem) {
+  const int64_t d = problem.d;
+  const std::vector<T> origin = near_mean(problem);  // squares of distances from it do not cancel
+  const std::vector<Band> bands = problem.bands();
+  std::vector<T> sums(bands.size() * 2 * d);
+  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
+                   [&](int64_t task, T* scratch) {
+                     T* sum = sums.data() + task * 2 * d;
+                     kernels<T>().statistics(problem.p, problem.maps(bands[task].image), origin.data(),
+                                             bands[task].rows, scratch, sum, sum + d);
+                   });
+  std::vector<double> total = sum_over_tasks(sums, 2 * d);
+  for (int64_t c = 0; c < d; ++c) {
+    const double mean = total[c] / problem.pairs, var = total[d + c] / problem.pairs - mean * mean;
+    total[c] = mean + origin[c], total[d + c] = var < 0 ? 0 : var;  // NaN stays
+  }
+  return {tensor_of<T>(total.data(), problem.center, {d}), tensor_of<T>(total.data() + d, problem.center, {d})};
+}
+
+template <class T>
+std::tuple<Tensor, Tensor> statistics_backward(const Problem<T>& problem, const Tensor& grad_mean,
+                                               const Tensor& grad_var, const Tensor& mean) {
+  const int64_t d = problem.d;
+  const Tensor from_mean = as<T>(grad_mean), from_var = as<T>(grad_var), middle = as<T>(mean);
+  std::vector<T> slope(d), offset(d);
+  for (int64_t c = 0; c < d; ++c) {
+    slope[c] = static_cast<T>(2 * values<T>(from_var)[c] / problem.pairs);
+    offset[c] = static_cast<T>(values<T>(from_mean)[c] / problem.pairs);
+  }
+  const std::vector<Band> bands = problem.bands();
+  Gradients<T> to(problem, bands.size());
+  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
+                         [&](int64_t task, const Band& band, T* scratch) {
+                           kernels<T>().statistics_backward(problem.p, problem.maps(band.image), values<T>(middle),
+                                                            slope.data(), offset.data(), band.rows, scratch,
+                                                            to.of(task, band.image));
+                         });
+  return {to.center, to.around};
+}
+
+template <class T>
 std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
   const int64_t d = problem.d, size = d + d * d;
-  const std::vector<T> origin = near_mean(problem);  // squares of distances from it do not cancel
+  std::vector<T> origin = near_mean(problem);  // squares of distances from it do not cancel
+  for (T& value : origin) value = std::max(value, T(0));
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * size);
   for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
@@ -136,6 +178,7 @@ Tensor weights(const Problem<T>& problem) {
   const Pairs<T>& p = problem.p;
   const int64_t K = p.footprint.positions();
   Tensor w = torch::stable::new_empty(problem.center, {problem.N, p.weights, K, problem.P}, kType<T>);
+  ask_for_large_pages(w);
   T* data = w.template mutable_data_ptr<T>();
   const std::vector<Band> bands = bands_alone(problem.N, p.footprint);
   for_each_task<T>(bands.size(), kernels<T>().scratch(p, most_rows(bands), false), [&](int64_t task, T* scratch) {
@@ -169,6 +212,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(cons
           tensor_of<T>(weight1, problem.center, problem.weight1.sizes().vec()),
           tensor_of<T>(shift2, problem.center, {p.hidden}),
           tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
+}
+
+// A shift that changes nothing.
+Tensor no_shift(const Tensor& center) {
+  Tensor shift = torch::stable::new_empty(center, {center.dim() == 4 ? center.size(3) : 0});
+  return torch::stable::zero_(shift);
+}
+
+std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& around, int64_t kernel_size,
+                                           int64_t products) {
+  SAN_SUM_TYPE(center, return statistics(Problem<T>(center, around, no_shift(center), kernel_size, products));)
+}
+
+std::tuple<Tensor, Tensor> pair_statistics_backward(const Tensor& grad_mean, const Tensor& grad_var,
+                                                    const Tensor& center, const Tensor& around, const Tensor& mean,
+                                                    int64_t kernel_size, int64_t products) {
+  SAN_SUM_TYPE(center, return statistics_backward(Problem<T>(center, around, no_shift(center), kernel_size, products),
+                                                  grad_mean, grad_var, mean);)
 }
 
 std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& shift,
@@ -210,6 +271,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward
 }  // namespace san::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
+  m.impl("pair_statistics", TORCH_BOX(&san::cpu::pair_statistics));
+  m.impl("pair_statistics_backward", TORCH_BOX(&san::cpu::pair_statistics_backward));
   m.impl("pair_covariance", TORCH_BOX(&san::cpu::pair_covariance));
   m.impl("pair_covariance_backward", TORCH_BOX(&san::cpu::pair_covariance_backward));
   m.impl("pair_weights", TORCH_BOX(&san::cpu::pair_weights));

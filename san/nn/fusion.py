@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from san.ops import fused as kernels
 from san.ops.functional import fuses
-from san.ops.statistics import pair_statistics, patch_statistics
+from san.ops.statistics import patch_statistics
 
 
 class PairMaps(NamedTuple):
@@ -52,8 +52,10 @@ def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dty
     Raises:
         ValueError: a norm needs statistics of the batch, and there is one value per channel.
     """
+    wide = torch.promote_types(maps.center.dtype, torch.float32)
+    maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
     values = maps.center.numel() // maps.center.shape[1] * kernel_size**2
-    norm1 = affine_of(gamma[0], values, lambda: pair_statistics(maps.center, maps.around, kernel_size, maps.products))
+    norm1 = affine_of(gamma[0], values, lambda: kernels.pair_statistics(maps.center, maps.around, kernel_size, maps.products))
     center, around, shift1 = _normalized(maps, norm1)
     last = gamma[-1]
     assert isinstance(last, nn.Conv2d) and last.bias is not None, "a plain gamma"
@@ -74,13 +76,12 @@ def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dty
 
 
 def _normalized(maps: PairMaps, norm: Affine) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps and shift with relu(norm(delta)) = relu(center - around + shift), or of the product, in float32 at least.
+    """Maps and shift with relu(norm(delta)) = relu(center - around + shift), or of the product.
 
     A value near each image's mean is taken off both maps before they are scaled: what is left of them is exact, whatever their
     means.
     """
-    dtype = torch.promote_types(maps.center.dtype, torch.float32)
-    x, y, p = maps.center.to(dtype), maps.around.to(dtype), maps.products
+    (x, y, p), dtype = maps, maps.center.dtype
     if p == 0:
         return *_normalized_difference(x, y, norm), norm.shift.to(dtype)
     shift = norm.shift - norm.mean * norm.scale
@@ -116,21 +117,38 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
     """
     dtype, linear = torch.promote_types(around.dtype, torch.float32), gamma[2]
     assert isinstance(linear, nn.Conv2d), "a plain gamma"
-    C, K = center.shape[1], kernel_size**2
-    values = around.numel() // around.shape[1]
-    norm = affine_of(gamma[0], values, lambda: patch_statistics(center, around, kernel_size))
-    # What is left of the maps without a value near their means is exact; a patch's columns share one.
-    of_center, of_around = norm.mean[:C].to(dtype), norm.mean[C:].unflatten(0, (-1, K)).mean(1).to(dtype)
-    of_center, of_around = of_center.detach(), of_around.detach()
-    origin = torch.cat((of_center, of_around.repeat_interleave(K)))
+    # Without a value near their means, what is left of the maps is exact; all columns of a channel share one.
+    (centered, of_center), (other, of_around) = (_less_its_mean(x.to(dtype)) for x in (center, around))
+    origin = torch.cat((of_center, of_around.repeat_interleave(kernel_size**2)))
+
+    def statistics() -> tuple[Tensor, Tensor]:
+        mean, var = patch_statistics(centered, other, kernel_size)
+        return mean.double() + origin, var
+
+    norm = affine_of(gamma[0], around.numel() // around.shape[1], statistics)
     shift = norm.shift - (norm.mean - origin) * norm.scale
-    maps = center.to(dtype) - of_center[:, None, None], around.to(dtype) - of_around[:, None, None]
     weight = linear.weight.flatten(1).to(around.dtype if around.dtype.itemsize == 2 else dtype)
-    u_NEHW = kernels.patch_linear(*maps, norm.scale.to(dtype), shift.to(dtype), weight, kernel_size)
+    u_NEHW = kernels.patch_linear(centered, other, norm.scale.to(dtype), shift.to(dtype), weight, kernel_size)
     if linear.bias is not None:
         u_NEHW = u_NEHW + linear.bias[:, None, None]
-    y: Tensor = gamma[3:](u_NEHW.to(around.dtype))
-    return y
+    for layer in gamma[3:]:
+        u_NEHW = _linear(layer, u_NEHW.to(around.dtype)) if isinstance(layer, nn.Conv2d) else layer(u_NEHW)
+    return u_NEHW.to(around.dtype)
+
+
+def _less_its_mean(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """A map less its channels' means, and these; they count as constants."""
+    mean_C = x_NCHW.detach().mean((0, 2, 3)).nan_to_num(0, 0, 0)
+    return x_NCHW - mean_C[:, None, None], mean_C
+
+
+def _linear(layer: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
+    """A 1x1 convolution: as a matrix product where channels are planes, which is twice as fast as torch's convolution."""
+    if is_watched(layer) or layer.bias is None or not x_NCHW.is_contiguous() or type(layer) is not nn.Conv2d:
+        y_NCHW: Tensor = layer(x_NCHW)
+        return y_NCHW
+    weight = layer.weight.flatten(1).expand(len(x_NCHW), -1, -1)
+    return torch.baddbmm(layer.bias[:, None], weight, x_NCHW.flatten(2)).unflatten(2, x_NCHW.shape[2:])
 
 
 def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tensor, Tensor]]) -> Affine:
@@ -142,7 +160,7 @@ def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tenso
     assert isinstance(norm, nn.BatchNorm2d)
     if norm.training or norm.running_mean is None or norm.running_var is None:
         _require_several(values)
-        mean, var = statistics()
+        mean, var = (x.double() for x in statistics())
         if norm.training and norm.track_running_stats:
             _remember(norm, mean, var, values)
     else:

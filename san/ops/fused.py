@@ -1,7 +1,7 @@
 """Operators on the pairs (i, j) of a pixel and its footprint, and on patches, which never hold K times a feature map.
 
-They know no BatchNorm: a norm is a scale and a shift here, from statistics of few values (`san.ops.statistics`, and
-`pair_covariance` for what comes after a ReLU). Shapes as in `cuda_ext/schemas.py`; formulas in docs/explanation/operators.md.
+They know no BatchNorm: a norm is a scale and a shift here, from statistics of few values (`pair_statistics`, `pair_covariance`
+for what comes after a ReLU, and `san.ops.statistics` for patches). Shapes as in `cuda_ext/schemas.py`; formulas in docs/explanation/operators.md.
 First derivatives only: `ops.backend("unfused")` has all of them.
 
 Not for users: inputs are not checked and no backend is asked. `san.nn.fusion` calls them where `functional.fuses` lets it.
@@ -14,6 +14,18 @@ from torch import Tensor
 
 from san.ops import library
 from san.ops.footprint import check_footprint
+
+
+def pair_statistics(center_NdHW: Tensor, around_NdHW: Tensor, kernel_size: int, products: int = 0) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of delta = center_i - around_j over all pairs, [d] each.
+
+    The first `products` channels multiply instead: center_i * around_j. Maps are float32 or float64.
+    """
+    check_footprint(kernel_size, *center_NdHW.shape[2:])
+    _load()
+    maps = _channels_last(center_NdHW), _channels_last(around_NdHW)
+    mean, var = torch.ops.san.pair_statistics(*maps, kernel_size, products)
+    return mean, var
 
 
 def pair_covariance(

@@ -38,6 +38,7 @@ def load() -> bool:
     _register_subtraction()
     _register_dot()
     _register_aggregation()
+    _register_pair_statistics()
     _register_pair_covariance()
     _register_pair_weights()
     _register_patch_linear()
@@ -236,6 +237,30 @@ def _refuse_second_derivative(name: str) -> None:
 
 def _like(tensors: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+def _register_pair_statistics() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::pair_statistics")
+    def _(center: Tensor, around: Tensor, kernel_size: int, products: int) -> tuple[Tensor, Tensor]:
+        check_footprint(kernel_size, *center.shape[1:3])
+        return center.new_empty(center.shape[3]), center.new_empty(center.shape[3])
+
+    @torch.library.register_fake("san::pair_statistics_backward")
+    def _(grad_mean: Tensor, grad_var: Tensor, center: Tensor, around: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return _like((center, around))
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        center, around, ctx.kernel_size, ctx.products = inputs
+        ctx.save_for_backward(center, around, output[0])
+
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ops.pair_statistics_backward(grad_mean, grad_var, *ctx.saved_tensors, ctx.kernel_size, ctx.products)
+        return *grads, None, None
+
+    torch.library.register_autograd("san::pair_statistics", backward, setup_context=setup)
+    _refuse_second_derivative("pair_statistics")
 
 
 def _register_pair_covariance() -> None:

@@ -85,6 +85,9 @@ struct Line {
         beta(p, rows, scratch),
         own(take(scratch, p.values * width)) {}
 
+  // Whether the last vector of row h reaches behind row `last`.
+  bool ends_beyond(int64_t h, int64_t last) const { return h * W + width > last * W; }
+
   // Calls visit(position, row and column of the planes where the row's first pixel sees it).
   template <class Visit>
   SAN_INLINE void for_each_position(int64_t k, const Visit& visit) {
@@ -93,18 +96,19 @@ struct Line {
   }
 
   // The weights of a position lie P apart, too far for the processor to guess which it needs next.
+  template <bool is_near_end>
   __attribute__((always_inline)) inline Vector<T> weight_at(const T* w, const T* end) const {
     __builtin_prefetch(w + W);
-    return load_some(w, end - w);
+    return is_near_end ? load_some(w, end - w) : load(w);
   }
 
   // y of `shares` value channels from c on, which have the weight w [K, P].
-  template <int shares>
+  template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void aggregate(int64_t row, int64_t c, const T* w, const T* end) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
       Vector<T> sum[shares]{};
       for_each_position(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
-        const Vector<T> factor = weight_at(w + o * P + t, end);
+        const Vector<T> factor = weight_at<is_near_end>(w + o * P + t, end);
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) sum[s] += factor * load(beta.at(row + y, c + s * p.weights) + x + t);
       });
@@ -115,7 +119,7 @@ struct Line {
 
   // What `shares` value channels add to the gradients of their weight and, by it, of beta. The first ones replace what
   // lies in the weight's; `room` says how many pixels of the band are left there.
-  template <int shares>
+  template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, const T* w, const T* end, T* grad_w,
                                                        int64_t room, bool is_first, const PaddedRows<T>& to_beta) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
@@ -125,15 +129,15 @@ struct Line {
       for_each_position(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
         T* out = grad_w + o * P + t;
         __builtin_prefetch(out + W, 1);
-        const Vector<T> factor = weight_at(w + o * P + t, end);
-        Vector<T> sum = is_first ? Vector<T>{} : load_some(out, room - t);
+        const Vector<T> factor = weight_at<is_near_end>(w + o * P + t, end);
+        Vector<T> sum = is_first ? Vector<T>{} : load_some(out, is_near_end ? room - t : kLanes<T>);
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) {
           const int64_t at = beta.at(row + y, c + s * p.weights) - beta.data + x + t;
           sum += grad[s] * load(beta.data + at);
           store(to_beta.data + at, load(to_beta.data + at) + factor * grad[s]);
         }
-        store_some(out, sum, room - t);
+        store_some(out, sum, is_near_end ? room - t : kLanes<T>);
       });
     }
   }
@@ -144,24 +148,59 @@ int64_t scratch_of(const Aggregation<T>& p, int64_t rows, bool backward) {
   return Line<T>::scratch(p, rows, backward);
 }
 
+// Calls eight(value channel, weight channel) for eight channels of one weight, and one(...) for those that are left.
+template <class T, class Eight, class One>
+SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Eight& eight, const One& one) {
+  for (int64_t g = 0; g < p.weights; ++g) {
+    int64_t c = g;
+    for (; c + 7 * p.weights < p.values; c += 8 * p.weights) eight(c, g);
+    for (; c < p.values; c += p.weights) one(c, g);
+  }
+}
+
+template <bool is_near_end, class T>
+SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, int64_t row) {
+  const auto w = [&](int64_t g) { return x.w + g * line.K * line.P + h * line.W; };
+  for_each_channel(
+      line.p,
+      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
+        line.template aggregate<8, is_near_end>(row, c, w(g), x.w_end);
+      },
+      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
+        line.template aggregate<1, is_near_end>(row, c, w(g), x.w_end);
+      });
+}
+
 template <class T>
 void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T* scratch, T* y) {
   const Line<T> line(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
   for (int64_t h = rows.first; h < rows.last; ++h) {
-    for (int64_t g = 0; g < p.weights; ++g) {
-      const T* w = x.w + g * line.K * line.P + h * line.W;
-      int64_t c = g;
-      for (; c + 7 * p.weights < p.values; c += 8 * p.weights)
-        line.template aggregate<8>(h - rows.first, c, w, x.w_end);
-      for (; c < p.values; c += p.weights) line.template aggregate<1>(h - rows.first, c, w, x.w_end);
-    }
+    if (line.ends_beyond(h, p.footprint.height))
+      aggregate_row<true>(line, x, h, h - rows.first);
+    else
+      aggregate_row<false>(line, x, h, h - rows.first);
     if (p.channels_last)
       from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
     else
       for (int64_t c = 0; c < p.values; ++c)
         memcpy(y + c * line.P + h * line.W, line.own + c * line.width, line.W * sizeof(T));
   }
+}
+
+template <bool is_near_end, class T>
+SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows, T* grad_w,
+                              const PaddedRows<T>& to_beta) {
+  const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
+  const auto at = [&](int64_t g) { return g * line.K * line.P + h * line.W; };
+  for_each_channel(
+      line.p,
+      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
+        line.template correlate<8, is_near_end>(row, c, x.w + at(g), x.w_end, grad_w + at(g), room, c == g, to_beta);
+      },
+      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
+        line.template correlate<1, is_near_end>(row, c, x.w + at(g), x.w_end, grad_w + at(g), room, c == g, to_beta);
+      });
 }
 
 template <class T>
@@ -178,15 +217,10 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
     else
       for (int64_t c = 0; c < p.values; ++c)
         memcpy(line.own + c * line.width, grad_y + c * line.P + h * line.W, line.W * sizeof(T));
-    const int64_t room = (rows.last - h) * line.W;
-    for (int64_t g = 0; g < p.weights; ++g) {
-      const int64_t from = g * line.K * line.P + h * line.W;
-      int64_t c = g;
-      for (; c + 7 * p.weights < p.values; c += 8 * p.weights)
-        line.template correlate<8>(h - rows.first, c, x.w + from, x.w_end, grad_w + from, room, c == g, to_beta);
-      for (; c < p.values; c += p.weights)
-        line.template correlate<1>(h - rows.first, c, x.w + from, x.w_end, grad_w + from, room, c == g, to_beta);
-    }
+    if (line.ends_beyond(h, rows.last))
+      correlate_row<true>(line, x, h, rows, grad_w, to_beta);
+    else
+      correlate_row<false>(line, x, h, rows, grad_w, to_beta);
   }
   to_beta.add_to(grad_beta, rows.first);
 }

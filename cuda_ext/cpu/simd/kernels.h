@@ -37,6 +37,11 @@ template <class T>
 struct PairKernels {
   // Values of T that a band of so many rows needs, forward or backward.
   int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
+  // Adds to the sums of delta - origin and of its square, [d] each.
+  void (*statistics)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* square);
+  // From the gradient slope * (delta - mean) + offset of delta, [d] each.
+  void (*statistics_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* slope, const T* offset, Rows,
+                              T* scratch, const PairGradients<T>&);
   // Adds to the sums of a1 - origin, [d], and of its products, the upper half of [d, d].
   void (*moments)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* products);
   // From the gradient matrix (a1 - mean) + vector of a1.

@@ -82,6 +82,11 @@ struct Tile {
     }
   }
 
+  // delta of a pair, or of a1 what its ReLU gets.
+  SAN_INLINE Vector<T> relation(bool is_product, Vector<T> shift, Vector<T> center, Vector<T> around) {
+    return is_product ? center * around + shift : center - around;
+  }
+
   // a1 - origin of row y of the footprint.
   template <bool has_origin>
   __attribute__((always_inline)) inline void relate(int64_t y, const T* origin) {
@@ -89,42 +94,51 @@ struct Tile {
       const Vector<T> shift = broadcast(p.shift1[c]), from = broadcast(has_origin ? origin[c] : T(0));
       const bool is_product = c < p.products;
       for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
-        const Vector<T> i = load(center + pixel), j = load(around.data + other);
-        const Vector<T> active = relu(is_product ? i * j + shift : i - j);
+        const Vector<T> active = relu(relation(is_product, shift, load(center + pixel), load(around.data + other)));
         store(a1 + pair, has_origin ? active - from : active);
       });
     }
   }
 
-  // From the gradient of a1 to those of center, around and shift. a1 is 0 where it is `floor`.
+  // From the gradient of a1 to those of center, around and, where they differ from center's, shift.
   template <bool has_origin>
   __attribute__((always_inline)) inline void relate_backward(int64_t y, const T* origin) {
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> floor = broadcast(has_origin ? -origin[c] : T(0));
-      Vector<T> sum{};
+      const Vector<T> floor = broadcast(has_origin ? -origin[c] : T(0));  // where a1 is 0
       if (c < p.products)
-        for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
-          const Vector<T> g = where_positive(load(a1 + pair) - floor, load(grad_a1 + pair));
-          const Vector<T> i = load(center + pixel), j = load(around.data + other);
-          sum += g;
-          store(to_center + pixel, load(to_center + pixel) + g * j);
-          store(to_around.data + other, load(to_around.data + other) + g * i);
-        });
+        add_gradients<true>(c, y, floor);
       else
-        for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
-          const Vector<T> g = where_positive(load(a1 + pair) - floor, load(grad_a1 + pair));
-          sum += g;
-          store(to_center + pixel, load(to_center + pixel) + g);
-          store(to_around.data + other, load(to_around.data + other) - g);
-        });
-      store(to_shift + c * kLanes<T>, load(to_shift + c * kLanes<T>) + sum);
+        add_gradients<false>(c, y, floor);
     }
+  }
+  template <bool is_product>
+  __attribute__((always_inline)) inline void add_gradients(int64_t c, int64_t y, Vector<T> floor) {
+    Vector<T> sum{};
+    for (int64_t t = 0; t < pixels.width; t += kLanes<T>) {
+      T* own = to_center + c * pixels.width + t;
+      const Vector<T> i = load(center + c * pixels.width + t);
+      Vector<T> to_i = load(own);
+      for (int64_t x = 0; x < k; ++x) {
+        const int64_t pair = (c * k + x) * pixels.width + t;
+        const int64_t other = around.at(c, x) - around.data + pixels.first + y * W + t;
+        const Vector<T> g = where_positive(load(a1 + pair) - floor, load(grad_a1 + pair));
+        if (is_product) sum += g;
+        to_i += is_product ? g * load(around.data + other) : g;
+        T* to_j = to_around.data + other;
+        store(to_j, is_product ? load(to_j) + g * i : load(to_j) - g);
+      }
+      store(own, to_i);
+    }
+    if (is_product) store(to_shift + c * kLanes<T>, load(to_shift + c * kLanes<T>) + sum);
   }
   __attribute__((always_inline)) inline void begin_backward() const {
     to_around.clear();
     memset(to_shift, 0, p.channels * kLanes<T> * sizeof(T));
   }
   __attribute__((always_inline)) inline void end_pixels(const PairGradients<T>& to, Rows rows) const {
+    for (int64_t c = p.products; c < p.channels; ++c)
+      for (int64_t t = 0; t < pixels.width; t += kLanes<T>)
+        store(to_shift + c * kLanes<T>, load(to_shift + c * kLanes<T>) + load(to_center + c * pixels.width + t));
     from_planes<true>(to_center, pixels.width, p.channels, pixels.count,
                       to.center + (rows.first * W + pixels.first) * p.channels);
   }
@@ -146,6 +160,54 @@ struct Tile {
 template <class T>
 int64_t scratch_of(const Pairs<T>& p, int64_t rows, bool backward) {
   return Tile<T>::scratch(p, rows, backward);
+}
+
+template <class T>
+void statistics(const Pairs<T>& p, const PairMaps<T>& maps, const T* origin, Rows rows, T* scratch, T* sum, T* square) {
+  Tile<T> tile(p, rows, false, scratch);
+  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
+    for (int64_t c = 0; c < p.channels; ++c) {
+      const Vector<T> shift = broadcast(p.shift1[c]), from = broadcast(origin[c]);
+      const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
+      const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;
+      Vector<T> sums{}, squares{};
+      for (int64_t y = 0; y < tile.k; ++y)
+        tile.for_each_vector(c, y, [&](int64_t, int64_t pixel, int64_t other) __attribute__((always_inline)) {
+          Vector<T> x = tile.relation(c < p.products, shift, load(tile.center + pixel), load(tile.around.data + other));
+          x -= from;
+          if (pixel == last) x = first_lanes<T>(x, left);
+          sums += x, squares += x * x;
+        });
+      sum[c] += total(sums), square[c] += total(squares);
+    }
+  });
+}
+
+template <class T>
+void statistics_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* mean, const T* slope, const T* offset,
+                         Rows rows, T* scratch, const PairGradients<T>& to) {
+  Tile<T> tile(p, rows, true, scratch);
+  tile.begin_backward();
+  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
+    memset(tile.to_center, 0, p.channels * tile.pixels.width * sizeof(T));
+    for (int64_t c = 0; c < p.channels; ++c) {
+      const Vector<T> shift = broadcast(p.shift1[c]), a = broadcast(slope[c]), b = broadcast(offset[c] - slope[c] * mean[c]);
+      const bool is_product = c < p.products;
+      const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
+      const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;
+      for (int64_t y = 0; y < tile.k; ++y)
+        tile.for_each_vector(c, y, [&](int64_t, int64_t pixel, int64_t other) __attribute__((always_inline)) {
+          const Vector<T> i = load(tile.center + pixel), j = load(tile.around.data + other);
+          Vector<T> g = a * tile.relation(is_product, shift, i, j) + b;
+          if (pixel == last) g = first_lanes<T>(g, left);
+          T *own = tile.to_center + pixel, *others = tile.to_around.data + other;
+          store(own, load(own) + (is_product ? g * j : g));
+          store(others, load(others) + (is_product ? g * i : -g));
+        });
+    }
+    tile.end_pixels(to, rows);
+  });
+  tile.end_backward(to, rows);
 }
 
 template <class T>
@@ -203,8 +265,9 @@ SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w) {
                            });
   }
   for (int64_t o = 0; o < tile.K; ++o, z += width, w += tile.p.footprint.pixels())
-    for (int64_t t = 0; t < width; t += kLanes<T>)
-      store_some(w + t, load(z + t) * scale[t / kLanes<T>], tile.pixels.count - t);
+    for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
+      store_some(w + t, load(z + t) * scale[t / kLanes<T>], values);
+    });
 }
 
 template <class T>
@@ -233,10 +296,9 @@ SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, const T* w, const T* g
   for (int64_t row = 0; row < tile.p.weights * tile.K; ++row) {
     T* sum = tile.mean_z + row / tile.K * width;
     const int64_t from = row * tile.p.footprint.pixels();
-    for (int64_t t = 0; t < width; t += kLanes<T>) {
-      const int64_t count = tile.pixels.count - t;
-      store(sum + t, load(sum + t) + load_some(w + from + t, count) * load_some(grad_w + from + t, count));
-    }
+    for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
+      store(sum + t, load(sum + t) + load_some(w + from + t, values) * load_some(grad_w + from + t, values));
+    });
   }
 }
 template <class T>
@@ -245,11 +307,10 @@ SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, const T* w,
   for (int64_t g = 0; g < tile.p.weights; ++g)
     for (int64_t x = 0; x < tile.k; ++x) {
       const int64_t from = (g * tile.K + y * tile.k + x) * P;
-      for (int64_t t = 0; t < width; t += kLanes<T>) {
-        const int64_t count = tile.pixels.count - t;
-        const Vector<T> w_t = load_some(w + from + t, count), grad_t = load_some(grad_w + from + t, count);
+      for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
+        const Vector<T> w_t = load_some(w + from + t, values), grad_t = load_some(grad_w + from + t, values);
         store(tile.z + (g * tile.k + x) * width + t, w_t * (grad_t - load(tile.mean_z + g * width + t)));
-      }
+      });
     }
 }
 
@@ -295,9 +356,9 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, co
 namespace SAN_ISA {
 extern const PairKernels<float> pairs_float;
 extern const PairKernels<double> pairs_double;
-const PairKernels<float> pairs_float{scratch_of<float>, moments<float>, moments_backward<float>, weights<float>,
+const PairKernels<float> pairs_float{scratch_of<float>, statistics<float>, statistics_backward<float>, moments<float>, moments_backward<float>, weights<float>,
                                      weights_backward<float>};
-const PairKernels<double> pairs_double{scratch_of<double>, moments<double>, moments_backward<double>, weights<double>,
+const PairKernels<double> pairs_double{scratch_of<double>, statistics<double>, statistics_backward<double>, moments<double>, moments_backward<double>, weights<double>,
                                        weights_backward<double>};
 }  // namespace SAN_ISA
 }  // namespace san::cpu

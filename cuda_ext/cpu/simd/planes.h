@@ -122,8 +122,12 @@ SAN_INLINE void add_products_block(int64_t count, const T* a, int64_t a_pitch, c
 #pragma GCC unroll 4
     for (int first = 0; first < rows * columns; first += kLanes<T>) {
       const Vector<T> all = totals<T>(&sum[0][0] + first);
-#pragma GCC unroll 16
-      for (int at = first; at < first + kLanes<T>; ++at) sums[at / columns * row + at % columns] += all[at - first];
+#pragma GCC unroll 4
+      for (int i = first / columns; i < (first + kLanes<T>) / columns; ++i) {
+        T* to = sums + i * row;
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; ++j) to[j] += all[i * columns + j - first];
+      }
     }
   } else {
     for (int i = 0; i < rows; ++i)

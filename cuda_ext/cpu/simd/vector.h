@@ -56,6 +56,14 @@ SAN_INLINE void store_some(T* to, Vector<T> value, int64_t count) {
   else
     memcpy(to, &value, count * sizeof(T));
 }
+// Calls visit(place, values) for the vectors of a row of `count` values; only the last can have fewer than the lanes, and for
+// the others that number is a constant, which spares load_some and store_some their question.
+template <class T, class Visit>
+SAN_INLINE void for_each_vector_of(int64_t count, const Visit& visit) {
+  const int64_t whole = count / kLanes<T> * kLanes<T>;
+  for (int64_t t = 0; t < whole; t += kLanes<T>) visit(t, kLanes<T>);
+  if (whole < count) visit(whole, count - whole);
+}
 // The sum of a vector's lanes.
 template <class V>
 SAN_INLINE auto total(V x) {
