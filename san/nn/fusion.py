@@ -37,13 +37,12 @@ class Affine(NamedTuple):
 
 def fuses_pairs(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether the weights of pairs in maps like `x` can run fused: gamma is L or LRL, of plain layers that nobody watches."""
-    step = (nn.BatchNorm2d, nn.ReLU, nn.Conv2d)
-    return fuses("pair_weights", x) and tuple(map(type, gamma)) in (step, step * 2) and _is_plain(gamma, x)
+    return fuses("pair_weights", x) and _is_plain(gamma, x) and len(gamma) in (3, 6)
 
 
 def fuses_patches(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether gamma's first norm, ReLU and Linear can run fused on the patches of maps like `x`."""
-    return fuses("patch_linear", x) and _is_plain(gamma[:3], x) and not is_watched(gamma)
+    return fuses("patch_linear", x) and type(gamma) is nn.Sequential and not is_watched(gamma) and _is_plain(gamma[:3], x)
 
 
 def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
@@ -58,19 +57,16 @@ def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dty
     norm1 = affine_of(gamma[0], values, lambda: kernels.pair_statistics(maps.center, maps.around, kernel_size, maps.products))
     center, around, shift1 = _normalized(maps, norm1)
     last = gamma[-1]
-    assert isinstance(last, nn.Conv2d) and last.bias is not None, "a plain gamma"
+    assert isinstance(last, nn.Conv2d), "a plain gamma"
     weight2 = last.weight.flatten(1)
     # In float32 at least; half types are those of tensor cores, and of the result.
     to_weight = dtype if dtype.itemsize == 2 else shift1.dtype
     if len(gamma) == 3:
         weight1, shift2 = weight2.new_empty(0, 0), shift1.new_empty(0)
-        shift1 = shift1 + 0 * last.bias.sum().to(shift1.dtype)
     else:
-        weight1 = gamma[2].weight.flatten(1).double()
-        norm2 = affine_of(gamma[3], values, lambda: _after_linear(weight1, center, around, shift1, kernel_size, maps.products))
-        weight1, shift2 = norm2.scale[:, None] * weight1, (norm2.shift - norm2.scale * norm2.mean).to(shift1.dtype)
-        # The softmax cancels the last bias, but whoever collects gradients expects one: it is 0.
-        shift2 = shift2 + 0 * last.bias.sum().to(shift2.dtype)
+        weight1, shift2 = _folded(gamma[2], gamma[3], maps._replace(center=center, around=around), shift1, kernel_size)
+    if last.bias is not None:  # the softmax cancels it, but whoever collects gradients expects one: it is 0
+        shift1 = shift1 + 0 * last.bias.sum().to(shift1.dtype)
     mapping = shift1, weight1.to(to_weight), shift2, weight2.to(to_weight)
     return kernels.pair_weights(center, around, *mapping, kernel_size, maps.products).to(dtype)
 
@@ -101,12 +97,19 @@ def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, 
     return torch.addcmul((rest * scale).to(x.dtype), x - center_origin, scale.to(x.dtype)), (y - origin_Nd11) * scale.to(x.dtype)
 
 
-def _after_linear(
-    weight1: Tensor, center: Tensor, around: Tensor, shift1: Tensor, kernel_size: int, products: int
-) -> tuple[Tensor, Tensor]:
-    """Mean and variance of weight1 a1, which is linear in a1: from a1's mean and covariance."""
-    mean, covariance = (x.double() for x in kernels.pair_covariance(center, around, shift1, kernel_size, products))
-    return weight1 @ mean, ((weight1 @ covariance) * weight1).sum(1).clamp_min(0)
+def _folded(linear: nn.Module, norm: nn.Module, maps: PairMaps, shift1: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+    """weight1 and shift2 of norm(linear(a1)), which is linear in a1: so are its statistics in those of a1."""
+    assert isinstance(linear, nn.Conv2d)
+    weight = linear.weight.flatten(1).double()
+    bias = 0 if linear.bias is None else linear.bias.double()
+
+    def statistics() -> tuple[Tensor, Tensor]:
+        center, around, products = maps
+        mean, covariance = (x.double() for x in kernels.pair_covariance(center, around, shift1, kernel_size, products))
+        return weight @ mean + bias, ((weight @ covariance) * weight).sum(1).clamp_min(0)
+
+    mean, scale, shift = affine_of(norm, maps.center.numel() // maps.center.shape[1] * kernel_size**2, statistics)
+    return scale[:, None] * weight, (shift + scale * (bias - mean)).to(shift1.dtype)
 
 
 def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kernel_size: int) -> Tensor:
@@ -131,9 +134,10 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
     u_NEHW = kernels.patch_linear(centered, other, norm.scale.to(dtype), shift.to(dtype), weight, kernel_size)
     if linear.bias is not None:
         u_NEHW = u_NEHW + linear.bias[:, None, None]
+    u_NEHW = u_NEHW.to(around.dtype)
     for layer in gamma[3:]:
-        u_NEHW = _linear(layer, u_NEHW.to(around.dtype)) if isinstance(layer, nn.Conv2d) else layer(u_NEHW)
-    return u_NEHW.to(around.dtype)
+        u_NEHW = _linear(layer, u_NEHW) if isinstance(layer, nn.Conv2d) else layer(u_NEHW)
+    return u_NEHW
 
 
 def _less_its_mean(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,8 +183,9 @@ def is_watched(layer: nn.Module) -> bool:
 
 def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether nobody would notice that these layers are not called: norms, ReLUs and Linear layers without hooks."""
-    kinds = (nn.BatchNorm2d, nn.ReLU, nn.Conv2d)
-    return x.numel() > 0 and not any(map(is_watched, (gamma, *gamma))) and all(type(layer) in kinds for layer in gamma)
+    if type(gamma) is not nn.Sequential or x.numel() == 0 or any(map(is_watched, (gamma, *gamma))):
+        return False
+    return tuple(map(type, gamma)) == (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (len(gamma) // 3)
 
 
 def norm_relu(norm: nn.Module, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
@@ -221,6 +226,6 @@ def _remember(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> N
     """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
     assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
     norm.num_batches_tracked.add_(1)
-    factor = 1 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
-    norm.running_var.lerp_((var * (values / (values - 1))).to(norm.running_var.dtype), factor)
+    for kept, seen in ((norm.running_mean, mean), (norm.running_var, var * (values / (values - 1)))):
+        share = norm.num_batches_tracked.to(kept.dtype).reciprocal() if norm.momentum is None else norm.momentum
+        kept.lerp_(seen.to(kept.dtype), share)

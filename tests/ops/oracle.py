@@ -16,12 +16,22 @@ def unfold(x_NHWC: Tensor, kernel_size: int) -> Tensor:
     return reference.unfold(x_NHWC.permute(0, 3, 1, 2), kernel_size)
 
 
-def pair_activation(center_NHWd: Tensor, around_NHWd: Tensor, shift_d: Tensor, kernel_size: int, products: int) -> Tensor:
-    """a1 of every pair, [N, d, K, P]."""
+def relation(center_NHWd: Tensor, around_NHWd: Tensor, kernel_size: int, products: int) -> Tensor:
+    """delta of every pair, [N, d, K, P]: products in the first channels, differences in the others."""
     center = center_NHWd.permute(0, 3, 1, 2).flatten(2).unsqueeze(2)
     around = unfold(around_NHWd, kernel_size)
-    delta = torch.cat((center[:, :products] * around[:, :products], center[:, products:] - around[:, products:]), 1)
-    return (delta + shift_d[:, None, None]).relu()
+    return torch.cat((center[:, :products] * around[:, :products], center[:, products:] - around[:, products:]), 1)
+
+
+def pair_statistics(center_NHWd: Tensor, around_NHWd: Tensor, kernel_size: int, products: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of delta over all pairs, [d] each."""
+    delta_dM = relation(center_NHWd, around_NHWd, kernel_size, products).transpose(0, 1).flatten(1)
+    return delta_dM.mean(1), delta_dM.var(1, correction=0)
+
+
+def pair_activation(center_NHWd: Tensor, around_NHWd: Tensor, shift_d: Tensor, kernel_size: int, products: int) -> Tensor:
+    """a1 of every pair, [N, d, K, P]."""
+    return (relation(center_NHWd, around_NHWd, kernel_size, products) + shift_d[:, None, None]).relu()
 
 
 def pair_covariance(

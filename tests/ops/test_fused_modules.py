@@ -24,13 +24,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import san
 from san import ops
 from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
-from san.ops import fused, library
+from san.ops import library
 from san.ops.functional import fuses
-from tests.ops.fused_cases import EPS, KINDS, every_kind, every_mode
+from tests.ops.cases import KINDS
 
 assert library.load(), "the extension must build: these tests are about it"
 
 ROOT = Path(__file__).parents[2]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+FUSED = {"pairwise": "san::pair_weights", "patchwise": "san::patch_linear"}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "channels_last": lambda x: x.to(memory_format=torch.channels_last),
@@ -45,6 +48,7 @@ class Setting:
 
     kind: str = "pairwise"
     relation: str = ""
+    mapping: str = "LRL"
     position: str = "relative"
     transformation: str = "distinct"
     channels: int = 32
@@ -59,7 +63,7 @@ class Setting:
     def module(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> SelfAttention:
         """In which no parameter and no statistic has a special value."""
         torch.manual_seed(seed)
-        common = {"r1": self.r1, "r2": self.r2, "group_size": self.share, "transformation": self.transformation}
+        common: dict[str, Any] = {"mapping": self.mapping, "r1": self.r1, "r2": self.r2, "group_size": self.share, "transformation": self.transformation}
         module: SelfAttention
         if self.kind == "pairwise":
             relation = self.relation or "subtraction"
@@ -88,9 +92,11 @@ class Setting:
 SETTINGS = [
     *(
         Setting(relation=r, position=p)
-        for r in ("subtraction", "summation", "concatenation")
+        for r in ("subtraction", "summation", "concatenation", "hadamard")
         for p in san.nn.position.POSITIONS
     ),
+    *(Setting(relation=r, mapping="L") for r in ("subtraction", "hadamard")),
+    *(Setting("patchwise", mapping=m) for m in ("L", "LRLRL")),
     Setting("patchwise"),
     *(Setting(kind, footprint=k, height=7, width=9) for kind in KINDS for k in (1, 5)),
     *(Setting(kind, footprint=7, height=7, width=7) for kind in KINDS),  # both mirror images overlap
@@ -126,7 +132,7 @@ class Calls(TorchDispatchMode):
 def is_fused(module: nn.Module, x: Tensor) -> bool:
     with Calls() as calls:
         copy.deepcopy(module)(x)
-    return bool({"san::pairwise", "san::patchwise"} & calls.names)
+    return bool(set(FUSED.values()) & calls.names)
 
 
 def results(module: nn.Module, x: Tensor, backend: ops.Backend = "auto") -> dict[str, Tensor]:
@@ -173,7 +179,7 @@ def test_matches_reference(setting: Setting, training: bool) -> None:
     module, x = setting.module().train(training), setting.x()
     with Calls() as calls:
         ours = results(module, x)
-    assert {f"san::{setting.kind}", f"san::{setting.kind}_backward"} <= calls.names
+    assert {FUSED[setting.kind], f"{FUSED[setting.kind]}_backward"} <= calls.names
     assert_close(ours, results(module, x, "reference"), 1e-10, 1e-10)
 
 
@@ -188,7 +194,8 @@ def test_matches_reference_in_float32(setting: Setting, training: bool) -> None:
 @settings(max_examples=120)
 @given(
     kind=st.sampled_from(KINDS),
-    relation=st.sampled_from(["subtraction", "summation", "concatenation"]),
+    relation=st.sampled_from(["subtraction", "summation", "concatenation", "hadamard"]),
+    mapping=st.sampled_from(["L", "LRL"]),
     position=st.sampled_from(["none", "absolute", "relative"]),
     shared=st.booleans(),
     sixteenths=st.integers(1, 7),
@@ -204,6 +211,7 @@ def test_matches_reference_in_float32(setting: Setting, training: bool) -> None:
 def test_matches_reference_on_any_shape(
     kind: str,
     relation: str,
+    mapping: str,
     position: str,
     shared: bool,
     sixteenths: int,
@@ -222,6 +230,7 @@ def test_matches_reference_on_any_shape(
     setting = Setting(
         kind,
         relation if kind == "pairwise" else "",
+        mapping,
         position,
         "phi_eq_psi" if shared else "distinct",
         16 * sixteenths,
@@ -249,32 +258,16 @@ def test_noncontiguous(kind: str, layout: str) -> None:
     assert is_channels_last if layout == "channels_last" else ours["y"].is_contiguous()
 
 
-def gamma_of(module: SelfAttention) -> fused.LRL:
-    assert isinstance(module, PairwiseAttention | PatchwiseAttention)
-    norm1, _, linear1, norm2, _, linear2 = module.gamma
-    norms = [fused.Normalization(n.weight, n.bias, n.running_mean, n.running_var) for n in (norm1, norm2)]
-    return fused.LRL(norms[0], linear1.weight.flatten(1), norms[1], linear2.weight.flatten(1), linear2.bias)
-
-
-def attended(module: SelfAttention, phi: Tensor, psi: Tensor, beta: Tensor) -> Tensor:
-    """What a module without position does in training, by the operator itself."""
-    if isinstance(module, PairwiseAttention):
-        return fused.pairwise_attention(phi, psi, beta, gamma_of(module), module.footprint, True, EPS)[0]
-    assert isinstance(module, PatchwiseAttention)
-    center = phi if module.row.when_shared is not None else phi[:, :0]
-    return fused.patchwise_attention(center, psi, beta, gamma_of(module), module.footprint, True, EPS)[0]
-
-
 @every_kind
 @pytest.mark.parametrize("of_beta", LAYOUTS)
 @pytest.mark.parametrize("of_others", LAYOUTS)
 def test_result_has_the_memory_format_of_beta(kind: str, of_beta: str, of_others: str) -> None:
-    setting = Setting(kind, position="none")
+    setting = Setting(kind)
     module, x = setting.module(), setting.x()
     phi, psi, beta = module.transform(x)
-    y = attended(module, *(LAYOUTS[of_others](map_) for map_ in (phi, psi)), LAYOUTS[of_beta](beta))
+    y = module.attend(*(LAYOUTS[of_others](map_) for map_ in (phi, psi)), LAYOUTS[of_beta](beta))
     with ops.backend("reference"):
-        torch.testing.assert_close(y, module(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(y, setting.module()(x), rtol=1e-10, atol=1e-10)
     assert y.is_contiguous(memory_format=torch.channels_last if of_beta == "channels_last" else torch.contiguous_format)
 
 
@@ -343,6 +336,7 @@ def _norm(module: Any, at: int = 0, **options: Any) -> None:
     new = options.pop("cls", nn.BatchNorm2d)(old.num_features, **options).to(old.weight)
     if new.affine:
         nn.init.uniform_(new.weight, 0.5, 1.5)
+        nn.init.normal_(new.bias)  # without one, ReLU of the pairs (i, i) hangs on rounding: their position is 0
     module.gamma[at] = new
 
 
@@ -367,24 +361,16 @@ def nothing(*_: Any) -> None:
 
 
 UNFUSED: dict[str, Callable[[Any], Any]] = {
-    "a hook on a layer": lambda m: m.gamma[3].register_forward_hook(nothing),
-    "a hook before a layer": lambda m: m.gamma[5].register_forward_pre_hook(nothing),
+    "a hook on a layer": lambda m: m.gamma[0].register_forward_hook(nothing),
+    "a hook before a layer": lambda m: m.gamma[2].register_forward_pre_hook(nothing),
     "a hook on a layer's gradients": lambda m: m.gamma[2].register_full_backward_hook(nothing),
     "a hook before a layer's gradients": lambda m: m.gamma[2].register_full_backward_pre_hook(nothing),
     "a hook on gamma": lambda m: m.gamma.register_forward_hook(nothing),
     "a hook on gamma's gradients": lambda m: m.gamma.register_full_backward_hook(nothing),
     "a hook before gamma's gradients": lambda m: m.gamma.register_full_backward_pre_hook(nothing),
-    "another kind of BatchNorm": lambda m: _norm(m, 3, cls=Normed),
+    "another kind of BatchNorm": lambda m: _norm(m, 0, cls=Normed),
     "SyncBatchNorm": lambda m: (_norm(m, 0, cls=nn.SyncBatchNorm), m.eval()),
-    "no momentum": lambda m: _norm(m, 0, momentum=None),
-    "no running statistics": lambda m: _norm(m, 3, track_running_stats=False),
-    "no gain": lambda m: _norm(m, 0, affine=False),
-    "two eps": lambda m: _norm(m, 3, eps=1e-3),
-    "one BatchNorm in evaluation": lambda m: m.gamma[0].eval(),
-    "the other BatchNorm in evaluation": lambda m: m.gamma[3].eval(),
     "a layer with parametrisation": _weight_norm,
-    "a first Linear with bias": lambda m: (_linear(m, 2, True), m.eval()),
-    "a last Linear without bias": lambda m: _linear(m, 5, False),
     "another kind of gamma": lambda m: _replace(m, Watched(*m.gamma)),
     "a wrapped gamma": lambda m: _replace(m, torch.compile(m.gamma, backend="eager")),
     "an activation in place of ReLU": lambda m: m.gamma.__setitem__(1, nn.LeakyReLU()),
@@ -399,10 +385,32 @@ def test_runs_unfused(kind: str, change: str) -> None:
     UNFUSED[change](module)
     with Calls() as calls:
         y = module(x) if change == "a wrapped gamma" else copy.deepcopy(module)(x)
-    assert not calls.names & {"san::pairwise", "san::patchwise"}
+    assert not calls.names & set(FUSED.values())
     if change != "a wrapped gamma":  # which cannot be copied
         assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
     assert y.shape == (2, 8, 6, 5)
+
+
+STILL_FUSED: dict[str, Callable[[Any], Any]] = {
+    "no momentum": lambda m: _norm(m, 0, momentum=None),
+    "no running statistics": lambda m: _norm(m, 3, track_running_stats=False),
+    "no gain": lambda m: _norm(m, 0, affine=False),
+    "two eps": lambda m: _norm(m, 3, eps=1e-3),
+    "one BatchNorm in evaluation": lambda m: m.gamma[0].eval(),
+    "the other BatchNorm in evaluation": lambda m: m.gamma[3].eval(),
+    "a first Linear with bias": lambda m: _linear(m, 2, True),
+    "a last Linear without bias": lambda m: _linear(m, 5, False),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("change", STILL_FUSED)
+def test_fuses_any_scale_and_shift(kind: str, change: str) -> None:
+    setting = Setting(kind)
+    module, x = setting.module(), setting.x()
+    STILL_FUSED[change](module)
+    assert is_fused(module, x)
+    assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
 
 
 def test_a_hook_on_the_position_runs() -> None:
@@ -430,6 +438,7 @@ class SharperPatchwise(PatchwiseAttention):
 @pytest.mark.parametrize("cls", [SharperPairwise, SharperPatchwise])
 def test_a_subclass_that_weighs_otherwise_does(cls: type[SelfAttention]) -> None:
     module, x = cls(32, 3, group_size=4).double(), Setting().x()  # type: ignore[call-arg]
+    nn.init.normal_(module.get_parameter("gamma.0.bias"))
     assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
 
 
@@ -446,33 +455,29 @@ def test_a_hook_sees_what_it_is_for(kind: str, after: str) -> None:
     assert seen == [torch.Size((2, 2, *((9, 30) if kind == "pairwise" else (1, 30))))]
 
 
-@pytest.mark.parametrize("relation", ["hadamard", "dot", "star", "clique"])
+@pytest.mark.parametrize("relation", ["dot", "star", "clique"])
 def test_other_relations_run_unfused(relation: str) -> None:
-    cls = PairwiseAttention if relation in ("hadamard", "dot") else PatchwiseAttention
+    cls = PairwiseAttention if relation == "dot" else PatchwiseAttention
     module: SelfAttention = cls(32, 3, relation=relation, group_size=4).double()
     x = Setting().x()
     assert not is_fused(module, x)
     assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
 
 
-@every_kind
-@pytest.mark.parametrize("mapping", ["L", "LRLRL"])
-def test_other_mappings_run_unfused(kind: str, mapping: str) -> None:
-    cls = PairwiseAttention if kind == "pairwise" else PatchwiseAttention
-    module: SelfAttention = cls(32, 3, mapping=mapping, group_size=4).double()
-    x = Setting().x()
+def test_two_hidden_layers_of_pairs_run_unfused() -> None:
+    module, x = Setting(mapping="LRLRL").module(), Setting().x()
     assert not is_fused(module, x)
     assert_close(results(module, x), results(module, x, "reference"), 1e-10, 1e-10)
 
 
 @every_kind
 def test_fuses_where_it_may(kind: str) -> None:
-    x = torch.zeros(1, 1, 3, 3)
-    assert fuses(kind, x)
-    assert not fuses(kind, x.to("meta"))
+    x, operator = torch.zeros(1, 1, 3, 3), FUSED[kind].removeprefix("san::")
+    assert fuses(operator, x)
+    assert not fuses(operator, x.to("meta"))
     for name in ("unfused", "reference"):
         with ops.backend(name):
-            assert not fuses(kind, x)
+            assert not fuses(operator, x)
             assert not is_fused(Setting(kind).module(), Setting(kind).x())
 
 
@@ -520,9 +525,9 @@ def test_counts_the_flops_of_what_it_fuses(kind: str, transformation: str) -> No
     module, x = setting.module(), setting.x()
     phi, psi, beta = (map_.detach().requires_grad_() for map_ in module.transform(x))
     counted = {}
-    for name in ("auto", "unfused"):  # the counter watches all modules, so a whole one would run unfused
+    for name in ("auto", "unfused"):
         with ops.backend(name), FlopCounterMode(display=False) as forward:
-            y = attended(module, phi, psi, beta) if name == "auto" else module.attend(phi, psi, beta)
+            y = module.attend(phi, psi, beta)
         with FlopCounterMode(display=False) as backward:
             y.sum().backward()
         counted[name] = forward.get_total_flops(), backward.get_total_flops()
@@ -558,7 +563,7 @@ def test_compiles_to_one_graph(kind: str, training: bool) -> None:
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
     assert_close(results_of(compiled), results_of(model), 1e-5, 1e-4)
     forward, backward = called
-    assert f"san::{kind}" in forward and f"san::{kind}_backward" in backward
+    assert FUSED[kind] in forward and f"{FUSED[kind]}_backward" in backward
 
 
 def results_of(model: Any) -> dict[str, Tensor]:
@@ -588,7 +593,7 @@ def test_a_network_equals_the_reference(kind: str) -> None:
     model = small(kind).double()
     with Calls() as calls:
         ours = results(model, IMAGES.double())
-    assert f"san::{kind}" in calls.names and f"san::{kind}_backward" in calls.names
+    assert FUSED[kind] in calls.names and f"{FUSED[kind]}_backward" in calls.names
     assert_close(ours, results(model, IMAGES.double(), "reference"), 1e-9, 1e-8)
 
 
@@ -597,7 +602,7 @@ def test_a_network_equals_the_reference(kind: str) -> None:
 def test_rejects_a_second_derivative(kind: str, training: bool) -> None:
     module, x = Setting(kind).module().train(training), Setting(kind).x().requires_grad_()
     (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    sentence = rf'san::{kind} does not support second derivatives; run the model under san.ops.backend\("unfused"\)'
+    sentence = r'does not support second derivatives; run the model under san.ops.backend\("unfused"\)'
     with pytest.raises(RuntimeError, match=sentence):
         grad.square().sum().backward()
 
@@ -611,47 +616,23 @@ def test_unfused_has_a_second_derivative(kind: str) -> None:
 
 
 @every_kind
-def test_keeps_nothing_of_a_footprints_size_for_backward(kind: str) -> None:
-    def kept(footprint: int, backend: ops.Backend = "auto") -> list[int]:
-        setting = Setting(kind, channels=64, footprint=footprint, height=24, width=24)
+def test_keeps_one_tensor_of_a_footprints_size_for_backward(kind: str) -> None:
+    """The attention weights, G * K values per pixel; the unfused layers keep several of d * K and E * K."""
+
+    def kept(backend: ops.Backend) -> dict[int, int]:
+        setting = Setting(kind, channels=64, footprint=11, height=24, width=24)
         module, x = setting.module(), setting.x().requires_grad_()
-        sizes: list[int] = []
+        sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            sizes.append(tensor.numel())
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
             return tensor
 
         with ops.backend(backend), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             module(x)
         return sizes
 
-    small_footprint, large_footprint = kept(3), kept(11)
-    assert len(small_footprint) == len(large_footprint)
-    assert max(large_footprint) == max(small_footprint) == 2 * 64 * 24 * 24  # the input
-    grown = sum(large_footprint) - sum(small_footprint)
-    assert grown <= 2 * 64 * (121 - 9)  # of patchwise attention's parameters
-    assert max(kept(11, "unfused")) >= 2 * 24 * 24 * 121  # or this test would show nothing
-
-
-def test_peak_memory_does_not_grow_with_the_footprint() -> None:
-    """In a process of its own, whose peak can be read."""
-    code = """
-import resource, torch
-from tests.ops.fused_cases import KINDS
-from tests.ops.test_fused_modules import Setting
-torch.set_num_threads(1)
-def train(kind, footprint, side):
-    setting = Setting(kind, channels=64, footprint=footprint, height=side, width=side)
-    setting.module(torch.float32)(setting.x(torch.float32).requires_grad_()).sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-for kind in KINDS:
-    train(kind, 11, 8)
-small = [train(kind, 3, 64) for kind in KINDS]
-large = [train(kind, 11, 64) for kind in KINDS]
-print(max(small), *large)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    small_footprint, *large_footprints = map(float, done.stdout.split())
-    one_map = 2 * 64 * 64 * 64 * 4 / 2**20
-    # The relation over 11x11 positions alone would take 6 channels * 121 / 64: 11 maps.
-    assert max(large_footprints) - small_footprint < 2 * one_map + 8, done.stdout  # 8 MiB: partial sums of many parameters
+    pixels, positions, weights = 2 * 24 * 24, 121, 4
+    large = [size for size in kept("auto").values() if size >= positions * pixels]
+    assert large == [weights * positions * pixels]
+    assert sum(kept("unfused").values()) > 2 * sum(kept("auto").values())
