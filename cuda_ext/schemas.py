@@ -28,7 +28,7 @@ aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -
 
 # Fused operators know no BatchNorm: its scale and shift are arguments, or folded into maps and weights. Maps are channels-last,
 # [N, H, W, channels]; d relation channels, E hidden channels. Maps, scales and shifts are float32 or float64; weights may also be
-# half types, in which products are computed then. With `tf32` a GPU may round the factors of float32 products to TF32, as torch's
+# half types, in which a GPU may compute products then. With `tf32` a GPU may round the factors of float32 products to TF32, as torch's
 # setting for matrix products allows.
 #
 # Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
@@ -54,7 +54,8 @@ pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tenso
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 
 # Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, R or 0]. Columns of scale,
-# shift and weight [E, columns]: center's channels, then channel c at position o in column c * K + o
+# shift and weight [E, columns]: center's channels, then channel c at position o in column
+# C + c * K + o
 # -> weight relu(scale * patch + shift), [N, E, H, W]
 patch_linear(Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size, bool tf32) -> Tensor
 # -> gradients of center, around, scale, shift, weight

@@ -1,7 +1,7 @@
 """Where it is decided whether layers run as fused operators (`san.ops.fused`), and how norms become a scale and a shift.
 
-The layers are not called then, so a hook on one of them, or another kind of layer in its place, makes them run one by one, as
-does `san.ops.backend("unfused")`.
+The layers that an operator stands for are not called, so a hook on one of them, or another kind of layer in its place, makes all of
+them run one by one, as does `san.ops.backend("unfused")`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
     """
     dtype, linear = torch.promote_types(around.dtype, torch.float32), gamma[2]
     assert isinstance(linear, nn.Conv2d), "a plain gamma"
-    # Without a value near their means, what is left of the maps is exact; all columns of a channel share one.
-    (centered, of_center), (other, of_around) = (_less_its_mean(x.to(dtype)) for x in (center, around))
+    of_center, of_around = _origins(gamma[0], center, around, kernel_size**2)
+    centered, other = center.to(dtype) - of_center[:, None, None].to(dtype), around.to(dtype) - of_around[:, None, None].to(dtype)
     origin = torch.cat((of_center, of_around.repeat_interleave(kernel_size**2)))
 
     def statistics() -> tuple[Tensor, Tensor]:
@@ -140,10 +140,20 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
     return u_NEHW
 
 
-def _less_its_mean(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """A map less its channels' means, and these; they count as constants."""
-    mean_C = x_NCHW.detach().mean((0, 2, 3)).nan_to_num(0, 0, 0)
-    return x_NCHW - mean_C[:, None, None], mean_C
+def _origins(norm: nn.Module, center: Tensor, around: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+    """Values near the means of the maps' channels, as constants: what is left of the maps without them is exact. In evaluation
+    they are of the norm's running means, so that no image hangs on the others of its batch."""
+    assert isinstance(norm, nn.BatchNorm2d)
+    if _uses_batch(norm):
+        of_center, of_around = (x.detach().float().mean((0, 2, 3)).nan_to_num(0, 0, 0) for x in (center, around))
+        return of_center, of_around
+    assert norm.running_mean is not None
+    means = norm.running_mean.float()
+    return means[: center.shape[1]], means[center.shape[1] :].unflatten(0, (-1, positions)).mean(1)
+
+
+def _uses_batch(norm: nn.BatchNorm2d) -> bool:
+    return norm.training or norm.running_mean is None or norm.running_var is None
 
 
 def _linear(layer: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
@@ -162,12 +172,13 @@ def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tenso
         ValueError: it needs statistics of the batch, and there is one value per channel.
     """
     assert isinstance(norm, nn.BatchNorm2d)
-    if norm.training or norm.running_mean is None or norm.running_var is None:
+    if _uses_batch(norm):
         _require_several(values)
         mean, var = (x.double() for x in statistics())
         if norm.training and norm.track_running_stats:
             _remember(norm, mean, var, values)
     else:
+        assert norm.running_mean is not None and norm.running_var is not None
         mean, var = norm.running_mean.double(), norm.running_var.double()
     scale = (var + norm.eps).rsqrt()
     if norm.weight is None:

@@ -24,7 +24,7 @@ _backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
 def backend(name: Backend) -> AbstractContextManager[None]:
     """Chooses what runs inside the `with` block, in this thread: one that is started inside begins with `auto`.
 
-    `auto`: attention as one kernel where it has one; `unfused`: a kernel for each operator; `reference`: plain torch, the
+    `auto`: fused operators where there are some; `unfused`: a kernel for each operator; `reference`: plain torch, the
     specification. What is chosen in forward holds for its backward too.
 
     Raises:

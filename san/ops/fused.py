@@ -1,4 +1,4 @@
-"""Operators on the pairs (i, j) of a pixel and its footprint, and on patches, which never hold K times a feature map.
+"""Operators on the pairs (i, j) of a pixel and its footprint, and on patches: of all tensors over pairs they keep the weights alone.
 
 They know no BatchNorm: a norm is a scale and a shift here, from statistics of few values (`pair_statistics`, `pair_covariance`
 for what comes after a ReLU, and `san.ops.statistics` for patches). Shapes as in `cuda_ext/schemas.py`; formulas in docs/explanation/operators.md.

@@ -1,6 +1,6 @@
 // What attention computes for every pair of a pixel and a position of its footprint. Vectors run over neighbouring
 // pixels, across the ends of rows, and channels are rows of matrices: [channels, pairs]. No channel count leaves lanes
-// empty, and only the last pixels of an image do.
+// empty; only the last pixels of a band can.
 //
 // Work goes by one row of the footprint for some pixels at a time, so that what a pair needs stays in the caches.
 #include "kernels.h"
@@ -19,7 +19,7 @@ struct Tile {
   }
   static constexpr int64_t kMostPixels = 128;
   static int64_t most_pixels(const Pairs<T>& p, bool backward) {
-    constexpr int64_t kBytes = 1 << 20;  // half of the second cache
+    constexpr int64_t kBytes = 1 << 20;  // leaves room in a second cache of 2 MB
     const int64_t fit = kBytes / (values_per_pixel(p, backward) * sizeof(T)) / kLanes<T> * kLanes<T>;
     return fit < kLanes<T> ? kLanes<T> : fit < kMostPixels ? fit : kMostPixels;
   }

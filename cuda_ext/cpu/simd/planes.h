@@ -1,8 +1,5 @@
-// What attention with few channels is made of: vectors run over neighbouring pixels of a row, and each channel lies in
-// a plane of its own. Channels-last maps [pixels, channels] become planes [channels, pitch] and back, a block of
-// vectors at a time.
-//
-// A band copies its rows, and those that they see, into padded planes once; a footprint's position is then an offset.
+// Maps as planes: vectors run over neighbouring pixels, and each channel lies in a plane of its own. Channels-last maps
+// [pixels, channels] become planes [channels, pitch] and back, a block of vectors at a time.
 #pragma once
 #include "../../footprint.h"
 #include "vector.h"

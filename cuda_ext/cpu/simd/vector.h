@@ -1,4 +1,4 @@
-// Vectors of the instruction set that a source is compiled for, and the one matrix product that all tiles are made of.
+// Vectors of the instruction set that a source is compiled for, and a matrix product.
 //
 // Sources of this folder are compiled once for each instruction set (cuda_ext/build.py), in namespaces of their own,
 // and one set is picked when the library is loaded. They use nothing of the standard library but memcpy, and all that
