@@ -6,6 +6,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <initializer_list>
+#include <vector>
 
 #include "footprint.h"
 
@@ -73,6 +74,60 @@ inline void check_pairwise(const Tensor& center, const Tensor& around, const Ten
   for (const Tensor* x : norm2) {
     STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == E, "the second BatchNorm must have ", E, " channels");
   }
+}
+
+// A vector or matrix beside `center`, of its type.
+inline void check_like_pairs(const Tensor& center, const Tensor& x, std::initializer_list<int64_t> shape,
+                             const char* name) {
+  STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit center's ", center.size(3),
+                  " channels");
+  STD_TORCH_CHECK(x.scalar_type() == center.scalar_type() && x.device() == center.device(), name,
+                  " must have the dtype and the device of center");
+}
+
+// The maps of pairs (schemas.py) and the shift of their relation.
+inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t kernel_size,
+                             int64_t products) {
+  STD_TORCH_CHECK(center.dim() == 4, "center must have 4 dimensions [N, H, W, d], not ", center.dim());
+  STD_TORCH_CHECK(center.scalar_type() == ScalarType::Float || center.scalar_type() == ScalarType::Double,
+                  "center must be float32 or float64");
+  check_same(around, center, "around and center");
+  STD_TORCH_CHECK(around.sizes().vec() == center.sizes().vec(), "center and around must have the same shape");
+  STD_TORCH_CHECK(center.size(3) > 0, "center must have channels");
+  check_like_pairs(center, shift, {center.size(3)}, "shift");
+  STD_TORCH_CHECK(products >= 0 && products <= center.size(3), "products must be between 0 and the ", center.size(3),
+                  " channels, not ", products);
+  return footprint_of(center.size(1), center.size(2), kernel_size);
+}
+
+// The layers after it; an empty weight1 stands for no hidden layer.
+inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const Tensor& shift2,
+                              const Tensor& weight2) {
+  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");
+  const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0), depth = E > 0 ? E : d;
+  STD_TORCH_CHECK(E == 0 || weight1.size(1) == d, "weight1 must be [E, ", d, "], not [", E, ", ", weight1.size(1), "]");
+  STD_TORCH_CHECK(G > 0 && weight2.size(1) == depth, "weight2 must be [G, ", depth, "], not [", G, ", ",
+                  weight2.size(1), "]");
+  STD_TORCH_CHECK(shift2.dim() == 1 && shift2.size(0) == E, "shift2 must have ", E,
+                  " values, one for each row of weight1");
+  STD_TORCH_CHECK(shift2.scalar_type() == center.scalar_type() && shift2.device() == center.device(),
+                  "shift2 must have the dtype and the device of center");
+  check_same(weight1, weight2, "weight1 and weight2");
+  const ScalarType type = weight2.scalar_type();
+  const bool is_half = type == ScalarType::Half || type == ScalarType::BFloat16;
+  STD_TORCH_CHECK((type == center.scalar_type() || (is_half && center.scalar_type() == ScalarType::Float)) &&
+                      weight2.device() == center.device(),
+                  "weight1 and weight2 must have the dtype of center, or a half type beside float32, and its device");
+}
+
+// The attention weights that the layers gave, and their gradient.
+inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& weight2,
+                                const Footprint& footprint) {
+  check_unfolded(w, footprint, "w");
+  STD_TORCH_CHECK(w.size(0) == center.size(0) && w.size(1) == weight2.size(0), "w must have ", center.size(0),
+                  " images and ", weight2.size(0), " channels, not ", w.size(0), " and ", w.size(1));
+  STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
+  check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
 }  // namespace san
