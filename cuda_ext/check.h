@@ -5,6 +5,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <initializer_list>
+#include <vector>
+
 #include "footprint.h"
 
 namespace san {
@@ -51,44 +54,64 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
-// Inputs of the operators on pairs (schemas.py).
-inline void check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t products) {
-  check_map(center, "center"), check_map(around, "around");
-  check_same(center, around, "center and around"), check_same(center, shift, "center and shift");
+// A vector or matrix beside `center`, of its type.
+inline void check_like_pairs(const Tensor& center, const Tensor& x, std::initializer_list<int64_t> shape,
+                             const char* name) {
+  STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit center's ", center.size(3),
+                  " channels");
+  STD_TORCH_CHECK(x.scalar_type() == center.scalar_type() && x.device() == center.device(), name,
+                  " must have the dtype and the device of center");
+}
+
+// The maps of pairs (schemas.py).
+inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int64_t kernel_size, int64_t products) {
+  STD_TORCH_CHECK(center.dim() == 4, "center must have 4 dimensions [N, H, W, d], not ", center.dim());
   STD_TORCH_CHECK(center.scalar_type() == ScalarType::Float || center.scalar_type() == ScalarType::Double,
-                  "maps must be float32 or float64");
-  STD_TORCH_CHECK(center.sizes().vec() == around.sizes().vec(), "center and around must have the same shape");
-  const int64_t d = center.size(3);
-  STD_TORCH_CHECK(d > 0 && shift.dim() == 1 && shift.size(0) == d, "shift must have center's ", d, " channels");
-  STD_TORCH_CHECK(products >= 0 && products <= d, "products must be from 0 to ", d, ", not ", products);
+                  "center must be float32 or float64");
+  check_same(around, center, "around and center");
+  STD_TORCH_CHECK(around.sizes().vec() == center.sizes().vec(), "center and around must have the same shape");
+  STD_TORCH_CHECK(center.size(3) > 0, "center must have channels");
+  STD_TORCH_CHECK(products >= 0 && products <= center.size(3), "products must be between 0 and the ", center.size(3),
+                  " channels, not ", products);
+  return footprint_of(center.size(1), center.size(2), kernel_size);
 }
 
-// The two layers of a mapping from d channels; weight1 may be empty.
-inline void check_mapping(int64_t d, const Tensor& weight1, const Tensor& shift2, const Tensor& weight2) {
-  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2 && shift2.dim() == 1, "weights must be matrices");
-  const int64_t E = weight1.size(0);
-  STD_TORCH_CHECK(E == 0 || weight1.size(1) == d, "weight1 must be [E, ", d, "]");
-  STD_TORCH_CHECK(shift2.size(0) == E, "shift2 must have weight1's ", E, " channels");
-  STD_TORCH_CHECK(weight2.size(0) > 0 && weight2.size(1) == (E == 0 ? d : E), "weight2 must be [G, ", E == 0 ? d : E,
-                  "]");
+// The same, and the shift of their relation.
+inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t kernel_size,
+                             int64_t products) {
+  const Footprint footprint = check_pair_maps(center, around, kernel_size, products);
+  check_like_pairs(center, shift, {center.size(3)}, "shift");
+  return footprint;
 }
 
-// Inputs of patch_linear (schemas.py).
-inline void check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
-                          const Tensor& weight, const Footprint& footprint) {
-  check_map(center, "center"), check_map(around, "around");
-  check_same(center, around, "center and around"), check_same(around, scale, "around and scale");
-  check_same(scale, shift, "scale and shift");
-  STD_TORCH_CHECK(around.scalar_type() == ScalarType::Float || around.scalar_type() == ScalarType::Double,
-                  "maps must be float32 or float64");
-  for (int axis = 0; axis < 3; ++axis)
-    STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
-  const int64_t columns = center.size(3) + around.size(3) * footprint.positions();
-  STD_TORCH_CHECK(around.size(3) > 0 && scale.dim() == 1 && scale.size(0) == columns && shift.dim() == 1 &&
-                      shift.size(0) == columns,
-                  "scale and shift must have ", columns, " values");
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
-                  "]");
+// The layers after it; an empty weight1 stands for no hidden layer.
+inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const Tensor& shift2,
+                              const Tensor& weight2) {
+  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");
+  const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0), depth = E > 0 ? E : d;
+  STD_TORCH_CHECK(E == 0 || weight1.size(1) == d, "weight1 must be [E, ", d, "], not [", E, ", ", weight1.size(1), "]");
+  STD_TORCH_CHECK(G > 0 && weight2.size(1) == depth, "weight2 must be [G, ", depth, "], not [", G, ", ",
+                  weight2.size(1), "]");
+  STD_TORCH_CHECK(shift2.dim() == 1 && shift2.size(0) == E, "shift2 must have ", E,
+                  " values, one for each row of weight1");
+  STD_TORCH_CHECK(shift2.scalar_type() == center.scalar_type() && shift2.device() == center.device(),
+                  "shift2 must have the dtype and the device of center");
+  check_same(weight1, weight2, "weight1 and weight2");
+  const ScalarType type = weight2.scalar_type();
+  const bool is_half = type == ScalarType::Half || type == ScalarType::BFloat16;
+  STD_TORCH_CHECK((type == center.scalar_type() || (is_half && center.scalar_type() == ScalarType::Float)) &&
+                      weight2.device() == center.device(),
+                  "weight1 and weight2 must have the dtype of center, or a half type beside float32, and its device");
+}
+
+// The attention weights that the layers gave, and their gradient.
+inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& weight2,
+                                const Footprint& footprint) {
+  check_unfolded(w, footprint, "w");
+  STD_TORCH_CHECK(w.size(0) == center.size(0) && w.size(1) == weight2.size(0), "w must have ", center.size(0),
+                  " images and ", weight2.size(0), " channels, not ", w.size(0), " and ", w.size(1));
+  STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
+  check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
 }  // namespace san

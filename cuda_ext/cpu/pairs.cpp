@@ -21,13 +21,12 @@ template <class T>
 struct Problem {
   Problem(const Tensor& center, const Tensor& around, const Tensor& shift1, int64_t kernel_size, int64_t products)
       : center(as<T>(center)), around(as<T>(around)), shift1(as<T>(shift1)), N(center.size(0)) {
-    check_pairs(center, around, shift1, products);
-    p.footprint = footprint_of(center.size(1), center.size(2), kernel_size);
+    p.footprint = check_pairs(center, around, shift1, kernel_size, products);
     p.channels = center.size(3), p.products = products, p.shift1 = values<T>(this->shift1);
     d = p.channels, P = p.footprint.pixels(), pairs = double(N) * P * p.footprint.positions();
   }
   void take_mapping(const Tensor& weight1_, const Tensor& shift2_, const Tensor& weight2_) {
-    check_mapping(d, weight1_, shift2_, weight2_);
+    check_pair_layers(center, weight1_, shift2_, weight2_);
     weight1 = as<T>(weight1_), shift2 = as<T>(shift2_), weight2 = as<T>(weight2_);
     p.hidden = weight1.size(0), p.weights = weight2.size(0);
     p.weight1 = values<T>(weight1), p.shift2 = values<T>(shift2), p.weight2 = values<T>(weight2);
@@ -260,7 +259,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, shift1, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2);
-    STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
+    check_pair_gradient(center, weight2, grad, w, problem.p.footprint);
     auto [to_center, to_around, to_shift1, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
     return {to_center, to_around, to_shift1, as_type(to_weight1, weight1.scalar_type()), to_shift2,
             as_type(to_weight2, weight2.scalar_type())};

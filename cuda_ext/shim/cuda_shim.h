@@ -112,6 +112,13 @@ T __shfl_down_sync(unsigned mask, T value, int distance) {
   return __shfl_sync(mask, value, lane + distance < san::shim::kWarp ? lane + distance : lane);
 }
 
+// Whether any lane of the warp passes true.
+inline bool __any_sync(unsigned mask, bool value) {
+  int any = value;
+  for (int bits = san::shim::kWarp / 2; bits > 0; bits /= 2) any |= __shfl_xor_sync(mask, any, bits);
+  return any != 0;
+}
+
 inline uint32_t __float_as_uint(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));

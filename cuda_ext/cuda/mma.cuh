@@ -1,0 +1,138 @@
+// Matrix products of one warp whose factors and sums all lie in registers.
+//
+// Every product is sum [16, 8] += left [16, 8] right [8, 8]. Lane 4 * g + t holds
+//   of sum:    (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+//   of left:   row g and row g + 8, each at 2t and 2t + 1 along the depth
+//   of right:  column g, at 2t and 2t + 1 along the depth
+// Tensor cores expect t and t + 4 along the depth; both factors use the other order, which changes no sum. A sum thus
+// is in the layout of a left factor, and products follow each other without shuffles or shared memory.
+#pragma once
+#include <cmath>
+
+#include "launch.h"
+
+namespace san::cuda {
+
+constexpr int kWarp = 32;
+
+#ifdef SAN_SHIM
+#define SAN_ROLLED
+#else
+#define SAN_ROLLED _Pragma("unroll 1")  // a loop whose copies would only take registers
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// c [8, 8] += a [8, 4] b [4, 8]
+__device__ __forceinline__ void mma_m8n8k4_f64(double& c0, double& c1, double a, double b) {
+  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+d"(c0), "+d"(c1)
+               : "d"(a), "d"(b));
+}
+#endif
+
+// N neighbouring elements, read and written at once.
+template <int N, class T>
+struct alignas(N * sizeof(T)) Pack {
+  T data[N];
+
+  static __device__ __forceinline__ Pack load(const T* from) { return *reinterpret_cast<const Pack*>(from); }
+  __device__ __forceinline__ void store(T* to) const { *reinterpret_cast<Pack*>(to) = *this; }
+};
+
+// Two neighbours along the depth of a factor, ready for the product: a lane's part of a right factor, or of one of the
+// two rows of a left factor.
+//
+// float is rounded to TF32, whose 10 bits of mantissa hold float16 and bfloat16 without error. With kAccurate a value
+// is split into two TF32 numbers, x = big + small, and big * big + big * small + small * big is summed: the error is
+// that of float arithmetic (3xTF32).
+template <class T, bool kAccurate>
+struct Operand;
+
+template <>
+struct Operand<float, false> {
+  using Value = float;
+  uint32_t data[2];
+
+  Operand() = default;
+  __device__ __forceinline__ Operand(float first, float second) {
+    data[0] = __float_as_uint(first), data[1] = __float_as_uint(second);  // tensor cores ignore the lower bits
+  }
+};
+
+template <>
+struct Operand<float, true> {
+  using Value = float;
+  uint32_t big[2], small[2];
+
+  Operand() = default;
+  __device__ __forceinline__ Operand(float first, float second) {
+    const float values[2] = {first, second};
+    SAN_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      big[k] = __float_as_uint(values[k]) & 0xffffe000u;
+      small[k] = __float_as_uint(values[k] - __uint_as_float(big[k]));
+    }
+  }
+};
+
+template <>
+struct Operand<double, true> {
+  using Value = double;
+  double data[2];
+
+  Operand() = default;
+  __device__ __forceinline__ Operand(double first, double second) : data{first, second} {}
+};
+
+// sum += left right, where `upper` and `lower` are the left factor's rows g and g + 8.
+__device__ __forceinline__ void multiply(float (&sum)[4], const Operand<float, false>& upper,
+                                         const Operand<float, false>& lower, const Operand<float, false>& right) {
+  mma_m16n8k8_tf32(sum, {upper.data[0], lower.data[0], upper.data[1], lower.data[1]}, right.data);
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[4], const Operand<float, true>& upper,
+                                         const Operand<float, true>& lower, const Operand<float, true>& right) {
+  const uint32_t big[4] = {upper.big[0], lower.big[0], upper.big[1], lower.big[1]};
+  mma_m16n8k8_tf32(sum, {upper.small[0], lower.small[0], upper.small[1], lower.small[1]}, right.big);
+  mma_m16n8k8_tf32(sum, big, right.small);
+  mma_m16n8k8_tf32(sum, big, right.big);
+}
+
+__device__ __forceinline__ void multiply(double (&sum)[4], const Operand<double, true>& upper,
+                                         const Operand<double, true>& lower, const Operand<double, true>& right) {
+  SAN_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    mma_m8n8k4_f64(sum[0], sum[1], upper.data[k], right.data[k]);
+    mma_m8n8k4_f64(sum[2], sum[3], lower.data[k], right.data[k]);
+  }
+}
+
+// max(x, 0), where NaN stays.
+__device__ __forceinline__ double rectified(double x) { return x < 0 ? 0 : x; }
+__device__ __forceinline__ float rectified(float x) {
+#ifdef SAN_SHIM
+  return x < 0 ? 0 : x;
+#else
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
+__device__ __forceinline__ double power_of_two(double x) { return std::exp2(x); }
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef SAN_SHIM
+  return std::exp2(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
+}  // namespace san::cuda

@@ -1,0 +1,169 @@
+// Gradients of center, around and shift from those of a1, which a `Source` computes anew for each pair.
+//
+// The same kernel runs twice: with a warp's 16 pixels from center, whose gradients are sums over the footprint, and
+// with padded pixels of around, whose gradients are sums over the pixels of center that see them. So each sum stays in
+// the registers of one warp, and there are no atomics. fold_kernel adds up the mirror images of around's pixels.
+//
+// SAN's second stage at batch 32, 4.9 million pairs, TF32. For the covariance 9 mma and about 140 instructions for 16
+// pairs, for the weights 14 and 190; 3 KB of shared memory a warp; reads and writes 40 MB, and 157 MB of gz for the
+// weights. Predicted for an H100, at half of its issue rate: center 90 and 125 us, around 125 and 165 us.
+#pragma once
+#include "pairs.cuh"
+
+namespace san::cuda {
+namespace {
+
+// Sums [KD, 4] of all of the block's pixels, in a fixed order.
+template <int KD, class T, int N>
+__device__ __forceinline__ void sum_rows(const Team& mine, T* shared, const T (&sums)[N], T* out) {
+  SAN_UNROLL
+  for (int n = 0; n < 2 * KD; ++n) {
+    T sum = sums[n / 2 * 4 + n % 2] + sums[n / 2 * 4 + n % 2 + 2];
+    for (int bits = 4; bits < kWarp; bits *= 2) sum += __shfl_xor_sync(~0u, sum, bits);
+    if (mine.member == 0 && mine.row == 0) shared[mine.team * 8 * KD + n / 2 * 8 + mine.pair + n % 2] = sum;
+  }
+  __syncthreads();
+  for (int channel = threadIdx.x; channel < 8 * KD; channel += kPairThreads) {
+    T sum = 0;
+    for (int team = 0; team < kWarps / mine.split; ++team) sum += shared[team * 8 * KD + channel];
+    out[channel] = sum;
+  }
+}
+
+// Blocks for which a multiprocessor has registers without spills, where all channels lie in so many tiles.
+template <class F, bool kAround>
+constexpr int resident_blocks(int tiles) {
+  const bool is_accurate = sizeof(F) > 2 * sizeof(float);
+  return tiles == 1 ? 3 : tiles == 3 && !(is_accurate && kAround) ? 2 : 1;
+}
+
+// `grad` is of the kernel's own map: [pixels, d], or with kAround [padded pixels, d]. to_shift [blocks, chunks * 8 KD]
+// are partial sums, only without kAround. A block works on chunk `blockIdx.x % chunks` of KD tiles of channels; with
+// kWhole there is one chunk, all tiles.
+template <class F, int KD, bool kWhole, bool kProducts, bool kAround, class Source, class T = typename F::Value>
+__global__ void __launch_bounds__(kPairThreads, resident_blocks<F, kAround>(kWhole ? KD : 0))
+    pair_gradient_kernel(Pairs<T> p, Source source, int split, int chunks, T* grad, T* to_shift) {
+  T* shared = reinterpret_cast<T*>(shared_memory_base());
+  const int block = kWhole ? blockIdx.x : blockIdx.x / chunks, chunk = kWhole ? 0 : blockIdx.x - block * chunks;
+  const int first = chunk * KD;
+  const Team mine(split);
+  Rows<T, kAround> rows(p, mine, int64_t(block) * (kWarps / split) + mine.team, shared);
+  // Of the gradients of a1's argument [KD, 4], with kProducts also of their products with the partners [KD, 4].
+  T sums[(kProducts ? 8 : 4) * KD] = {};
+  Offset offset;
+  offset.advance(mine.member, p.kernel_size);
+  for (; offset.position < p.positions(); offset.advance(split, p.kernel_size)) {
+    rows.move(mine, offset);
+    if (kAround && !__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) continue;
+    T kept[kWhole ? KD : 1][4];
+    if constexpr (kWhole) for_each_tile<KD>(KD, [&](int c) { rows.activate(c, kept[c]); });
+    const auto activation = [&](int c, T(&a1)[4]) {
+      if constexpr (kWhole) {
+        SAN_UNROLL
+        for (int n = 0; n < 4; ++n) a1[n] = kept[c][n];
+      } else {
+        rows.activate(c, a1);
+      }
+    };
+    T g[KD][4] = {};
+    source.template add<KD, kWhole ? KD : 0>(rows, mine, offset, chunk, activation, g);
+    SAN_UNROLL
+    for (int c = 0; c < KD; ++c) {
+      if (!kWhole && first + c >= p.tiles) break;
+      if constexpr (!kWhole) __syncwarp();  // else the compiler loads for all tiles at once, more than registers hold
+      T a1[4];
+      activation(first + c, a1);
+      SAN_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        g[c][n] = a1[n] > 0 && rows.is_pair[n / 2] ? g[c][n] : T(0);
+        sums[4 * c + n] += g[c][n];
+      }
+      if constexpr (kProducts) {
+        T partner[4];
+        rows.values(first + c, partner);
+        SAN_UNROLL
+        for (int n = 0; n < 4; ++n) sums[4 * (KD + c) + n] += g[c][n] * partner[n];
+      }
+    }
+  }
+  __syncthreads();
+  sum_over_team(mine, shared, sums);
+  SAN_UNROLL
+  for (int n = 0; n < 4 * KD; ++n) {
+    const int channel = 8 * (first + n / 4) + mine.pair + n % 2;
+    const Pixel<T, kAround>& pixel = rows.pixels[n % 4 / 2];
+    if (mine.member > 0 || !pixel.exists || channel >= p.d) continue;
+    T value = kAround ? -sums[n] : sums[n];
+    if constexpr (kProducts) value = channel < p.products ? sums[4 * KD + n] : value;
+    grad[int64_t(pixel.index) * p.d + channel] = value;
+  }
+  if constexpr (!kAround) {
+    sum_rows<KD>(mine, shared, sums, to_shift + (int64_t(block) * chunks + chunk) * 8 * KD);
+  }
+}
+
+// padded [images, padded height, padded width, channels] -> [images, height, width, channels], each pixel with its
+// mirror images.
+template <class T>
+__global__ void fold_kernel(const T* padded, Footprint f, int channels, int64_t elements, T* out) {
+  SAN_FOR_EACH(index, elements) {
+    const int pixel = static_cast<int>(index / channels), channel = static_cast<int>(index - int64_t(pixel) * channels);
+    const int height = static_cast<int>(f.height), width = static_cast<int>(f.width);
+    const int row = pixel / width, image = row / height;
+    T sum = 0;
+    for_each_image(row - image * height, height, f.reach(), [&](int64_t h) {
+      for_each_image(pixel - row * width, width, f.reach(), [&](int64_t w) {
+        const int64_t line = image * f.padded_height() + h + f.reach();
+        sum += padded[(line * f.padded_width() + w + f.reach()) * channels + channel];
+      });
+    });
+    out[index] = sum;
+  }
+}
+
+struct PairGradients {
+  Tensor center, around, shift;
+
+  PairGradients(const Tensor& center, const Tensor& shift)
+      : center(torch::stable::new_empty(center, center.sizes())),
+        around(torch::stable::new_empty(center, center.sizes())),
+        shift(torch::stable::new_zeros(shift, shift.sizes())) {}
+};
+
+// Returns the number of blocks, whose partial sums for shift are written to memory that is taken from `work`.
+template <class F, int KD, bool kWhole, bool kProducts, bool kAround, class Source, class T>
+int launch_pair_gradient(PairWork<T>& work, const Source& source, T* grad, T*& to_shift) {
+  const Pairs<T>& p = work.pairs;
+  const int64_t groups = ((kAround ? p.padded_pixels() : p.pixels()) + 15) / 16;
+  const int chunks = (p.tiles + KD - 1) / KD, split = split_for(groups, p.positions(), p.tiles);
+  const int blocks = static_cast<int>((groups * split + kWarps - 1) / kWarps);
+  const size_t sums = size_t(kWarps / 2) * 8 * KD * kWarp * sizeof(T);
+  const size_t bytes = std::max(Rows<T, kAround>::bytes(p, split), sums);
+  check_shared_memory(bytes, p.d);
+  if (!kAround) to_shift = work.template take<T>(int64_t(blocks) * chunks * 8 * KD);
+  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, KD, kWhole, kProducts, kAround, Source>), blocks * chunks, kPairThreads,
+                    bytes, work.stream(), p, source, split, chunks, grad, to_shift);
+  return blocks;
+}
+
+// Writes the gradients of a problem that is not empty. With kWhole all channels lie in KD tiles; without kProducts none
+// is a product.
+template <class F, int KD, bool kWhole, bool kProducts, class Source, class T>
+void pair_gradients(PairWork<T>& work, const Footprint& f, const Source& source, PairGradients& out) {
+  const Pairs<T>& p = work.pairs;
+  T* to_shift = nullptr;
+  const int blocks = launch_pair_gradient<F, KD, kWhole, kProducts, false>(
+      work, source, out.center.template mutable_data_ptr<T>(), to_shift);
+  const int64_t channels = (p.tiles + KD - 1) / KD * 8 * KD;
+  Parts<T> parts{};
+  parts.parts[0] = {out.shift.template mutable_data_ptr<T>(), 1, p.d, static_cast<int>(channels), 0, channels};
+  work.total(to_shift, blocks, parts);
+  T* padded = work.template take<T>(p.padded_pixels() * p.d);
+  launch_pair_gradient<F, KD, kWhole, kProducts, true>(work, source, padded, to_shift);
+  const int64_t elements = p.pixels() * p.d;
+  SAN_LAUNCH(fold_kernel<T>, blocks_for(elements), kThreads, work.stream(), padded, f, p.d, elements,
+             out.around.template mutable_data_ptr<T>());
+}
+
+}  // namespace
+}  // namespace san::cuda
