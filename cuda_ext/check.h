@@ -53,6 +53,30 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
+// Inputs of patch_linear (schemas.py); the gradients of its backward operator have the shape of its result.
+inline void check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
+                          const Tensor& weight, const Footprint& footprint) {
+  STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
+                  center.dim(), " and ", around.dim());
+  for (int axis = 0; axis < 3; ++axis) {
+    STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
+  }
+  const int64_t C = center.size(3), R = around.size(3), columns = C + R * footprint.positions();
+  STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center has ", C, " channels; expected around's ", R, " or none");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
+                  "] for the ", columns, " channels of a patch");
+  STD_TORCH_CHECK(scale.dim() == 1 && scale.size(0) == columns && shift.dim() == 1 && shift.size(0) == columns,
+                  "scale and shift must have the ", columns, " channels of a patch");
+  const ScalarType type = around.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, "around must be float32 or float64");
+  check_same(center, around, "center and around");
+  check_same(scale, around, "scale and around"), check_same(shift, around, "shift and around");
+  STD_TORCH_CHECK(weight.scalar_type() == type || weight.scalar_type() == ScalarType::Half ||
+                      weight.scalar_type() == ScalarType::BFloat16,
+                  "weight must have around's dtype, float16 or bfloat16");
+  STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
+}
+
 // Inputs of pairwise attention (schemas.py); norm1 and norm2 are gain, bias, mean and var.
 inline void check_pairwise(const Tensor& center, const Tensor& around, const Tensor& beta,
                            std::initializer_list<const Tensor*> norm1, const Tensor& weight1,
