@@ -17,26 +17,50 @@ namespace {
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kTile = 8, kRows = 16;  // sides of fragments
 
-// Sizes, and maps and parameters as kernels read them.
+// Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
 template <class T>
 struct Patches {
   Window f;
-  int images = 0, C = 0, R = 0, E = 0;                  // C is 0 or R
-  int pitch = 0, grad_pitch = 0;                         // elements from one pixel to the next: even, padded with zeros
-  const T *center = nullptr, *around = nullptr;          // [pixels, pitch]
-  const T* affine = nullptr;                             // scale and shift [pieces, channels(), 2], padded with zeros
+  int images = 0, C = 0, R = 0, E = 0;           // C is 0 or R
+  int r_tiles = 0, e_tiles = 0;                  // of `tiles_of` R and E channels
+  int pitch = 0;                                 // elements from one pixel of the maps to the next, even
+  const T *center = nullptr, *around = nullptr;  // [pixels, pitch]
+  const T* affine = nullptr;                     // scale and shift [pieces, channels(), 2]
   // weight in tiles [8, 8] as the right factor of a product, each a pair of elements for each lane: of rows that are
-  // channels and columns that are hidden channels [pieces, r_tiles(), e_tiles(), 64], or the reverse
-  // [pieces, e_tiles(), r_tiles(), 64].
+  // channels and columns that are hidden channels [pieces, r_tiles, e_tiles, 64], or the reverse [pieces, e_tiles,
+  // r_tiles, 64].
   const T* weight = nullptr;
 
   SAN_HOST_DEVICE int pixels() const { return images * f.pixels(); }
   SAN_HOST_DEVICE int pieces() const { return f.positions() + (C > 0 ? 1 : 0); }
   SAN_HOST_DEVICE int columns() const { return C + R * f.positions(); }
-  SAN_HOST_DEVICE int r_tiles() const { return (R + kTile - 1) / kTile; }
-  SAN_HOST_DEVICE int e_tiles() const { return (E + kTile - 1) / kTile; }
-  SAN_HOST_DEVICE int channels() const { return r_tiles() * kTile; }
-  SAN_HOST_DEVICE int hidden() const { return e_tiles() * kTile; }
+  SAN_HOST_DEVICE int channels() const { return r_tiles * kTile; }
+  SAN_HOST_DEVICE int hidden() const { return e_tiles * kTile; }
+  // The column of a piece's channel in scale, shift and weight.
+  SAN_HOST_DEVICE int column(int piece, int c) const {
+    return piece == f.positions() ? c : C + c * f.positions() + piece;
+  }
+};
+
+// Tiles of so many channels: 1, 2 or a multiple of 4, so that all strips that a warp takes are whole.
+inline int tiles_of(int64_t channels) {
+  const int tiles = static_cast<int>((channels + kTile - 1) / kTile);
+  return tiles <= 2 ? tiles : (tiles + 3) / 4 * 4;
+}
+
+// Rows and columns of a footprint without divisions: position / kernel_size is a product, exact below 2^32 / kernel_size.
+struct Offsets {
+  int kernel_size, reach;
+  uint64_t inverse;
+
+  explicit Offsets(const Window& f)
+      : kernel_size(f.kernel_size), reach(f.reach()), inverse((uint64_t(1) << 32) / f.kernel_size + 1) {}
+  __device__ __forceinline__ int down(int position) const {
+    return static_cast<int>(static_cast<unsigned>(position) * inverse >> 32) - reach;
+  }
+  __device__ __forceinline__ int right(int position, int down) const {
+    return position - (down + reach) * kernel_size - reach;
+  }
 };
 
 // Place of a thread in its warp's fragments.
@@ -55,23 +79,21 @@ __device__ __forceinline__ Pack<2, T> load_if(bool exists, const T* from) {
 template <class T>
 __global__ void arrange_affine_kernel(Patches<T> p, const T* scale, const T* shift, T* affine) {
   SAN_FOR_EACH(index, p.pieces() * p.channels()) {
-    const int at = static_cast<int>(index), piece = at / p.channels(), c = at % p.channels();
-    const int column = piece == p.f.positions() ? c : p.C + c * p.f.positions() + piece;
-    const bool exists = c < p.R;
-    Pack<2, T>{exists ? scale[column] : T(0), exists ? shift[column] : T(0)}.store(affine + 2 * index);
+    const int at = static_cast<int>(index), piece = at / p.channels(), c = at - piece * p.channels();
+    const int column = p.column(piece, c);
+    Pack<2, T>{c < p.R ? scale[column] : T(0), c < p.R ? shift[column] : T(0)}.store(affine + 2 * index);
   }
 }
 
 // weight [E, columns] in tiles; kBackward: of rows that are hidden channels.
 template <bool kBackward, class T>
 __global__ void arrange_weight_kernel(Patches<T> p, const T* weight, T* tiles) {
-  const int down = kBackward ? p.e_tiles() : p.r_tiles(), across = kBackward ? p.r_tiles() : p.e_tiles();
+  const int down = kBackward ? p.e_tiles : p.r_tiles, across = kBackward ? p.r_tiles : p.e_tiles;
   SAN_FOR_EACH(index, int64_t(p.pieces()) * down * across * 64) {
-    const int at = static_cast<int>(index / 64), lane = static_cast<int>(index % 64 / 2), second = index % 2;
-    const int row = at / across % down * kTile + 2 * (lane % 4) + second, column = at % across * kTile + lane / 4;
-    const int piece = at / across / down, c = kBackward ? column : row, e = kBackward ? row : column;
-    const int from = piece == p.f.positions() ? c : p.C + c * p.f.positions() + piece;
-    tiles[index] = c < p.R && e < p.E ? weight[int64_t(e) * p.columns() + from] : T(0);
+    const int tile = static_cast<int>(index / 64), lane = static_cast<int>(index % 64 / 2);
+    const int row = tile / across % down * kTile + 2 * (lane % 4) + index % 2, column = tile % across * kTile + lane / 4;
+    const int piece = tile / across / down, c = kBackward ? column : row, e = kBackward ? row : column;
+    tiles[index] = c < p.R && e < p.E ? weight[int64_t(e) * p.columns() + p.column(piece, c)] : T(0);
   }
 }
 
@@ -84,6 +106,11 @@ struct Spot {
     image = at / area;
     const unsigned rest = at - image * area, row = rest / width;
     h = static_cast<int>(row) - reach, w = static_cast<int>(rest - row * width) - reach;
+  }
+
+  // The pixel that is seen so far down and to the right.
+  __device__ __forceinline__ int neighbour(const Window& f, int down, int right) const {
+    return (image * f.height + reflect_int(h + down, f.height)) * f.width + reflect_int(w + right, f.width);
   }
 };
 
@@ -106,37 +133,34 @@ __device__ __forceinline__ void add_slices(int slices, int slice, T (&sums)[kTil
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: 13 MB read, 3 MB
 // written; 1.3 G products; no shared memory, or 16 KB where slices are added; 15 us, of instruction issue.
 template <bool kAccurate, int kTiles, class T>
-__global__ void __launch_bounds__(kThreads) patch_linear_kernel(Patches<T> p, int strips, int slices, T* out) {
+__global__ void __launch_bounds__(kThreads)
+    patch_linear_kernel(Patches<T> p, Offsets offsets, int strips, int slices, T* out) {
   const Lane lane;
   const int warp = threadIdx.x / kWarp, slice = warp % slices, tiles = (p.pixels() + kRows - 1) / kRows;
   const int task = blockIdx.x * (kWarps / slices) + warp / slices, tile = task / strips;
-  const int first = (task - tile * strips) * kTiles, last = p.pixels() - 1;
-  const int pixel = tile * kRows + lane.g, rows[2] = {std::min(pixel, last), std::min(pixel + 8, last)};
-  const Spot spots[2] = {Spot(rows[0], p.f, 0), Spot(rows[1], p.f, 0)};
+  const int first = (task - tile * strips) * kTiles, last = p.pixels() - 1, pixel = tile * kRows + lane.g;
+  const Spot upper(std::min(pixel, last), p.f, 0), lower(std::min(pixel + 8, last), p.f, 0);
+  const int positions = p.f.positions(), depth = p.r_tiles, step = p.e_tiles * 64, pitch = p.pitch;
+  const T *affine = p.affine + 4 * lane.t, *weight = p.weight + first * 64 + 2 * lane.index;
   T sums[kTiles][4] = {};
   for (int piece = slice; piece < p.pieces(); piece += slices) {
-    const int down = divide(piece, p.f.kernel_size), right = piece - down * p.f.kernel_size;
-    const T* values[2];
-    SAN_UNROLL
-    for (int row = 0; row < 2; ++row) {
-      const Spot& spot = spots[row];
-      const int h = reflect_int(spot.h + down - p.f.reach(), p.f.height);
-      const int w = reflect_int(spot.w + right - p.f.reach(), p.f.width);
-      const int64_t seen = spot.image * p.f.pixels() + h * p.f.width + w;
-      values[row] = piece == p.f.positions() ? p.center + int64_t(rows[row]) * p.pitch : p.around + seen * p.pitch;
-    }
-    for (int k = 0; k < p.r_tiles(); ++k) {
-      const int c = k * kTile + 2 * lane.t;
-      const auto upper = load_if(c < p.pitch, values[0] + c), lower = load_if(c < p.pitch, values[1] + c);
-      const auto affine = Pack<4, T>::load(p.affine + 2 * (piece * p.channels() + c));
-      const T left[4] = {
-          fast_relu(affine.data[0] * upper.data[0] + affine.data[1]), fast_relu(affine.data[0] * lower.data[0] + affine.data[1]),
-          fast_relu(affine.data[2] * upper.data[1] + affine.data[3]), fast_relu(affine.data[2] * lower.data[1] + affine.data[3])};
-      const T* tiles_at = p.weight + (int64_t(piece) * p.r_tiles() + k) * p.e_tiles() * 64 + 2 * lane.index;
+    const bool is_center = piece == positions;
+    const T* map = (is_center ? p.center : p.around) + 2 * lane.t;
+    const int down = is_center ? 0 : offsets.down(piece), right = is_center ? 0 : offsets.right(piece, down);
+    const T* upper_at = map + int64_t(upper.neighbour(p.f, down, right)) * pitch;
+    const T* lower_at = map + int64_t(lower.neighbour(p.f, down, right)) * pitch;
+    const T *affine_at = affine + piece * depth * 2 * kTile, *weight_at = weight + piece * depth * step;
+    for (int k = 0; k < depth; ++k) {
+      const bool exists = k * kTile + 2 * lane.t < pitch;
+      const auto above = load_if(exists, upper_at + k * kTile), below = load_if(exists, lower_at + k * kTile);
+      const auto both = Pack<4, T>::load(affine_at + k * 2 * kTile);
+      const T left[4] = {fast_relu(both.data[0] * above.data[0] + both.data[1]),
+                         fast_relu(both.data[0] * below.data[0] + both.data[1]),
+                         fast_relu(both.data[2] * above.data[1] + both.data[3]),
+                         fast_relu(both.data[2] * below.data[1] + both.data[3])};
       SAN_UNROLL
       for (int n = 0; n < kTiles; ++n) {
-        const auto right_factor = Pack<2, T>::load(tiles_at + std::min(first + n, p.e_tiles() - 1) * 64);
-        add_product<kAccurate>(left, right_factor.data, sums[n]);
+        add_product<kAccurate>(left, Pack<2, T>::load(weight_at + k * step + n * 64).data, sums[n]);
       }
     }
   }
@@ -157,51 +181,48 @@ __global__ void __launch_bounds__(kThreads) patch_linear_kernel(Patches<T> p, in
 // instruction issue.
 template <bool kAccurate, int kTiles, class T>
 __global__ void __launch_bounds__(kThreads)
-    map_gradient_kernel(Patches<T> p, const T* map, const T* grad, int piece, int strips, T* out) {
+    map_gradient_kernel(Patches<T> p, Offsets offsets, const T* map, const T* grad, int first_piece, int strips, T* out) {
   const Lane lane;
-  const int reach = p.f.reach(), warp = threadIdx.x / kWarp, task = blockIdx.x * kWarps + warp, tile = task / strips;
-  const int first = (task - tile * strips) * kTiles;
-  const int last = p.images * (p.f.height + 2 * reach) * (p.f.width + 2 * reach) - 1, pixel = tile * kRows + lane.g;
+  const int reach = offsets.reach, task = blockIdx.x * kWarps + threadIdx.x / kWarp, tile = task / strips;
+  const int first = (task - tile * strips) * kTiles, pixel = tile * kRows + lane.g;
+  const int last = p.images * (p.f.height + 2 * reach) * (p.f.width + 2 * reach) - 1;
   const Spot spots[2] = {Spot(std::min(pixel, last), p.f, reach), Spot(std::min(pixel + 8, last), p.f, reach)};
   Pack<2, T> x[kTiles][2];
   SAN_UNROLL
   for (int i = 0; i < kTiles * 2; ++i) {
-    const Spot& spot = spots[i % 2];
     const int c = (first + i / 2) * kTile + 2 * lane.t;
-    const int shown = reflect_int(spot.h, p.f.height) * p.f.width + reflect_int(spot.w, p.f.width);
-    x[i / 2][i % 2] = load_if(c < p.pitch, map + int64_t(spot.image * p.f.pixels() + shown) * p.pitch + c);
+    x[i / 2][i % 2] = load_if(c < p.pitch, map + int64_t(spots[i % 2].neighbour(p.f, 0, 0)) * p.pitch + c);
   }
+  const int depth = p.e_tiles, step = p.r_tiles * 64, hidden = p.hidden();
+  const T* affine = p.affine + first_piece * 2 * p.channels() + 2 * kTile * first + 4 * lane.t;
+  const T* weight = p.weight + first_piece * depth * step + first * 64 + 2 * lane.index;
   T sums[kTiles][4] = {};
-  for (int position = 0; position < p.f.positions(); ++position, ++piece) {
-    const int down = divide(position, p.f.kernel_size), right = position - down * p.f.kernel_size;
+  for (int position = 0; position < p.f.positions(); ++position, affine += 2 * p.channels()) {
+    const int down = offsets.down(position), right = offsets.right(position, down);
     const T* grads[2];
     bool sees[2];
     SAN_UNROLL
     for (int row = 0; row < 2; ++row) {
-      const int h = spots[row].h - down + reach, w = spots[row].w - right + reach;
-      sees[row] = h >= 0 && h < p.f.height && w >= 0 && w < p.f.width;
-      grads[row] = grad + int64_t(spots[row].image * p.f.pixels() + h * p.f.width + w) * p.grad_pitch;
+      const int h = spots[row].h - down, w = spots[row].w - right;
+      sees[row] = static_cast<unsigned>(h) < static_cast<unsigned>(p.f.height) &&
+                  static_cast<unsigned>(w) < static_cast<unsigned>(p.f.width);
+      grads[row] = grad + int64_t((spots[row].image * p.f.height + h) * p.f.width + w) * hidden + 2 * lane.t;
     }
     T products[kTiles][4] = {};
-    for (int k = 0; k < p.e_tiles(); ++k) {
-      const int e = k * kTile + 2 * lane.t;
-      const auto upper = load_if(sees[0] && e < p.grad_pitch, grads[0] + e);
-      const auto lower = load_if(sees[1] && e < p.grad_pitch, grads[1] + e);
-      const T left[4] = {upper.data[0], lower.data[0], upper.data[1], lower.data[1]};
-      const T* tiles_at = p.weight + (int64_t(piece) * p.e_tiles() + k) * p.r_tiles() * 64 + 2 * lane.index;
+    for (int k = 0; k < depth; ++k, weight += step) {
+      const auto above = load_if(sees[0], grads[0] + k * kTile), below = load_if(sees[1], grads[1] + k * kTile);
+      const T left[4] = {above.data[0], below.data[0], above.data[1], below.data[1]};
       SAN_UNROLL
       for (int n = 0; n < kTiles; ++n) {
-        const auto right_factor = Pack<2, T>::load(tiles_at + std::min(first + n, p.r_tiles() - 1) * 64);
-        add_product<kAccurate>(left, right_factor.data, products[n]);
+        add_product<kAccurate>(left, Pack<2, T>::load(weight + n * 64).data, products[n]);
       }
     }
     SAN_UNROLL
     for (int n = 0; n < kTiles; ++n) {
-      const int c = std::min(first + n, p.r_tiles() - 1) * kTile + 2 * lane.t;
-      const auto affine = Pack<4, T>::load(p.affine + 2 * (piece * p.channels() + c));
+      const auto both = Pack<4, T>::load(affine + n * 2 * kTile);
       SAN_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const T scale = affine.data[i % 2 * 2], activated = scale * x[n][i / 2].data[i % 2] + affine.data[i % 2 * 2 + 1];
+        const T scale = both.data[i % 2 * 2], activated = scale * x[n][i / 2].data[i % 2] + both.data[i % 2 * 2 + 1];
         if (!(activated <= 0)) sums[n][i] += scale * products[n][i];
       }
     }
@@ -239,42 +260,43 @@ template <bool kAccurate, int kTiles, class T>
 class ParameterSums {
  public:
   __device__ __forceinline__ ParameterSums(const Patches<T>& p, int piece, int band, int first_tile)
-      : p_(p), piece_(piece), first_(first_tile), c_{band * kRows + lane_.g, band * kRows + lane_.g + 8} {
+      : width_(p.f.width), pitch_(p.pitch), hidden_(p.hidden()), hidden_at_(first_tile * kTile) {
     SAN_UNROLL
     for (int i = 0; i < 2; ++i) {
-      affine_[i] = load_if(c_[i] < p.channels(), p.affine + 2 * (piece * p.channels() + c_[i]));
+      const int c = band * kRows + lane_.g + 8 * i;
+      exists_[i] = c < p.channels(), channel_[i] = piece * p.channels() + c, value_at_[i] = std::min(c, p.R - 1);
+      affine_[i] = load_if(exists_[i], p.affine + 2 * channel_[i]);
     }
     SAN_UNROLL
     for (int n = 0; n < kTiles; ++n) {
-      const int64_t tile = (int64_t(piece) * p.e_tiles() + first_ + n) * p.r_tiles() + 2 * band;
+      const int tile = (piece * p.e_tiles + first_tile + n) * p.r_tiles + 2 * band;
       const T* from = p.weight + tile * 64 + 2 * lane_.index;
-      const bool exists = first_ + n < p.e_tiles();
-      const auto upper = load_if(exists, from), lower = load_if(exists && c_[1] < p.channels(), from + 64);
+      const auto upper = Pack<2, T>::load(from), lower = load_if(exists_[1], from + 64);
       weight_[n][0] = upper.data[0], weight_[n][1] = lower.data[0];
       weight_[n][2] = upper.data[1], weight_[n][3] = lower.data[1];
     }
   }
 
-  // Takes the 8 pixels of a row of `grads` from `begin` on, which see the row `values` shifted by `right`.
+  // Takes the 8 pixels of a row of `grads` from `begin` on, which see the row `values` shifted by `right`. What is beyond
+  // the row has no gradient, and what is beyond the channels is a sum that `store` leaves out.
   __device__ __forceinline__ void add(const T* values, const T* grads, int begin, int right) {
-    T x[4], activated[4], left[4], products[4] = {};  // of channels c_[0], c_[0], c_[1], c_[1]
+    T x[4], activated[4], left[4], products[4] = {};  // of the channels and pixels [2, 2]
+    const int pair = begin + 2 * lane_.t;
     SAN_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const int c = c_[i / 2], w = std::min(begin + 2 * lane_.t + i % 2, p_.f.width - 1);
-      x[i] = c < p_.R ? values[reflect_int(w + right, p_.f.width) * p_.pitch + c] : T(0);
+      const int seen = reflect_int(std::min(pair + i % 2, width_ - 1) + right, width_);
+      x[i] = values[seen * pitch_ + value_at_[i / 2]];
       activated[i] = affine_[i / 2].data[0] * x[i] + affine_[i / 2].data[1];
       left[i / 2 + i % 2 * 2] = fast_relu(activated[i]);
     }
+    const bool is_along = begin + lane_.g < width_, is_pair[2] = {pair < width_, pair + 1 < width_};
+    const T* along = grads + (begin + lane_.g) * hidden_ + hidden_at_ + 2 * lane_.t;
+    const T* across = grads + pair * hidden_ + hidden_at_ + lane_.g;
     SAN_UNROLL
     for (int n = 0; n < kTiles; ++n) {
-      const int e = (first_ + n) * kTile, pixel = begin + lane_.g, pair = begin + 2 * lane_.t;
-      const bool exists = pixel < p_.f.width && e + 2 * lane_.t < p_.grad_pitch, is_hidden = e + lane_.g < p_.E;
-      const auto along = load_if(exists, grads + pixel * p_.grad_pitch + e + 2 * lane_.t);
-      add_product<kAccurate>(weight_[n], along.data, products);
-      const T* from = grads + pair * p_.grad_pitch + e + lane_.g;
-      const T across[2] = {is_hidden && pair < p_.f.width ? from[0] : T(0),
-                           is_hidden && pair + 1 < p_.f.width ? from[p_.grad_pitch] : T(0)};
-      add_product<kAccurate>(left, across, sums_[n]);
+      add_product<kAccurate>(weight_[n], load_if(is_along, along + n * kTile).data, products);
+      const T two[2] = {is_pair[0] ? across[n * kTile] : T(0), is_pair[1] ? across[hidden_ + n * kTile] : T(0)};
+      add_product<kAccurate>(left, two, sums_[n]);
     }
     SAN_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -287,28 +309,27 @@ class ParameterSums {
   __device__ __forceinline__ void store(T* weight, T* affine) const {
     SAN_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const int channel = piece_ * p_.channels() + c_[i];
       Pack<2, T> total = affine_sums_[i];
       SAN_UNROLL
       for (int bits = 1; bits < 4; bits *= 2) {
         total.data[0] += __shfl_xor_sync(~0u, total.data[0], bits);
         total.data[1] += __shfl_xor_sync(~0u, total.data[1], bits);
       }
-      if (c_[i] >= p_.channels()) continue;
-      if (lane_.t == 0) total.store(affine + 2 * channel);
+      if (!exists_[i]) continue;
+      if (lane_.t == 0) total.store(affine + 2 * channel_[i]);
       SAN_UNROLL
       for (int n = 0; n < kTiles; ++n) {
-        if (first_ + n >= p_.e_tiles()) break;
         const Pack<2, T> sums{sums_[n][2 * i], sums_[n][2 * i + 1]};
-        sums.store(weight + int64_t(channel) * p_.hidden() + (first_ + n) * kTile + 2 * lane_.t);
+        sums.store(weight + int64_t(channel_[i]) * hidden_ + hidden_at_ + n * kTile + 2 * lane_.t);
       }
     }
   }
 
  private:
-  const Patches<T>& p_;
   const Lane lane_;
-  const int piece_, first_, c_[2];
+  const int width_, pitch_, hidden_, hidden_at_;
+  bool exists_[2];
+  int channel_[2], value_at_[2];
   Pack<2, T> affine_[2], affine_sums_[2] = {};
   T weight_[kTiles][4], sums_[kTiles][4] = {};
 };
@@ -323,7 +344,7 @@ __global__ void __launch_bounds__(kThreads)
                               int64_t part_size) {
   const int blocks = (tasks + kWarps - 1) / kWarps, slice = blockIdx.x / blocks;
   const int task = (blockIdx.x - slice * blocks) * kWarps + threadIdx.x / kWarp, strip = task % strips;
-  const int bands = (p.r_tiles() + 1) / 2, piece = task / strips / bands, band = task / strips - piece * bands;
+  const int bands = (p.r_tiles + 1) / 2, piece = task / strips / bands, band = task / strips - piece * bands;
   if (task >= tasks) return;
   ParameterSums<kAccurate, kTiles, T> sums(p, piece, band, strip * kTiles);
   const bool is_center = piece == p.f.positions();
@@ -334,7 +355,7 @@ __global__ void __launch_bounds__(kThreads)
     const int image = row / p.f.height, seen = reflect_int(row - image * p.f.height + down, p.f.height);
     const T* values = is_center ? p.center : p.around;
     values += (int64_t(image) * p.f.height + seen) * p.f.width * p.pitch;
-    const T* grads = grad + int64_t(row) * p.f.width * p.grad_pitch;
+    const T* grads = grad + int64_t(row) * p.f.width * p.hidden();
     for (int begin = 0; begin < p.f.width; begin += kTile) sums.add(values, grads, begin, right);
   }
   T *weight = parts + slice * part_size, *affine = weight + int64_t(p.pieces()) * p.channels() * p.hidden();
@@ -378,9 +399,9 @@ class PatchProblem {
     check_sizes(around, weight, f);
     p_.images = static_cast<int>(around.size(0)), p_.E = static_cast<int>(weight.size(0));
     p_.C = static_cast<int>(center.size(3)), p_.R = static_cast<int>(around.size(3));
-    p_.pitch = p_.R + p_.R % 2, p_.grad_pitch = p_.E + p_.E % 2;
+    p_.r_tiles = tiles_of(p_.R), p_.e_tiles = tiles_of(p_.E), p_.pitch = p_.R + p_.R % 2;
     if (around.size(0) == 0) return;
-    p_.around = keep_even(around), p_.center = p_.C > 0 ? keep_even(center) : nullptr;
+    p_.around = keep_padded(around, p_.pitch), p_.center = p_.C > 0 ? keep_padded(center, p_.pitch) : nullptr;
     T* affine = space_.take(int64_t(p_.pieces()) * p_.channels() * 2);
     SAN_LAUNCH(arrange_affine_kernel<T>, blocks_for(p_.pieces() * p_.channels()), kThreads, space_.stream(), p_,
                space_.keep(scale), space_.keep(shift), affine);
@@ -396,15 +417,15 @@ class PatchProblem {
   Tensor forward() {
     Tensor out = space_.new_maps({p_.images, p_.f.height, p_.f.width, p_.E});
     if (out.numel() == 0) return out;
-    with_tiles(p_.e_tiles(), [&](auto tiles) {
+    with_tiles(p_.e_tiles, [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
-      const int strips = (p_.e_tiles() + kTiles - 1) / kTiles, tasks = (p_.pixels() + kRows - 1) / kRows * strips;
+      const int strips = p_.e_tiles / kTiles, tasks = (p_.pixels() + kRows - 1) / kRows * strips;
       int slices = 1;  // where tiles are few, more warps share one
       while (slices < kWarps && tasks * slices < kWantedWarps && slices < p_.pieces()) slices *= 2;
       const int grid = (tasks + kWarps / slices - 1) / (kWarps / slices);
       const size_t bytes = slices > 1 ? kTiles * 4 * kThreads * sizeof(T) : 0;
-      SAN_LAUNCH_SHARED((patch_linear_kernel<kAccurate, kTiles, T>), grid, kThreads, bytes, space_.stream(), p_, strips,
-                        slices, out.template mutable_data_ptr<T>());
+      SAN_LAUNCH_SHARED((patch_linear_kernel<kAccurate, kTiles, T>), grid, kThreads, bytes, space_.stream(), p_,
+                        Offsets(p_.f), strips, slices, out.template mutable_data_ptr<T>());
     });
     return out;
   }
@@ -419,7 +440,7 @@ class PatchProblem {
       for (Tensor* x : {&weight, &scale, &shift}) torch::stable::zero_(*x);
       return {center, around, scale, shift, weight};
     }
-    const T* grads = keep_even(grad);
+    const T* grads = keep_padded(grad, p_.hidden());
     if (p_.C > 0) {
       Patches<T> pixel = p_;
       pixel.f.kernel_size = 1;
@@ -440,24 +461,24 @@ class PatchProblem {
     const int64_t pixels = around.size(0) * f.padded_height() * f.padded_width();
     STD_TORCH_CHECK(pixels < kMost, around.size(0), " maps with their reflected borders have ", pixels,
                     " pixels; fewer than 2^30 are supported: split the batch");
-    const int64_t weights = (f.positions() + 1) * (around.size(3) + kTile) * (weight.size(0) + kTile);
+    const int64_t weights = (f.positions() + 1) * (around.size(3) + 32) * (weight.size(0) + 32);
     STD_TORCH_CHECK(weights < kMost, "a weight of [", weight.size(0), ", ", weight.size(1),
                     "] is too large; fewer than 2^30 elements are supported");
   }
 
-  // A map with an even number of channels, of which two are read at once.
-  const T* keep_even(const Tensor& map) {
-    return space_.keep_map(map.size(3) % 2 == 0 ? map : torch::stable::pad(map, {0, 1}));
+  // A map with so many channels, of which the last are 0.
+  const T* keep_padded(const Tensor& map, int channels) {
+    return space_.keep_map(map.size(3) == channels ? map : torch::stable::pad(map, {0, channels - map.size(3)}));
   }
 
   void map_gradient(const Patches<T>& p, const T* map, const T* grads, int piece, T* out) {
-    with_tiles(p.r_tiles(), [&](auto tiles) {
+    with_tiles(p.r_tiles, [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
-      const int strips = (p.r_tiles() + kTiles - 1) / kTiles;
+      const int strips = p.r_tiles / kTiles;
       const int pixels = p.images * (p.f.height + 2 * p.f.reach()) * (p.f.width + 2 * p.f.reach());
       const int64_t tasks = (int64_t(pixels) + kRows - 1) / kRows * strips;
       SAN_LAUNCH_SHARED((map_gradient_kernel<kAccurate, kTiles, T>), static_cast<int>((tasks + kWarps - 1) / kWarps),
-                        kThreads, 0, space_.stream(), p, map, grads, piece, strips, out);
+                        kThreads, 0, space_.stream(), p, Offsets(p.f), map, grads, piece, strips, out);
     });
   }
 
@@ -471,10 +492,10 @@ class PatchProblem {
   }
 
   void parameter_gradients(const T* grads, Tensor& weight, Tensor& scale, Tensor& shift) {
-    with_tiles(p_.e_tiles(), [&](auto tiles) {
+    with_tiles(p_.e_tiles, [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
-      const int strips = (p_.e_tiles() + kTiles - 1) / kTiles, rows = p_.images * p_.f.height;
-      const int tasks = p_.pieces() * ((p_.r_tiles() + 1) / 2) * strips;
+      const int strips = p_.e_tiles / kTiles, rows = p_.images * p_.f.height;
+      const int tasks = p_.pieces() * ((p_.r_tiles + 1) / 2) * strips;
       const int64_t part = int64_t(p_.pieces()) * p_.channels() * (p_.hidden() + 2 * strips);
       const int64_t fitting = std::max<int64_t>(1, workspace_limit() / 4 / static_cast<int64_t>(part * sizeof(T)));
       const int wanted = static_cast<int>(std::min<int64_t>({kWantedWarps / tasks + 1, fitting, rows}));
