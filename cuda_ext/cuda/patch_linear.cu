@@ -15,6 +15,8 @@ namespace san::cuda {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
+template <class T>
+constexpr int kResident = sizeof(T) == 4 ? 3 : 2;  // blocks per SM that suffice: for more the compiler would spill registers
 constexpr int kTile = 8, kRows = 16;  // sides of fragments
 
 // Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
@@ -133,7 +135,7 @@ __device__ __forceinline__ void add_slices(int slices, int slice, T (&sums)[kTil
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: 13 MB read, 3 MB
 // written; 1.3 G products; no shared memory, or 16 KB where slices are added; 15 us, of instruction issue.
 template <bool kAccurate, int kTiles, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident<T>)
     patch_linear_kernel(Patches<T> p, Offsets offsets, int strips, int slices, T* out) {
   const Lane lane;
   const int warp = threadIdx.x / kWarp, slice = warp % slices, tiles = (p.pixels() + kRows - 1) / kRows;
@@ -150,17 +152,17 @@ __global__ void __launch_bounds__(kThreads)
     const T* upper_at = map + int64_t(upper.neighbour(p.f, down, right)) * pitch;
     const T* lower_at = map + int64_t(lower.neighbour(p.f, down, right)) * pitch;
     const T *affine_at = affine + piece * depth * 2 * kTile, *weight_at = weight + piece * depth * step;
-    for (int k = 0; k < depth; ++k) {
+    for (int k = 0; k < depth; ++k, upper_at += kTile, lower_at += kTile, affine_at += 2 * kTile, weight_at += step) {
       const bool exists = k * kTile + 2 * lane.t < pitch;
-      const auto above = load_if(exists, upper_at + k * kTile), below = load_if(exists, lower_at + k * kTile);
-      const auto both = Pack<4, T>::load(affine_at + k * 2 * kTile);
+      const auto above = load_if(exists, upper_at), below = load_if(exists, lower_at);
+      const auto both = Pack<4, T>::load(affine_at);
       const T left[4] = {fast_relu(both.data[0] * above.data[0] + both.data[1]),
                          fast_relu(both.data[0] * below.data[0] + both.data[1]),
                          fast_relu(both.data[2] * above.data[1] + both.data[3]),
                          fast_relu(both.data[2] * below.data[1] + both.data[3])};
       SAN_UNROLL
       for (int n = 0; n < kTiles; ++n) {
-        add_product<kAccurate>(left, Pack<2, T>::load(weight_at + k * step + n * 64).data, sums[n]);
+        add_product<kAccurate>(left, Pack<2, T>::load(weight_at + n * 64).data, sums[n]);
       }
     }
   }
