@@ -72,7 +72,9 @@ def wanted(problem: Problem) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, leaves, problem.grad)
 
 
-def run(shim: Any, problem: Problem, dtype: torch.dtype, weight: torch.dtype | None = None, tf32: bool = False) -> tuple[Tensor, ...]:
+def run(
+    shim: Any, problem: Problem, dtype: torch.dtype, weight: torch.dtype | None = None, tf32: bool = False
+) -> tuple[Tensor, ...]:
     inputs = [*(x.to(dtype) for x in problem.inputs[:4]), problem.inputs[4].to(weight or dtype)]
     out = shim.patch_linear(*inputs, problem.footprint, tf32)
     return out, *shim.patch_linear_backward(problem.grad.to(dtype), *inputs, problem.footprint, tf32)
