@@ -3,7 +3,8 @@
 // Each is the other's derivative, so three kernels serve both: `aggregate` has one thread per output pixel and channel,
 // `gather` one per input pixel and channel, which sums over the outputs that read it, `correlate` one per weight of a
 // row of the footprint, which sums over the channels that share it. No atomics. Tensors have any strides; where
-// channels and weight channels lie beside each other and their numbers allow, a thread takes kWide of them.
+// channels and weight channels lie beside each other and their numbers allow, a thread takes 4 or 2 neighbours, and
+// those of two sets of channels with the same weights.
 #include <tuple>
 
 #include "product.cuh"
@@ -38,7 +39,7 @@ struct WeightStrides {
   bool groups_are_neighbours() const { return group == 1 && pixel != 1; }
 };
 
-constexpr int kResident = 3;  // blocks per SM that suffice: for more the compiler would spill registers
+constexpr int kResident = 2;  // blocks per SM that suffice: for more the compiler would spill registers
 
 struct Sizes {
   Window f;
@@ -59,8 +60,8 @@ struct Place {
 };
 
 template <int kWidth, class scalar_t, class T = accumulate_t<scalar_t>>
-__device__ __forceinline__ void add_products(const scalar_t* left, const scalar_t* right, T (&sums)[kWidth]) {
-  const auto a = Pack<kWidth, scalar_t>::load(left), b = Pack<kWidth, scalar_t>::load(right);
+__device__ __forceinline__ void add_products(const Pack<kWidth, scalar_t>& a, const scalar_t* right, T (&sums)[kWidth]) {
+  const auto b = Pack<kWidth, scalar_t>::load(right);
   SAN_UNROLL
   for (int v = 0; v < kWidth; ++v) sums[v] += static_cast<T>(a.data[v]) * static_cast<T>(b.data[v]);
 }
@@ -77,41 +78,51 @@ __device__ __forceinline__ void store_sums(const T (&sums)[kWidth], scalar_t* to
 //
 // Predicted for SAN10's stage 2 at batch 32 (64 channels, 8 weight channels, 56x56, k = 7, float32) on an H100: reads
 // 26 MB of beta and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
-template <int kWidth, class scalar_t>
+template <int kWidth, int kSets, class scalar_t>
 __global__ void __launch_bounds__(kThreads, kResident)
     aggregate_kernel(const scalar_t* beta, MapStrides in, const scalar_t* weight, WeightStrides at, Sizes sizes,
                      unsigned threads, scalar_t* out, MapStrides to) {
   const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
   if (thread >= threads) return;
-  const Place own(sizes.f, thread, sizes.C / kWidth, in.channel == 1);
-  const int c = own.c * kWidth;
+  const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
+  const int c = own.c * kWidth, set = sizes.C / kSets;
   const scalar_t* values = beta + own.n * in.image + c * in.channel;
   const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.group + own.i * at.pixel;
-  accumulate_t<scalar_t> sums[kWidth] = {};
+  accumulate_t<scalar_t> sums[kSets][kWidth] = {};
   for_each_neighbour(sizes.f, own.h, own.w, [&](int o, int j) {
-    add_products(weights + o * at.position, values + j * in.pixel, sums);
+    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position);
+    SAN_UNROLL
+    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + j * in.pixel, sums[s]);
   });
-  store_sums(sums, out + own.n * to.image + c * to.channel + own.i * to.pixel);
+  SAN_UNROLL
+  for (int s = 0; s < kSets; ++s) {
+    store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
+  }
 }
 
 // out[c, j] = sum over all (o, i) that show pixel j of weight[c % G, o, i] * center[c, i]
 //
 // Predicted as for `aggregate`, whose traffic and products are the same: 0.07 ms.
-template <int kWidth, class scalar_t>
+template <int kWidth, int kSets, class scalar_t>
 __global__ void __launch_bounds__(kThreads, kResident)
     gather_kernel(const scalar_t* center, MapStrides in, const scalar_t* weight, WeightStrides at, Sizes sizes,
                   unsigned threads, scalar_t* out, MapStrides to) {
   const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
   if (thread >= threads) return;
-  const Place own(sizes.f, thread, sizes.C / kWidth, in.channel == 1);
-  const int c = own.c * kWidth;
+  const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
+  const int c = own.c * kWidth, set = sizes.C / kSets;
   const scalar_t* values = center + own.n * in.image + c * in.channel;
   const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.group;
-  accumulate_t<scalar_t> sums[kWidth] = {};
+  accumulate_t<scalar_t> sums[kSets][kWidth] = {};
   for_each_reader(sizes.f, own.h, own.w, [&](int o, int i) {
-    add_products(weights + o * at.position + i * at.pixel, values + i * in.pixel, sums);
+    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position + i * at.pixel);
+    SAN_UNROLL
+    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + i * in.pixel, sums[s]);
   });
-  store_sums(sums, out + own.n * to.image + c * to.channel + own.i * to.pixel);
+  SAN_UNROLL
+  for (int s = 0; s < kSets; ++s) {
+    store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
+  }
 }
 
 constexpr int kShares = 8;  // channels that share a weight in SAN
@@ -147,29 +158,38 @@ __global__ void __launch_bounds__(kThreads)
     accumulate_t<scalar_t> sums[kWidth] = {};
     if constexpr (kKept) {
       SAN_UNROLL
-      for (int s = 0; s < kShares; ++s) add_products(kept[s].data, seen + s * in_step, sums);
+      for (int s = 0; s < kShares; ++s) add_products(kept[s], seen + s * in_step, sums);
     } else {
-      for (int s = 0; s < shares; ++s) add_products(centers + s * from_step, seen + s * in_step, sums);
+      for (int s = 0; s < shares; ++s) {
+        add_products(Pack<kWidth, scalar_t>::load(centers + s * from_step), seen + s * in_step, sums);
+      }
     }
     store_sums(sums, result);
   }
 }
 
-// Whether kWide channels that begin at a multiple of kWide can be read at once.
+// Whether so many channels that begin at a multiple of their number can be read at once.
 template <class scalar_t>
-bool is_wide(const scalar_t* data, std::initializer_list<int64_t> other_strides) {
-  for (const int64_t stride : other_strides) {
-    if (stride % kWide != 0) return false;
-  }
-  return reinterpret_cast<uintptr_t>(data) % (kWide * sizeof(scalar_t)) == 0;
+bool is_wide(int width, const scalar_t* data, int64_t channel, std::initializer_list<int64_t> others) {
+  bool aligned = channel == 1 && reinterpret_cast<uintptr_t>(data) % (width * sizeof(scalar_t)) == 0;
+  for (const int64_t stride : others) aligned = aligned && stride % width == 0;
+  return aligned;
 }
 template <class scalar_t>
-bool is_wide(const scalar_t* data, const MapStrides& at) {
-  return at.channel == 1 && is_wide(data, {at.image, at.pixel});
+bool is_wide(int width, const scalar_t* data, const MapStrides& at) {
+  return is_wide(width, data, at.channel, {at.image, at.pixel});
 }
 template <class scalar_t>
-bool is_wide(const scalar_t* data, const WeightStrides& at) {
-  return at.group == 1 && is_wide(data, {at.image, at.position, at.pixel});
+bool is_wide(int width, const scalar_t* data, const WeightStrides& at) {
+  return is_wide(width, data, at.group, {at.image, at.position, at.pixel});
+}
+
+// Calls run with the largest number of neighbours that `fits` allows.
+template <class Fits, class Run>
+void with_width(const Fits& fits, const Run& run) {
+  if (fits(4)) return run(std::integral_constant<int, 4>());
+  if (fits(2)) return run(std::integral_constant<int, 2>());
+  run(std::integral_constant<int, 1>());
 }
 
 Sizes sizes_of(const Tensor& map, const Footprint& f, int64_t groups) {
@@ -197,23 +217,28 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
   const WeightStrides at(weight);
   const scalar_t *values = map.const_data_ptr<scalar_t>(), *weights = weight.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
-  const auto run = [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    const int64_t threads_per_image = int64_t(sizes.C / kWidth) * sizes.f.pixels();
+  const auto run = [&](auto width, auto sets) {
+    constexpr int kWidth = decltype(width)::value, kSets = decltype(sets)::value;
+    const int64_t threads_per_image = int64_t(sizes.C / kWidth / kSets) * sizes.f.pixels();
     for_each_part(map.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
       const scalar_t *source = values + first * in.image, *factors = weights + first * at.image;
       scalar_t* target = result + first * to.image;
       if constexpr (kGather) {
-        SAN_LAUNCH((gather_kernel<kWidth, scalar_t>), grid_for(threads), kThreads, current_stream(map), source, in,
+        SAN_LAUNCH((gather_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source, in,
                    factors, at, sizes, threads, target, to);
       } else {
-        SAN_LAUNCH((aggregate_kernel<kWidth, scalar_t>), grid_for(threads), kThreads, current_stream(map), source, in,
+        SAN_LAUNCH((aggregate_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source, in,
                    factors, at, sizes, threads, target, to);
       }
     });
   };
-  const bool wide = sizes.G % kWide == 0 && is_wide(values, in) && is_wide(weights, at) && is_wide(result, to);
-  wide ? run(std::integral_constant<int, kWide>()) : run(std::integral_constant<int, 1>());
+  const auto fits = [&](int width) {
+    return sizes.G % width == 0 && is_wide(width, values, in) && is_wide(width, weights, at) && is_wide(width, result, to);
+  };
+  with_width(fits, [&](auto width) {
+    const bool even = sizes.C / sizes.G % 2 == 0;
+    even ? run(width, std::integral_constant<int, 2>()) : run(width, std::integral_constant<int, 1>());
+  });
 }
 
 // out [N, G, K, P] = correlate of two maps.
@@ -233,11 +258,13 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
                  threads, result + first * to.image, to);
     });
   };
-  const auto run_wide = [&](auto is_kept) {
-    const bool wide = sizes.G % kWide == 0 && is_wide(centers, from) && is_wide(values, in) && is_wide(result, to);
-    wide ? run(std::integral_constant<int, kWide>(), is_kept) : run(std::integral_constant<int, 1>(), is_kept);
+  const auto fits = [&](int width) {
+    return sizes.G % width == 0 && is_wide(width, centers, from) && is_wide(width, values, in) &&
+           is_wide(width, result, to);
   };
-  sizes.C / sizes.G == kShares ? run_wide(std::true_type()) : run_wide(std::false_type());
+  with_width(fits, [&](auto width) {
+    sizes.C / sizes.G == kShares ? run(width, std::true_type()) : run(width, std::false_type());
+  });
 }
 
 Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {

@@ -50,7 +50,7 @@ class Stage(NamedTuple):
     P = property(lambda s: s.N * s.n**2)  # pixels of the batch
     padded = property(lambda s: s.N * (s.n + 2 * (s.k // 2)) ** 2)
     pieces = property(lambda s: s.K + 1)
-    wide = property(lambda s: 4 if s.G % 4 == 0 else 1)
+    wide = property(lambda s: 4 if s.G % 4 == 0 else 2)  # neighbouring channels of a thread
     tiles_E = property(lambda s: math.ceil(s.E / 8))
     tiles_R = property(lambda s: math.ceil(s.R / 8))
     at_once_E = property(lambda s: min(4, s.tiles_E))  # tiles that a warp of patch_linear takes
@@ -98,7 +98,7 @@ def _parameters(s: Stage) -> Work:
 
 
 def _weighted_sum(s: Stage) -> Work:
-    return Work(s.P * s.M / s.wide / 32, (s.k, s.k), s.wide, 4 * s.P * (2 * s.M + s.G * s.K))
+    return Work(s.P * s.M / s.wide / 64, (s.k, s.k), 2 * s.wide, 4 * s.P * (2 * s.M + s.G * s.K))
 
 
 def _correlation(s: Stage) -> Work:
@@ -113,8 +113,8 @@ ROWS = [
     Row("patch_linear.cu", "patch_linear_kernel<true, {at_once_E}, float>", "HMMA", _forward),
     Row("patch_linear.cu", "map_gradient_kernel<true, {at_once_R}, float>", "HMMA", _map_gradient),
     Row("patch_linear.cu", "parameter_gradient_kernel<true, {at_once_E}, float>", "HMMA", _parameters),
-    Row("aggregation.cu", "aggregate_kernel<{wide}, float>", "FFMA", _weighted_sum),
-    Row("aggregation.cu", "gather_kernel<{wide}, float>", "FFMA", _weighted_sum),
+    Row("aggregation.cu", "aggregate_kernel<{wide}, 2, float>", "FFMA", _weighted_sum),
+    Row("aggregation.cu", "gather_kernel<{wide}, 2, float>", "FFMA", _weighted_sum),
     Row("aggregation.cu", "correlate_kernel<{wide}, true, float>", "FFMA", _correlation),
     Row("relation.cu", "unfold_kernel<float>", "LDG", _unfolded(1)),
     Row("relation.cu", "subtraction_kernel<float>", "FADD", _unfolded(2)),
