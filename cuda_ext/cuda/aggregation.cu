@@ -60,8 +60,8 @@ struct Place {
 };
 
 template <int kWidth, class scalar_t, class T = accumulate_t<scalar_t>>
-__device__ __forceinline__ void add_products(const Pack<kWidth, scalar_t>& a, const scalar_t* right, T (&sums)[kWidth]) {
-  const auto b = Pack<kWidth, scalar_t>::load(right);
+__device__ __forceinline__ void add_products(const Pack<kWidth, scalar_t>& a, const scalar_t* from, T (&sums)[kWidth]) {
+  const auto b = Pack<kWidth, scalar_t>::load(from);
   SAN_UNROLL
   for (int v = 0; v < kWidth; ++v) sums[v] += static_cast<T>(a.data[v]) * static_cast<T>(b.data[v]);
 }
@@ -131,7 +131,7 @@ constexpr int kShares = 8;  // channels that share a weight in SAN
 // share a weight, and a thread keeps their values at the center.
 //
 // Predicted for SAN10's stage 2 as above: reads 26 MB of center and of around, writes 157 MB of weights; 315 M
-// products; no shared memory; 0.08 ms, of the L1 cache's bandwidth: 315 M values at 128 bytes per cycle and SM.
+// products; no shared memory; 0.07 ms, of memory bandwidth.
 template <int kWidth, bool kKept, class scalar_t>
 __global__ void __launch_bounds__(kThreads)
     correlate_kernel(const scalar_t* center, MapStrides from, const scalar_t* around, MapStrides in, Sizes sizes,
@@ -224,16 +224,17 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
       const scalar_t *source = values + first * in.image, *factors = weights + first * at.image;
       scalar_t* target = result + first * to.image;
       if constexpr (kGather) {
-        SAN_LAUNCH((gather_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source, in,
-                   factors, at, sizes, threads, target, to);
+        SAN_LAUNCH((gather_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source,
+                   in, factors, at, sizes, threads, target, to);
       } else {
-        SAN_LAUNCH((aggregate_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source, in,
-                   factors, at, sizes, threads, target, to);
+        SAN_LAUNCH((aggregate_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map),
+                   source, in, factors, at, sizes, threads, target, to);
       }
     });
   };
   const auto fits = [&](int width) {
-    return sizes.G % width == 0 && is_wide(width, values, in) && is_wide(width, weights, at) && is_wide(width, result, to);
+    return sizes.G % width == 0 && is_wide(width, values, in) && is_wide(width, weights, at) &&
+           is_wide(width, result, to);
   };
   with_width(fits, [&](auto width) {
     const bool even = sizes.C / sizes.G % 2 == 0;

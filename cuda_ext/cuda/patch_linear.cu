@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWarps = kThreads / kWarp;
 template <class T>
-constexpr int kResident = sizeof(T) == 4 ? 3 : 2;  // blocks per SM that suffice: for more the compiler would spill registers
+constexpr int kResident = sizeof(T) == 4 ? 3 : 2;  // blocks per SM that suffice: for more the compiler would spill
 constexpr int kTile = 8, kRows = 16;  // sides of fragments
 
 // Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
@@ -33,7 +33,17 @@ struct Patches {
   // r_tiles, 64].
   const T* weight = nullptr;
 
+  // Of position / kernel_size as a product, which is exact below 2^32 / kernel_size.
+  uint64_t inverse = (uint64_t(1) << 32) / f.kernel_size + 1;
+
   SAN_HOST_DEVICE int pixels() const { return images * f.pixels(); }
+  // How far down and to the right of a pixel a position of its footprint is.
+  SAN_HOST_DEVICE int down(int position) const {
+    return static_cast<int>(static_cast<unsigned>(position) * inverse >> 32) - f.reach();
+  }
+  SAN_HOST_DEVICE int right(int position) const {
+    return position - (down(position) + f.reach()) * f.kernel_size - f.reach();
+  }
   SAN_HOST_DEVICE int pieces() const { return f.positions() + (C > 0 ? 1 : 0); }
   SAN_HOST_DEVICE int columns() const { return C + R * f.positions(); }
   SAN_HOST_DEVICE int channels() const { return r_tiles * kTile; }
@@ -50,21 +60,6 @@ inline int tiles_of(int64_t channels) {
   return tiles <= 2 ? tiles : (tiles + 3) / 4 * 4;
 }
 
-// Rows and columns of a footprint without divisions: position / kernel_size is a product, exact below 2^32 / kernel_size.
-struct Offsets {
-  int kernel_size, reach;
-  uint64_t inverse;
-
-  explicit Offsets(const Window& f)
-      : kernel_size(f.kernel_size), reach(f.reach()), inverse((uint64_t(1) << 32) / f.kernel_size + 1) {}
-  __device__ __forceinline__ int down(int position) const {
-    return static_cast<int>(static_cast<unsigned>(position) * inverse >> 32) - reach;
-  }
-  __device__ __forceinline__ int right(int position, int down) const {
-    return position - (down + reach) * kernel_size - reach;
-  }
-};
-
 // Place of a thread in its warp's fragments.
 struct Lane {
   int index, g, t;
@@ -77,25 +72,21 @@ __device__ __forceinline__ Pack<2, T> load_if(bool exists, const T* from) {
   return exists ? Pack<2, T>::load(from) : Pack<2, T>{};
 }
 
-// Scale and shift of each piece's channels.
-template <class T>
-__global__ void arrange_affine_kernel(Patches<T> p, const T* scale, const T* shift, T* affine) {
-  SAN_FOR_EACH(index, p.pieces() * p.channels()) {
-    const int at = static_cast<int>(index), piece = at / p.channels(), c = at - piece * p.channels();
-    const int column = p.column(piece, c);
-    Pack<2, T>{c < p.R ? scale[column] : T(0), c < p.R ? shift[column] : T(0)}.store(affine + 2 * index);
-  }
-}
-
-// weight [E, columns] in tiles; kBackward: of rows that are hidden channels.
+// `affine` and `weight` of Patches from scale, shift and weight [E, columns]; kBackward: hidden channels are rows.
+//
+// Predicted as above: moves 0.1 MB, 0.003 ms, of the launch.
 template <bool kBackward, class T>
-__global__ void arrange_weight_kernel(Patches<T> p, const T* weight, T* tiles) {
+__global__ void arrange_kernel(Patches<T> p, const T* scale, const T* shift, const T* weight, T* affine, T* tiles) {
   const int down = kBackward ? p.e_tiles : p.r_tiles, across = kBackward ? p.r_tiles : p.e_tiles;
   SAN_FOR_EACH(index, int64_t(p.pieces()) * down * across * 64) {
     const int tile = static_cast<int>(index / 64), lane = static_cast<int>(index % 64 / 2);
-    const int row = tile / across % down * kTile + 2 * (lane % 4) + index % 2, column = tile % across * kTile + lane / 4;
-    const int piece = tile / across / down, c = kBackward ? column : row, e = kBackward ? row : column;
-    tiles[index] = c < p.R && e < p.E ? weight[int64_t(e) * p.columns() + p.column(piece, c)] : T(0);
+    const int row = tile / across % down * kTile + 2 * (lane % 4) + index % 2, piece = tile / across / down;
+    const int column = tile % across * kTile + lane / 4, c = kBackward ? column : row, e = kBackward ? row : column;
+    const int at = p.column(piece, c);
+    tiles[index] = c < p.R && e < p.E ? weight[int64_t(e) * p.columns() + at] : T(0);
+    if (e > 0) continue;
+    const Pack<2, T> both{c < p.R ? scale[at] : T(0), c < p.R ? shift[at] : T(0)};
+    both.store(affine + 2 * (piece * p.channels() + c));
   }
 }
 
@@ -132,11 +123,12 @@ __device__ __forceinline__ void add_slices(int slices, int slice, T (&sums)[kTil
 // out [pixels, E] = sum over pieces of relu(scale * x + shift) weight^T. A warp has 16 pixels, kTiles tiles of hidden
 // channels and every slices-th piece; the warps of one tile add their sums in shared memory.
 //
-// Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: 13 MB read, 3 MB
-// written; 1.3 G products; no shared memory, or 16 KB where slices are added; 15 us, of instruction issue.
+// Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB, writes
+// 3 MB; 0.66 G products; 16 KB of shared memory for each 4 tiles where slices are added, else none; 0.07 ms, of
+// instruction issue.
 template <bool kAccurate, int kTiles, class T>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
-    patch_linear_kernel(Patches<T> p, Offsets offsets, int strips, int slices, T* out) {
+    patch_linear_kernel(Patches<T> p, int strips, int slices, T* out) {
   const Lane lane;
   const int warp = threadIdx.x / kWarp, slice = warp % slices, tiles = (p.pixels() + kRows - 1) / kRows;
   const int task = blockIdx.x * (kWarps / slices) + warp / slices, tile = task / strips;
@@ -148,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   for (int piece = slice; piece < p.pieces(); piece += slices) {
     const bool is_center = piece == positions;
     const T* map = (is_center ? p.center : p.around) + 2 * lane.t;
-    const int down = is_center ? 0 : offsets.down(piece), right = is_center ? 0 : offsets.right(piece, down);
+    const int down = is_center ? 0 : p.down(piece), right = is_center ? 0 : p.right(piece);
     const T* upper_at = map + int64_t(upper.neighbour(p.f, down, right)) * pitch;
     const T* lower_at = map + int64_t(lower.neighbour(p.f, down, right)) * pitch;
     const T *affine_at = affine + piece * depth * 2 * kTile, *weight_at = weight + piece * depth * step;
@@ -179,13 +171,12 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
 // width + 2 * reach, R], where a position of the footprint is a bijection between pixels that see and pixels that are
 // seen. Each product with a piece's weights passes the mask of that piece's ReLU on its way into the sum.
 //
-// Predicted as above: 25 MB read, 8 MB written for the padded grid; 1.6 G products; no shared memory; 25 us, of
-// instruction issue.
+// Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.06 ms, of instruction issue.
 template <bool kAccurate, int kTiles, class T>
 __global__ void __launch_bounds__(kThreads)
-    map_gradient_kernel(Patches<T> p, Offsets offsets, const T* map, const T* grad, int first_piece, int strips, T* out) {
+    map_gradient_kernel(Patches<T> p, const T* map, const T* grad, int first_piece, int strips, T* out) {
   const Lane lane;
-  const int reach = offsets.reach, task = blockIdx.x * kWarps + threadIdx.x / kWarp, tile = task / strips;
+  const int reach = p.f.reach(), task = blockIdx.x * kWarps + threadIdx.x / kWarp, tile = task / strips;
   const int first = (task - tile * strips) * kTiles, pixel = tile * kRows + lane.g;
   const int last = p.images * (p.f.height + 2 * reach) * (p.f.width + 2 * reach) - 1;
   const Spot spots[2] = {Spot(std::min(pixel, last), p.f, reach), Spot(std::min(pixel + 8, last), p.f, reach)};
@@ -200,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* weight = p.weight + first_piece * depth * step + first * 64 + 2 * lane.index;
   T sums[kTiles][4] = {};
   for (int position = 0; position < p.f.positions(); ++position, affine += 2 * p.channels()) {
-    const int down = offsets.down(position), right = offsets.right(position, down);
+    const int down = p.down(position), right = p.right(position);
     const T* grads[2];
     bool sees[2];
     SAN_UNROLL
@@ -238,7 +229,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // The gradient of a map [pixels, R] from that of the padded grid: each pixel's own and those of its mirror images.
 //
-// Predicted as above: 8 MB read, 6 MB written; 5 us, of memory bandwidth.
+// Predicted as above: reads 8 MB, writes 6 MB; no products, no shared memory; 0.005 ms, of memory bandwidth.
 template <class T>
 __global__ void __launch_bounds__(kThreads) fold_kernel(Patches<T> p, const T* padded, int64_t elements, T* out) {
   const int width = p.f.width + 2 * p.f.reach(), height = p.f.height + 2 * p.f.reach();
@@ -256,8 +247,8 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(Patches<T> p, const T* p
   }
 }
 
-// What a warp sums for the gradients of 16 channels of a piece and kTiles tiles of hidden channels. Its left factors have
-// channels as rows, and a lane receives weight^T grad^T of the same pixels whose values it gives to relu(..)^T grad.
+// What a warp sums for the gradients of 16 channels of a piece and kTiles tiles of hidden channels. Channels are the
+// rows of its left factors, and a lane receives weight^T grad^T of the pixels whose values it gives to relu(..)^T grad.
 template <bool kAccurate, int kTiles, class T>
 class ParameterSums {
  public:
@@ -279,8 +270,8 @@ class ParameterSums {
     }
   }
 
-  // Takes the 8 pixels of a row of `grads` from `begin` on, which see the row `values` shifted by `right`. What is beyond
-  // the row has no gradient, and what is beyond the channels is a sum that `store` leaves out.
+  // Takes the 8 pixels of a row of `grads` from `begin` on, which see the row `values` shifted by `right`. What is
+  // beyond the row has no gradient, and what is beyond the channels is a sum that `store` leaves out.
   __device__ __forceinline__ void add(const T* values, const T* grads, int begin, int right) {
     T x[4], activated[4], left[4], products[4] = {};  // of the channels and pixels [2, 2]
     const int pair = begin + 2 * lane_.t;
@@ -307,7 +298,7 @@ class ParameterSums {
     }
   }
 
-  // To [pieces, channels(), hidden()] and [pieces, channels(), 2]; the four lanes of a channel have summed other pixels.
+  // To [pieces, channels(), hidden()] and [pieces, channels(), 2]; four lanes have summed the pixels of a channel.
   __device__ __forceinline__ void store(T* weight, T* affine) const {
     SAN_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -336,10 +327,10 @@ class ParameterSums {
   T weight_[kTiles][4], sums_[kTiles][4] = {};
 };
 
-// Parts of the gradients of weight, [pieces, channels(), hidden()], and of scale and shift, [strips, pieces, channels(),
-// 2], by each slice of rows: [slices, part_size].
+// Each slice of rows' part of the gradients of weight, [pieces, channels(), hidden()], and of scale and shift, [strips,
+// pieces, channels(), 2]: [slices, part_size].
 //
-// Predicted as above: 13 MB read, 2 MB of parts written; 2.6 G products; no shared memory; 45 us, of instruction issue.
+// Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.1 ms, of instruction issue.
 template <bool kAccurate, int kTiles, class T>
 __global__ void __launch_bounds__(kThreads)
     parameter_gradient_kernel(Patches<T> p, const T* grad, int strips, int tasks, int rows_per_slice, T* parts,
@@ -350,8 +341,7 @@ __global__ void __launch_bounds__(kThreads)
   if (task >= tasks) return;
   ParameterSums<kAccurate, kTiles, T> sums(p, piece, band, strip * kTiles);
   const bool is_center = piece == p.f.positions();
-  const int down = is_center ? 0 : piece / p.f.kernel_size - p.f.reach();
-  const int right = is_center ? 0 : piece % p.f.kernel_size - p.f.reach();
+  const int down = is_center ? 0 : p.down(piece), right = is_center ? 0 : p.right(piece);
   const int end = std::min((slice + 1) * rows_per_slice, p.images * p.f.height);
   for (int row = slice * rows_per_slice; row < end; ++row) {
     const int image = row / p.f.height, seen = reflect_int(row - image * p.f.height + down, p.f.height);
@@ -365,6 +355,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The gradients of weight, scale and shift in the order of their columns, from the sum of all parts.
+//
+// Predicted as above: moves 0.1 MB, 0.003 ms, of the launch.
 template <class T>
 __global__ void place_gradients_kernel(Patches<T> p, const T* sums, int strips, T* weight, T* scale, T* shift) {
   const int64_t channels = int64_t(p.pieces()) * p.channels();
@@ -404,14 +396,12 @@ class PatchProblem {
     p_.r_tiles = tiles_of(p_.R), p_.e_tiles = tiles_of(p_.E), p_.pitch = p_.R + p_.R % 2;
     if (around.size(0) == 0) return;
     p_.around = keep_padded(around, p_.pitch), p_.center = p_.C > 0 ? keep_padded(center, p_.pitch) : nullptr;
-    T* affine = space_.take(int64_t(p_.pieces()) * p_.channels() * 2);
-    SAN_LAUNCH(arrange_affine_kernel<T>, blocks_for(p_.pieces() * p_.channels()), kThreads, space_.stream(), p_,
-               space_.keep(scale), space_.keep(shift), affine);
+    const int64_t rows = int64_t(p_.pieces()) * p_.channels(), elements = rows * p_.hidden();
+    T *affine = space_.take(2 * rows), *tiles = space_.take(elements);
+    auto* arrange = backward ? &arrange_kernel<true, T> : &arrange_kernel<false, T>;
+    SAN_LAUNCH(arrange, blocks_for(elements), kThreads, space_.stream(), p_, space_.keep(scale), space_.keep(shift),
+               space_.keep(weight), affine, tiles);
     p_.affine = affine;
-    const int64_t elements = int64_t(p_.pieces()) * p_.channels() * p_.hidden();
-    T* tiles = space_.take(elements);
-    auto* arrange = backward ? &arrange_weight_kernel<true, T> : &arrange_weight_kernel<false, T>;
-    SAN_LAUNCH(arrange, blocks_for(elements), kThreads, space_.stream(), p_, space_.keep(weight), tiles);
     p_.weight = tiles;
   }
 
@@ -427,7 +417,7 @@ class PatchProblem {
       const int grid = (tasks + kWarps / slices - 1) / (kWarps / slices);
       const size_t bytes = slices > 1 ? kTiles * 4 * kThreads * sizeof(T) : 0;
       SAN_LAUNCH_SHARED((patch_linear_kernel<kAccurate, kTiles, T>), grid, kThreads, bytes, space_.stream(), p_,
-                        Offsets(p_.f), strips, slices, out.template mutable_data_ptr<T>());
+                        strips, slices, out.template mutable_data_ptr<T>());
     });
     return out;
   }
@@ -445,7 +435,7 @@ class PatchProblem {
     const T* grads = keep_padded(grad, p_.hidden());
     if (p_.C > 0) {
       Patches<T> pixel = p_;
-      pixel.f.kernel_size = 1;
+      pixel.f.kernel_size = 1;  // of which `down` and `right` are only asked for the first position
       map_gradient(pixel, p_.center, grads, p_.f.positions(), center.template mutable_data_ptr<T>());
     }
     around_gradient(grads, around);
@@ -480,7 +470,7 @@ class PatchProblem {
       const int pixels = p.images * (p.f.height + 2 * p.f.reach()) * (p.f.width + 2 * p.f.reach());
       const int64_t tasks = (int64_t(pixels) + kRows - 1) / kRows * strips;
       SAN_LAUNCH_SHARED((map_gradient_kernel<kAccurate, kTiles, T>), static_cast<int>((tasks + kWarps - 1) / kWarps),
-                        kThreads, 0, space_.stream(), p, Offsets(p.f), map, grads, piece, strips, out);
+                        kThreads, 0, space_.stream(), p, map, grads, piece, strips, out);
     });
   }
 
@@ -549,8 +539,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> patch_linear_backward(const T
   check_patches(center, around, scale, shift, weight, f);
   check_same(grad, around, "grad and around");
   STD_TORCH_CHECK(grad.dim() == 4 && grad.size(0) == around.size(0) && grad.size(1) == weight.size(0) &&
-                      grad.size(2) == around.size(1) && grad.size(3) == around.size(2),
-                  "grad must be [", around.size(0), ", ", weight.size(0), ", ", around.size(1), ", ", around.size(2), "]");
+                      grad.size(2) == f.height && grad.size(3) == f.width,
+                  "grad must be [", around.size(0), ", ", weight.size(0), ", ", f.height, ", ", f.width, "]");
   const OperatorGuard guard("patch_linear_backward", around);
   const Tensor last = torch::stable::transpose(torch::stable::transpose(grad, 2, 3), 1, 3);  // [N, H, W, E]
   auto gradients = with_types(around, weight, tf32, [&](auto type, auto accurate) {

@@ -48,8 +48,8 @@ SAN_HOST_DEVICE void for_each_neighbour(const Window& f, int h, int w, const Vis
 }
 
 // Calls visit(position, pixel) for all pixels that see pixel (h, w) at some position, in a fixed order: at the pixel
-// itself, then at its mirror images, as for_each_image of footprint.h lists them. The bounds of the inner loops leave out
-// what lies beyond the map, so that nothing has to be tested for each.
+// itself, then at its mirror images, as for_each_image of footprint.h lists them. The bounds of the inner loops leave
+// out what lies beyond the map, so that nothing has to be tested for each.
 template <class Visit>
 SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit& visit) {
   const int reach = f.reach();
