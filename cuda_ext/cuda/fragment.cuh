@@ -15,8 +15,8 @@ __device__ __forceinline__ void mma_m8n8k4_f64(double& c0, double& c1, double a,
 #endif
 
 // sum += a b. Lane 4 * g + t gives elements 2t and 2t + 1 of row g of the left factor as a[0] and a[2], of row g + 8 as
-// a[1] and a[3], and of column g of the right factor as b[0] and b[1]: which two of the 8 along the depth are a lane's is
-// free, as the order of a sum is. It holds columns 2t and 2t + 1 of row g of the sum, then of row g + 8.
+// a[1] and a[3], and of column g of the right factor as b[0] and b[1]: which two of the 8 along the depth are a lane's
+// is free, as the order of a sum is. It holds columns 2t and 2t + 1 of row g of the sum, then of row g + 8.
 template <bool kAccurate>
 __device__ __forceinline__ void add_product(const float (&a)[4], const float (&b)[2], float (&sum)[4]) {
   typename Tf32<kAccurate, true>::Left left;

@@ -123,9 +123,9 @@ __device__ __forceinline__ void add_slices(int slices, int slice, T (&sums)[kTil
 // out [pixels, E] = sum over pieces of relu(scale * x + shift) weight^T. A warp has 16 pixels, kTiles tiles of hidden
 // channels and every slices-th piece; the warps of one tile add their sums in shared memory.
 //
-// Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB, writes
-// 3 MB; 0.66 G products; 16 KB of shared memory for each 4 tiles where slices are added, else none; 0.07 ms, of
-// instruction issue.
+// Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB,
+// writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where slices are added; 0.07 ms, of instruction
+// issue.
 template <bool kAccurate, int kTiles, class T>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
     patch_linear_kernel(Patches<T> p, int strips, int slices, T* out) {

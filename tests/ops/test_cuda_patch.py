@@ -67,8 +67,8 @@ class Problem:
 
 def wanted(problem: Problem) -> tuple[Tensor, ...]:
     """The value and the gradients of all inputs in float64."""
-    leaves = [x.clone().requires_grad_() for x in problem.inputs]
-    out = oracle.patch_linear(*leaves, problem.footprint)
+    leaves = center, around, scale, shift, weight = tuple(x.clone().requires_grad_() for x in problem.inputs)
+    out = oracle.patch_linear(center, around, scale, shift, weight, problem.footprint)
     return out.detach(), *torch.autograd.grad(out, leaves, problem.grad)
 
 
@@ -210,8 +210,8 @@ def test_aggregation_takes_every_memory_format(
         beta = beta.contiguous(memory_format=torch.channels_last)
     if by_pixels:
         weight = stored_by_pixels(weight)
-    leaves = [x.detach().requires_grad_() for x in (beta, weight)]
-    want = reference.aggregation(*leaves, footprint)
+    leaves = beta.detach().requires_grad_(), weight.detach().requires_grad_()
+    want = reference.aggregation(leaves[0], leaves[1], footprint)
     gradients = torch.autograd.grad(want, leaves, grad)
     got = shim.aggregation(beta, weight, footprint)
     torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
