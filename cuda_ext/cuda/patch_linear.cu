@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWarps = kThreads / kWarp;
 template <class T>
-constexpr int kResident = sizeof(T) == 4 ? 3 : 2;  // blocks per SM that suffice: for more the compiler would spill
+constexpr int kResident = sizeof(T) == 4 ? 3 : 1;  // blocks per SM that suffice: for more the compiler would spill
 constexpr int kTile = 8, kRows = 16;  // sides of fragments
 
 // Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
@@ -107,6 +107,13 @@ struct Spot {
   }
 };
 
+// sums += products. Tensor cores round each sum towards zero, so long sums are cut into parts that are added here.
+template <int kTiles, class T>
+__device__ __forceinline__ void add_to(T (&sums)[kTiles][4], const T (&products)[kTiles][4]) {
+  SAN_UNROLL
+  for (int i = 0; i < kTiles * 4; ++i) sums[i / 4][i % 4] += products[i / 4][i % 4];
+}
+
 // Adds the sums of the warps that share a tile to those of the first, in a fixed order.
 template <int kTiles, class T>
 __device__ __forceinline__ void add_slices(int slices, int slice, T (&sums)[kTiles][4]) {
@@ -144,6 +151,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     const T* upper_at = map + int64_t(upper.neighbour(p.f, down, right)) * pitch;
     const T* lower_at = map + int64_t(lower.neighbour(p.f, down, right)) * pitch;
     const T *affine_at = affine + piece * depth * 2 * kTile, *weight_at = weight + piece * depth * step;
+    T products[kTiles][4] = {};
     for (int k = 0; k < depth; ++k, upper_at += kTile, lower_at += kTile, affine_at += 2 * kTile, weight_at += step) {
       const bool exists = k * kTile + 2 * lane.t < pitch;
       const auto above = load_if(exists, upper_at), below = load_if(exists, lower_at);
@@ -154,9 +162,10 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
                          fast_relu(both.data[2] * below.data[1] + both.data[3])};
       SAN_UNROLL
       for (int n = 0; n < kTiles; ++n) {
-        add_product<kAccurate>(left, Pack<2, T>::load(weight_at + n * 64).data, sums[n]);
+        add_product<kAccurate>(left, Pack<2, T>::load(weight_at + n * 64).data, products[n]);
       }
     }
+    add_to(sums, products);
   }
   if (slices > 1) add_slices(slices, slice, sums);
   if (slice > 0 || tile >= tiles) return;
@@ -270,32 +279,11 @@ class ParameterSums {
     }
   }
 
-  // Takes the 8 pixels of a row of `grads` from `begin` on, which see the row `values` shifted by `right`. What is
-  // beyond the row has no gradient, and what is beyond the channels is a sum that `store` leaves out.
-  __device__ __forceinline__ void add(const T* values, const T* grads, int begin, int right) {
-    T x[4], activated[4], left[4], products[4] = {};  // of the channels and pixels [2, 2]
-    const int pair = begin + 2 * lane_.t;
-    SAN_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int seen = reflect_int(std::min(pair + i % 2, width_ - 1) + right, width_);
-      x[i] = values[seen * pitch_ + value_at_[i / 2]];
-      activated[i] = affine_[i / 2].data[0] * x[i] + affine_[i / 2].data[1];
-      left[i / 2 + i % 2 * 2] = fast_relu(activated[i]);
-    }
-    const bool is_along = begin + lane_.g < width_, is_pair[2] = {pair < width_, pair + 1 < width_};
-    const T* along = grads + (begin + lane_.g) * hidden_ + hidden_at_ + 2 * lane_.t;
-    const T* across = grads + pair * hidden_ + hidden_at_ + lane_.g;
-    SAN_UNROLL
-    for (int n = 0; n < kTiles; ++n) {
-      add_product<kAccurate>(weight_[n], load_if(is_along, along + n * kTile).data, products);
-      const T two[2] = {is_pair[0] ? across[n * kTile] : T(0), is_pair[1] ? across[hidden_ + n * kTile] : T(0)};
-      add_product<kAccurate>(left, two, sums_[n]);
-    }
-    SAN_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const T passed = activated[i] <= 0 ? T(0) : products[i];
-      affine_sums_[i / 2].data[0] += passed * x[i], affine_sums_[i / 2].data[1] += passed;
-    }
+  // Takes a row of `grads`, whose pixels see the row `values` shifted by `right`.
+  __device__ __forceinline__ void add_row(const T* values, const T* grads, int right) {
+    T row_sums[kTiles][4] = {};
+    for (int begin = 0; begin < width_; begin += kTile) add_pixels(values, grads, begin, right, row_sums);
+    add_to(sums_, row_sums);
   }
 
   // To [pieces, channels(), hidden()] and [pieces, channels(), 2]; four lanes have summed the pixels of a channel.
@@ -319,6 +307,35 @@ class ParameterSums {
   }
 
  private:
+  // Takes 8 pixels of a row from `begin` on. What is beyond the row has no gradient, and what is beyond the channels is
+  // a sum that `store` leaves out.
+  __device__ __forceinline__ void add_pixels(const T* values, const T* grads, int begin, int right,
+                                             T (&row_sums)[kTiles][4]) {
+    T x[4], activated[4], left[4], products[4] = {};  // of the channels and pixels [2, 2]
+    const int pair = begin + 2 * lane_.t;
+    SAN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int seen = reflect_int(std::min(pair + i % 2, width_ - 1) + right, width_);
+      x[i] = values[seen * pitch_ + value_at_[i / 2]];
+      activated[i] = affine_[i / 2].data[0] * x[i] + affine_[i / 2].data[1];
+      left[i / 2 + i % 2 * 2] = fast_relu(activated[i]);
+    }
+    const bool is_along = begin + lane_.g < width_, is_pair[2] = {pair < width_, pair + 1 < width_};
+    const T* along = grads + (begin + lane_.g) * hidden_ + hidden_at_ + 2 * lane_.t;
+    const T* across = grads + pair * hidden_ + hidden_at_ + lane_.g;
+    SAN_UNROLL
+    for (int n = 0; n < kTiles; ++n) {
+      add_product<kAccurate>(weight_[n], load_if(is_along, along + n * kTile).data, products);
+      const T two[2] = {is_pair[0] ? across[n * kTile] : T(0), is_pair[1] ? across[hidden_ + n * kTile] : T(0)};
+      add_product<kAccurate>(left, two, row_sums[n]);
+    }
+    SAN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const T passed = activated[i] <= 0 ? T(0) : products[i];
+      affine_sums_[i / 2].data[0] += passed * x[i], affine_sums_[i / 2].data[1] += passed;
+    }
+  }
+
   const Lane lane_;
   const int width_, pitch_, hidden_, hidden_at_;
   bool exists_[2];
@@ -348,7 +365,7 @@ __global__ void __launch_bounds__(kThreads)
     const T* values = is_center ? p.center : p.around;
     values += (int64_t(image) * p.f.height + seen) * p.f.width * p.pitch;
     const T* grads = grad + int64_t(row) * p.f.width * p.hidden();
-    for (int begin = 0; begin < p.f.width; begin += kTile) sums.add(values, grads, begin, right);
+    sums.add_row(values, grads, right);
   }
   T *weight = parts + slice * part_size, *affine = weight + int64_t(p.pieces()) * p.channels() * p.hidden();
   sums.store(weight, affine + int64_t(strip) * p.pieces() * p.channels() * 2);

@@ -1,4 +1,4 @@
-"""What the compiler made of the CUDA kernels, and the time that follows from it; needs nvcc and nvdisasm, but no GPU.
+"""Instructions and registers of the compiled CUDA kernels, and predicted times; needs nvcc and nvdisasm, but no GPU.
 
     python -m tests.benchmarks.instructions [FILE.cu ...]
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ from typing import NamedTuple
 
 from cuda_ext import build
 
-THREADS = 256  # of every block
 KERNEL_COLUMNS = ["kernel", "registers", "static shared", "spills", "blocks per SM", "instructions", "of each loop"]
 
 
@@ -86,23 +84,18 @@ class Stage:
 STAGES = [Stage(4, 2, 3, 112), Stage(16, 8, 7, 56), Stage(32, 16, 7, 28), Stage(64, 32, 7, 14), Stage(128, 64, 7, 7)]
 
 
-class Row(NamedTuple):
-    source: str
-    kernel: str  # as demangled, for a stage s
-    marker: str  # an instruction that only the innermost loop's work has
-    work: Callable[[Stage], Work]
-
-
-ROWS = [
-    Row("patch_linear.cu", "patch_linear_kernel<true, {s.at_once_E}, float>", "HMMA", Stage.forward),
-    Row("patch_linear.cu", "map_gradient_kernel<true, {s.at_once_R}, float>", "HMMA", Stage.map_gradient),
-    Row("patch_linear.cu", "parameter_gradient_kernel<true, {s.at_once_E}, float>", "HMMA", Stage.parameters),
-    Row("aggregation.cu", "aggregate_kernel<{s.wide}, 2, float>", "FFMA", Stage.weighted_sum),
-    Row("aggregation.cu", "gather_kernel<{s.wide}, 2, float>", "FFMA", Stage.weighted_sum),
-    Row("aggregation.cu", "correlate_kernel<{s.wide}, true, float>", "FFMA", Stage.correlation),
-    Row("relation.cu", "unfold_kernel<float>", "LDG", Stage.unfolded),
-    Row("relation.cu", "subtraction_kernel<float>", "FADD", Stage.unfolded),
-    Row("relation.cu", "gather_footprints_kernel<false, float>", "FADD", Stage.unfolded),
+# Source, kernel as demangled for a stage s, an instruction that only the innermost loop's work has, its work.
+Row = tuple[str, str, str, Callable[[Stage], Work]]
+ROWS: list[Row] = [
+    ("patch_linear.cu", "patch_linear_kernel<true, {s.at_once_E}, float>", "HMMA", Stage.forward),
+    ("patch_linear.cu", "map_gradient_kernel<true, {s.at_once_R}, float>", "HMMA", Stage.map_gradient),
+    ("patch_linear.cu", "parameter_gradient_kernel<true, {s.at_once_E}, float>", "HMMA", Stage.parameters),
+    ("aggregation.cu", "aggregate_kernel<{s.wide}, 2, float>", "FFMA", Stage.weighted_sum),
+    ("aggregation.cu", "gather_kernel<{s.wide}, 2, float>", "FFMA", Stage.weighted_sum),
+    ("aggregation.cu", "correlate_kernel<{s.wide}, true, float>", "FFMA", Stage.correlation),
+    ("relation.cu", "unfold_kernel<float>", "LDG", Stage.unfolded),
+    ("relation.cu", "subtraction_kernel<float>", "FADD", Stage.unfolded),
+    ("relation.cu", "gather_footprints_kernel<false, float>", "FADD", Stage.unfolded),
 ]
 
 
@@ -117,8 +110,8 @@ class Kernel:
 
     def cells(self, gpu: Gpu) -> list[object]:
         """A row of the table; dynamic shared memory, which is not known here, may allow fewer blocks per SM."""
-        by_registers = 65536 // (math.ceil(self.registers / 8) * 8 * THREADS)
-        blocks = min(by_registers, 2048 // THREADS, gpu.shared // (self.shared + 1024))
+        by_registers = 65536 // (math.ceil(self.registers / 8) * 8 * 256)  # all blocks have 256 threads
+        blocks = min(by_registers, 2048 // 256, gpu.shared // (self.shared + 1024))
         loops = " ".join(str(end - first) for first, end in sorted(self.loops))
         return [self.name, self.registers, self.shared, self.spills, blocks, len(self.opcodes), loops]
 
@@ -180,9 +173,9 @@ def print_table(title: str, header: Sequence[object], rows: Sequence[Sequence[ob
 
 
 def predicted(row: Row, kernels: list[Kernel], gpu: Gpu, stage: Stage) -> str:
-    work = row.work(stage)
-    kernel = next(k for k in kernels if k.name == row.kernel.format(s=stage))
-    count = work.warps * kernel.warp_instructions(row.marker, work)
+    _, name, marker, work_at = row
+    kernel, work = next(k for k in kernels if k.name == name.format(s=stage)), work_at(stage)
+    count = work.warps * kernel.warp_instructions(marker, work)
     issue, memory = 1e3 * count / gpu.issue, 1e3 * work.bytes / gpu.bandwidth
     times = f"**{issue:.3f}** / {memory:.3f}" if issue > memory else f"{issue:.3f} / **{memory:.3f}**"
     return f"{count / (stage.P * stage.k**2):.1f}; {times}"
@@ -191,17 +184,13 @@ def predicted(row: Row, kernels: list[Kernel], gpu: Gpu, stage: Stage) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", type=Path, default=build.sources("cuda"))
-    sources = parser.parse_args().sources
-    toolchain = build.Toolchain.find(cuda=True)
-    folders = [str(Path(str(toolchain.nvcc)).resolve().parent), os.environ.get("PATH", "")]
-    nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(folders))
-    if nvdisasm is None:
-        raise SystemExit("nvdisasm was not found; run `pip install nvidia-cuda-nvdisasm` and add its folder to PATH")
+    sources, toolchain = parser.parse_args().sources, build.Toolchain.find(cuda=True)
+    nvdisasm = shutil.which("nvdisasm") or str(Path(str(toolchain.nvcc)).resolve().with_name("nvdisasm"))
     print("# Prediction, not measured\n\nAt full issue or full memory bandwidth, whichever takes longer; expect twice that.")
     for architecture, gpu in GPUS.items():
         found = {source.name: compiled(source, architecture, toolchain, nvdisasm) for source in sources}
         title = f"SAN10, batch 32, {gpu.name}: warp instructions per pair; ms by issue / by bytes, the larger in bold"
-        rows = [[r.kernel, *(predicted(r, found[r.source], gpu, s) for s in STAGES)] for r in ROWS if r.source in found]
+        rows = [[r[1], *(predicted(r, found[r[0]], gpu, s) for s in STAGES)] for r in ROWS if r[0] in found]
         print_table(title, ["kernel", *(f"stage {i + 1}" for i in range(len(STAGES)))], rows)
         for name, kernels in found.items():
             print_table(f"{name}, {gpu.name}", KERNEL_COLUMNS, [k.cells(gpu) for k in sorted(kernels, key=lambda k: k.name)])
