@@ -87,21 +87,28 @@ inline Footprint check_pairs(const Tensor& center, const Tensor& around, const T
 // The layers after it; an empty weight1 stands for no hidden layer.
 inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const Tensor& shift2,
                               const Tensor& weight2) {
-  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");
-  const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0), depth = E > 0 ? E : d;
-  STD_TORCH_CHECK(E == 0 || weight1.size(1) == d, "weight1 must be [E, ", d, "], not [", E, ", ", weight1.size(1), "]");
-  STD_TORCH_CHECK(G > 0 && weight2.size(1) == depth, "weight2 must be [G, ", depth, "], not [", G, ", ",
-                  weight2.size(1), "]");
-  STD_TORCH_CHECK(shift2.dim() == 1 && shift2.size(0) == E, "shift2 must have ", E,
-                  " values, one for each row of weight1");
-  STD_TORCH_CHECK(shift2.scalar_type() == center.scalar_type() && shift2.device() == center.device(),
-                  "shift2 must have the dtype and the device of center");
-  check_same(weight1, weight2, "weight1 and weight2");
-  const ScalarType type = weight2.scalar_type();
-  const bool is_half = type == ScalarType::Half || type == ScalarType::BFloat16;
-  STD_TORCH_CHECK((type == center.scalar_type() || (is_half && center.scalar_type() == ScalarType::Float)) &&
-                      weight2.device() == center.device(),
-                  "weight1 and weight2 must have the dtype of center, or a half type beside float32, and its device");
+// Inputs of patch_linear (schemas.py); the gradients of its backward operator have the shape of its result.
+inline void check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
+                          const Tensor& weight, const Footprint& footprint) {
+  STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
+                  center.dim(), " and ", around.dim());
+  for (int axis = 0; axis < 3; ++axis) {
+    STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
+  }
+  const int64_t C = center.size(3), R = around.size(3), columns = C + R * footprint.positions();
+  STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center has ", C, " channels; expected around's ", R, " or none");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
+                  "] for the ", columns, " channels of a patch");
+  STD_TORCH_CHECK(scale.dim() == 1 && scale.size(0) == columns && shift.dim() == 1 && shift.size(0) == columns,
+                  "scale and shift must have the ", columns, " channels of a patch");
+  const ScalarType type = around.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, "around must be float32 or float64");
+  check_same(center, around, "center and around");
+  check_same(scale, around, "scale and around"), check_same(shift, around, "shift and around");
+  STD_TORCH_CHECK(weight.scalar_type() == type || weight.scalar_type() == ScalarType::Half ||
+                      weight.scalar_type() == ScalarType::BFloat16,
+                  "weight must have around's dtype, float16 or bfloat16");
+  STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
 }
 
 // The attention weights that the layers gave, and their gradient.

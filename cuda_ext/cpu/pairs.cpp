@@ -259,7 +259,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, shift1, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2);
-    check_pair_gradient(center, weight2, grad, w, problem.p.footprint);
+    check_pair_gradient(grad, w, center, weight2, problem.p.footprint);
     auto [to_center, to_around, to_shift1, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
     return {to_center, to_around, to_shift1, as_type(to_weight1, weight1.scalar_type()), to_shift2,
             as_type(to_weight2, weight2.scalar_type())};

@@ -1,75 +1,271 @@
 // aggregation and dot, forward and backward. Definition: san/ops/reference.py.
 //
 // Each is the other's derivative, so three kernels serve both: `aggregate` has one thread per output pixel and channel,
-// `correlate` one per weight, which sums over the channels that share it, `gather` one per input pixel, which sums
-// over the outputs that read it. No atomics.
+// `gather` one per input pixel and channel, which sums over the outputs that read it, `correlate` one per weight of a
+// row of the footprint, which sums over the channels that share it. No atomics. Tensors have any strides; where
+// channels and weight channels lie beside each other and their numbers allow, a thread takes 4 or 2 neighbours, and
+// those of two sets of channels with the same weights.
 #include <tuple>
 
-#include "launch.h"
+#include "product.cuh"
+#include "window.cuh"
 
 namespace san::cuda {
 
-// out[c, i] = sum_o weight[c % G, o, i] * beta[c, i + o]
-template <class scalar_t>
-__global__ void aggregate_kernel(const scalar_t* beta, const scalar_t* weight, Footprint f, int64_t C, int64_t G,
-                                 int64_t elements, scalar_t* out) {
-  using acc_t = accumulate_t<scalar_t>;
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), plane = index / f.pixels();
-    const scalar_t* values = beta + plane * f.pixels();
-    const scalar_t* weights = weight + (plane / C * G + plane % C % G) * f.positions() * f.pixels() + i;
-    acc_t sum = 0;
-    for (int64_t o = 0; o < f.positions(); ++o) {
-      const int64_t h = reflect(i / f.width + o / f.kernel_size - f.reach(), f.height);
-      const int64_t w = reflect(i % f.width + o % f.kernel_size - f.reach(), f.width);
-      sum += static_cast<acc_t>(weights[o * f.pixels()]) * static_cast<acc_t>(values[h * f.width + w]);
-    }
-    out[index] = static_cast<scalar_t>(sum);
-  }
+// The stride of an axis within an image, all of whose offsets are 32-bit integers.
+int stride_of(const Tensor& x, int axis) {
+  int64_t last = 0;
+  for (int other = 1; other < 4; ++other) last += (x.size(other) - 1) * x.stride(other);
+  STD_TORCH_CHECK(last < int64_t(1) << 31, "an image's tensor of shape [", x.size(1), ", ", x.size(2), ", ", x.size(3),
+                  "] is too large: it must span fewer than 2^31 elements");
+  return static_cast<int>(x.stride(axis));
 }
 
-// out[g, o, i] = sum over the channels c of group g of center[c, i] * around[c, i + o]
-template <class scalar_t>
-__global__ void correlate_kernel(const scalar_t* center, const scalar_t* around, Footprint f, int64_t C, int64_t G,
-                                 int64_t elements, scalar_t* out) {
-  using acc_t = accumulate_t<scalar_t>;
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), o = index / f.pixels() % f.positions();
-    const int64_t g = index / f.pixels() / f.positions() % G, n = index / f.pixels() / f.positions() / G;
-    const int64_t h = reflect(i / f.width + o / f.kernel_size - f.reach(), f.height);
-    const int64_t w = reflect(i % f.width + o % f.kernel_size - f.reach(), f.width);
-    acc_t sum = 0;
-    for (int64_t c = g; c < C; c += G) {
-      const int64_t plane = (n * C + c) * f.pixels();
-      sum += static_cast<acc_t>(center[plane + i]) * static_cast<acc_t>(around[plane + h * f.width + w]);
-    }
-    out[index] = static_cast<scalar_t>(sum);
+// A map [N, C, P] and weights [N, G, K, P] as they lie in memory.
+struct MapStrides {
+  int64_t image;
+  int channel, pixel;
+
+  // Height and width must have one stride, as `with_pixel_stride` ensures.
+  explicit MapStrides(const Tensor& x)
+      : image(x.stride(0)), channel(stride_of(x, 1)), pixel(stride_of(x, x.size(3) > 1 ? 3 : 2)) {}
+};
+struct WeightStrides {
+  int64_t image;
+  int group, position, pixel;
+
+  explicit WeightStrides(const Tensor& x)
+      : image(x.stride(0)), group(stride_of(x, 1)), position(stride_of(x, 2)), pixel(stride_of(x, 3)) {}
+  bool groups_are_neighbours() const { return group == 1 && pixel != 1; }
+};
+
+constexpr int kResident = 2;  // blocks per SM that suffice: for more the compiler would spill registers
+
+struct Sizes {
+  Window f;
+  int C, G;
+};
+
+// The image, pixel and first of kWidth channels of a thread; channels run fastest where they lie beside each other.
+struct Place {
+  int64_t n;
+  int i, h, w, c;
+
+  __device__ __forceinline__ Place(const Window& f, unsigned thread, unsigned packs, bool channels_are_fastest) {
+    const unsigned pixels = f.pixels(), image = thread / (pixels * packs), rest = thread - image * pixels * packs;
+    const unsigned fast = channels_are_fastest ? packs : pixels, slow = rest / fast, within = rest - slow * fast;
+    n = image, i = channels_are_fastest ? slow : within, c = channels_are_fastest ? within : slow;
+    h = static_cast<unsigned>(i) / static_cast<unsigned>(f.width), w = i - h * f.width;
+  }
+};
+
+template <int kWidth, class scalar_t, class T = accumulate_t<scalar_t>>
+__device__ __forceinline__ void add_products(const Pack<kWidth, scalar_t>& a, const scalar_t* from, T (&sums)[kWidth]) {
+  const auto b = Pack<kWidth, scalar_t>::load(from);
+  SAN_UNROLL
+  for (int v = 0; v < kWidth; ++v) sums[v] += static_cast<T>(a.data[v]) * static_cast<T>(b.data[v]);
+}
+
+template <int kWidth, class scalar_t, class T = accumulate_t<scalar_t>>
+__device__ __forceinline__ void store_sums(const T (&sums)[kWidth], scalar_t* to) {
+  Pack<kWidth, scalar_t> rounded;
+  SAN_UNROLL
+  for (int v = 0; v < kWidth; ++v) rounded.data[v] = static_cast<scalar_t>(sums[v]);
+  rounded.store(to);
+}
+
+// out[c, i] = sum_o weight[c % G, o, i] * beta[c, i + o]
+//
+// Predicted for SAN10's stage 2 at batch 32 (64 channels, 8 weight channels, 56x56, k = 7, float32) on an H100: reads
+// 26 MB of beta and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
+template <int kWidth, int kSets, class scalar_t>
+__global__ void __launch_bounds__(kThreads, kResident)
+    aggregate_kernel(const scalar_t* beta, MapStrides in, const scalar_t* weight, WeightStrides at, Sizes sizes,
+                     unsigned threads, scalar_t* out, MapStrides to) {
+  const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
+  if (thread >= threads) return;
+  const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
+  const int c = own.c * kWidth, set = sizes.C / kSets;
+  const scalar_t* values = beta + own.n * in.image + c * in.channel;
+  const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.group + own.i * at.pixel;
+  accumulate_t<scalar_t> sums[kSets][kWidth] = {};
+  for_each_neighbour(sizes.f, own.h, own.w, [&](int o, int j) {
+    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position);
+    SAN_UNROLL
+    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + j * in.pixel, sums[s]);
+  });
+  SAN_UNROLL
+  for (int s = 0; s < kSets; ++s) {
+    store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
   }
 }
 
 // out[c, j] = sum over all (o, i) that show pixel j of weight[c % G, o, i] * center[c, i]
-template <class scalar_t>
-__global__ void gather_kernel(const scalar_t* center, const scalar_t* weight, Footprint f, int64_t C, int64_t G,
-                              int64_t elements, scalar_t* out) {
-  using acc_t = accumulate_t<scalar_t>;
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), plane = index / f.pixels();
-    const scalar_t* centers = center + plane * f.pixels();
-    const scalar_t* weights = weight + (plane / C * G + plane % C % G) * f.positions() * f.pixels();
-    acc_t sum = 0;
-    for_each_image(i / f.width, f.height, f.reach(), [&](int64_t padded_h) {
-      for_each_image(i % f.width, f.width, f.reach(), [&](int64_t padded_w) {
-        for (int64_t o = 0; o < f.positions(); ++o) {
-          const int64_t from_h = padded_h - (o / f.kernel_size - f.reach());
-          const int64_t from_w = padded_w - (o % f.kernel_size - f.reach());
-          if (from_h < 0 || from_h >= f.height || from_w < 0 || from_w >= f.width) continue;
-          const int64_t from = from_h * f.width + from_w;
-          sum += static_cast<acc_t>(weights[o * f.pixels() + from]) * static_cast<acc_t>(centers[from]);
-        }
-      });
-    });
-    out[index] = static_cast<scalar_t>(sum);
+//
+// Predicted as for `aggregate`, whose traffic and products are the same: 0.07 ms.
+template <int kWidth, int kSets, class scalar_t>
+__global__ void __launch_bounds__(kThreads, kResident)
+    gather_kernel(const scalar_t* center, MapStrides in, const scalar_t* weight, WeightStrides at, Sizes sizes,
+                  unsigned threads, scalar_t* out, MapStrides to) {
+  const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
+  if (thread >= threads) return;
+  const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
+  const int c = own.c * kWidth, set = sizes.C / kSets;
+  const scalar_t* values = center + own.n * in.image + c * in.channel;
+  const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.group;
+  accumulate_t<scalar_t> sums[kSets][kWidth] = {};
+  for_each_reader(sizes.f, own.h, own.w, [&](int o, int i) {
+    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position + i * at.pixel);
+    SAN_UNROLL
+    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + i * in.pixel, sums[s]);
+  });
+  SAN_UNROLL
+  for (int s = 0; s < kSets; ++s) {
+    store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
   }
+}
+
+constexpr int kShares = 8;  // channels that share a weight in SAN
+
+// out[g, o, i] = sum over the channels c of group g of center[c, i] * around[c, i + o]. With kKept, kShares channels
+// share a weight, and a thread keeps their values at the center.
+//
+// Predicted for SAN10's stage 2 as above: reads 26 MB of center and of around, writes 157 MB of weights; 315 M
+// products; no shared memory; 0.07 ms, of memory bandwidth.
+template <int kWidth, bool kKept, class scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    correlate_kernel(const scalar_t* center, MapStrides from, const scalar_t* around, MapStrides in, Sizes sizes,
+                     bool groups_are_fastest, unsigned threads, scalar_t* out, WeightStrides to) {
+  const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
+  if (thread >= threads) return;
+  const Window& f = sizes.f;
+  const int packs = sizes.G / kWidth, shares = sizes.C / sizes.G;
+  const Place own(f, thread, packs * f.kernel_size, groups_are_fastest);
+  // Of Place's channels, the slower index is the row of the footprint.
+  const int dh = own.c / packs, g = (own.c - dh * packs) * kWidth;
+  const scalar_t* centers = center + own.n * from.image + g * from.channel + own.i * from.pixel;
+  const scalar_t* values = around + own.n * in.image + g * in.channel;
+  const int from_step = sizes.G * from.channel, in_step = sizes.G * in.channel;
+  Pack<kWidth, scalar_t> kept[kKept ? kShares : 1] = {};
+  if constexpr (kKept) {
+    SAN_UNROLL
+    for (int s = 0; s < kShares; ++s) kept[s] = Pack<kWidth, scalar_t>::load(centers + s * from_step);
+  }
+  const int row = reflect_int(own.h + dh - f.reach(), f.height) * f.width;
+  scalar_t* result = out + own.n * to.image + g * to.group + dh * f.kernel_size * to.position + own.i * to.pixel;
+  for (int dw = -f.reach(); dw <= f.reach(); ++dw, result += to.position) {
+    const scalar_t* seen = values + (row + reflect_int(own.w + dw, f.width)) * in.pixel;
+    accumulate_t<scalar_t> sums[kWidth] = {};
+    if constexpr (kKept) {
+      SAN_UNROLL
+      for (int s = 0; s < kShares; ++s) add_products(kept[s], seen + s * in_step, sums);
+    } else {
+      for (int s = 0; s < shares; ++s) {
+        add_products(Pack<kWidth, scalar_t>::load(centers + s * from_step), seen + s * in_step, sums);
+      }
+    }
+    store_sums(sums, result);
+  }
+}
+
+// Whether so many channels that begin at a multiple of their number can be read at once.
+template <class scalar_t>
+bool is_wide(int width, const scalar_t* data, int64_t channel, std::initializer_list<int64_t> others) {
+  bool aligned = channel == 1 && reinterpret_cast<uintptr_t>(data) % (width * sizeof(scalar_t)) == 0;
+  for (const int64_t stride : others) aligned = aligned && stride % width == 0;
+  return aligned;
+}
+template <class scalar_t>
+bool is_wide(int width, const scalar_t* data, const MapStrides& at) {
+  return is_wide(width, data, at.channel, {at.image, at.pixel});
+}
+template <class scalar_t>
+bool is_wide(int width, const scalar_t* data, const WeightStrides& at) {
+  return is_wide(width, data, at.group, {at.image, at.position, at.pixel});
+}
+
+// Calls run with the largest number of neighbours that `fits` allows.
+template <class Fits, class Run>
+void with_width(const Fits& fits, const Run& run) {
+  if (fits(4)) return run(std::integral_constant<int, 4>());
+  if (fits(2)) return run(std::integral_constant<int, 2>());
+  run(std::integral_constant<int, 1>());
+}
+
+Sizes sizes_of(const Tensor& map, const Footprint& f, int64_t groups) {
+  constexpr int64_t kMost = int64_t(1) << 31;
+  STD_TORCH_CHECK(map.size(1) < kMost, map.size(1), " channels are too many");
+  return {Window(f), static_cast<int>(map.size(1)), static_cast<int>(groups)};
+}
+
+// A map whose rows follow each other at the stride of its pixels.
+Tensor with_pixel_stride(const Tensor& x) {
+  const bool has_one = x.size(2) <= 1 || x.size(3) <= 1 || x.stride(2) == x.size(3) * x.stride(3);
+  return has_one ? x : torch::stable::contiguous(x);
+}
+
+// x with its channels beside each other where those of `like` are.
+Tensor in_format_of(const Tensor& like, const Tensor& x) {
+  using torch::headeronly::MemoryFormat;
+  return torch::stable::contiguous(x, like.stride(1) == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+}
+
+// out = aggregate or, with kGather, gather, of a map and weights.
+template <class scalar_t, bool kGather>
+void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& sizes, Tensor& out) {
+  const MapStrides in(map), to(out);
+  const WeightStrides at(weight);
+  const scalar_t *values = map.const_data_ptr<scalar_t>(), *weights = weight.const_data_ptr<scalar_t>();
+  scalar_t* result = out.mutable_data_ptr<scalar_t>();
+  const auto run = [&](auto width, auto sets) {
+    constexpr int kWidth = decltype(width)::value, kSets = decltype(sets)::value;
+    const int64_t threads_per_image = int64_t(sizes.C / kWidth / kSets) * sizes.f.pixels();
+    for_each_part(map.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
+      const scalar_t *source = values + first * in.image, *factors = weights + first * at.image;
+      scalar_t* target = result + first * to.image;
+      if constexpr (kGather) {
+        SAN_LAUNCH((gather_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source,
+                   in, factors, at, sizes, threads, target, to);
+      } else {
+        SAN_LAUNCH((aggregate_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map),
+                   source, in, factors, at, sizes, threads, target, to);
+      }
+    });
+  };
+  const auto fits = [&](int width) {
+    return sizes.G % width == 0 && is_wide(width, values, in) && is_wide(width, weights, at) &&
+           is_wide(width, result, to);
+  };
+  with_width(fits, [&](auto width) {
+    const bool even = sizes.C / sizes.G % 2 == 0;
+    even ? run(width, std::integral_constant<int, 2>()) : run(width, std::integral_constant<int, 1>());
+  });
+}
+
+// out [N, G, K, P] = correlate of two maps.
+template <class scalar_t>
+void launch_correlation(const Tensor& center, const Tensor& around, const Sizes& sizes, Tensor& out) {
+  const MapStrides from(center), in(around);
+  const WeightStrides to(out);
+  const scalar_t *centers = center.const_data_ptr<scalar_t>(), *values = around.const_data_ptr<scalar_t>();
+  scalar_t* result = out.mutable_data_ptr<scalar_t>();
+  const auto run = [&](auto width, auto is_kept) {
+    constexpr int kWidth = decltype(width)::value;
+    constexpr bool kKept = decltype(is_kept)::value;
+    const int64_t threads_per_image = int64_t(sizes.G / kWidth) * sizes.f.kernel_size * sizes.f.pixels();
+    for_each_part(center.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
+      SAN_LAUNCH((correlate_kernel<kWidth, kKept, scalar_t>), grid_for(threads), kThreads, current_stream(center),
+                 centers + first * from.image, from, values + first * in.image, in, sizes, to.groups_are_neighbours(),
+                 threads, result + first * to.image, to);
+    });
+  };
+  const auto fits = [&](int width) {
+    return sizes.G % width == 0 && is_wide(width, centers, from) && is_wide(width, values, in) &&
+           is_wide(width, result, to);
+  };
+  with_width(fits, [&](auto width) {
+    sizes.C / sizes.G == kShares ? run(width, std::true_type()) : run(width, std::false_type());
+  });
 }
 
 Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {
@@ -77,13 +273,11 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
   const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
   check_aggregation(beta, weight, f);
   const OperatorGuard guard("aggregation", beta);
-  const Tensor values = torch::stable::contiguous(beta), weights = torch::stable::contiguous(weight);
-  Tensor out = torch::stable::empty_like(values);
+  const Tensor values = with_pixel_stride(beta);
+  Tensor out = with_pixel_stride(torch::stable::empty_like(values));
   if (out.numel() == 0) return out;
   SAN_DISPATCH(beta.scalar_type(), "aggregation", [&] {
-    SAN_LAUNCH(aggregate_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(beta),
-               values.const_data_ptr<scalar_t>(), weights.const_data_ptr<scalar_t>(), f, beta.size(1), weight.size(1),
-               out.numel(), out.mutable_data_ptr<scalar_t>());
+    launch_weighted_sum<scalar_t, false>(values, weight, sizes_of(values, f, weight.size(1)), out);
   });
   return out;
 }
@@ -96,17 +290,14 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
   check_same(grad, beta, "grad and beta");
   STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have the same shape");
   const OperatorGuard guard("aggregation_backward", beta);
-  const Tensor grads = torch::stable::contiguous(grad), values = torch::stable::contiguous(beta);
-  const Tensor weights = torch::stable::contiguous(weight);
-  Tensor grad_beta = torch::stable::empty_like(values), grad_weight = torch::stable::empty_like(weights);
+  const Tensor values = with_pixel_stride(beta), grads = in_format_of(values, grad);
+  Tensor grad_beta = with_pixel_stride(torch::stable::empty_like(values));
+  Tensor grad_weight = torch::stable::empty_like(weight);
   if (grad_beta.numel() == 0) return {grad_beta, grad_weight};
   SAN_DISPATCH(beta.scalar_type(), "aggregation_backward", [&] {
-    const scalar_t *gy = grads.const_data_ptr<scalar_t>(), *b = values.const_data_ptr<scalar_t>();
-    const scalar_t* w = weights.const_data_ptr<scalar_t>();
-    SAN_LAUNCH(correlate_kernel<scalar_t>, blocks_for(grad_weight.numel()), kThreads, current_stream(beta), gy, b, f,
-               beta.size(1), weight.size(1), grad_weight.numel(), grad_weight.mutable_data_ptr<scalar_t>());
-    SAN_LAUNCH(gather_kernel<scalar_t>, blocks_for(grad_beta.numel()), kThreads, current_stream(beta), gy, w, f,
-               beta.size(1), weight.size(1), grad_beta.numel(), grad_beta.mutable_data_ptr<scalar_t>());
+    const Sizes sizes = sizes_of(values, f, weight.size(1));
+    launch_correlation<scalar_t>(grads, values, sizes, grad_weight);
+    launch_weighted_sum<scalar_t, true>(grads, weight, sizes, grad_beta);
   });
   return {grad_beta, grad_weight};
 }
@@ -118,11 +309,8 @@ Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t gr
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor out = torch::stable::new_empty(phi, {phi.size(0), groups, f.positions(), f.pixels()});
   if (out.numel() == 0) return out;
-  SAN_DISPATCH(phi.scalar_type(), "dot", [&] {
-    SAN_LAUNCH(correlate_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(phi),
-               left.const_data_ptr<scalar_t>(), right.const_data_ptr<scalar_t>(), f, phi.size(1), groups, out.numel(),
-               out.mutable_data_ptr<scalar_t>());
-  });
+  SAN_DISPATCH(phi.scalar_type(), "dot",
+               [&] { launch_correlation<scalar_t>(left, right, sizes_of(left, f, groups), out); });
   return out;
 }
 
@@ -134,18 +322,13 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
   check_dot(phi, psi, grad.size(1));
   STD_TORCH_CHECK(grad.size(0) == phi.size(0), "grad and phi must have one batch size");
   const OperatorGuard guard("dot_backward", phi);
-  const Tensor grads = torch::stable::contiguous(grad);
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor grad_phi = torch::stable::empty_like(left), grad_psi = torch::stable::empty_like(right);
   if (grad_phi.numel() == 0) return {grad_phi, grad_psi};
   SAN_DISPATCH(phi.scalar_type(), "dot_backward", [&] {
-    const scalar_t* g = grads.const_data_ptr<scalar_t>();
-    SAN_LAUNCH(aggregate_kernel<scalar_t>, blocks_for(grad_phi.numel()), kThreads, current_stream(phi),
-               right.const_data_ptr<scalar_t>(), g, f, phi.size(1), grad.size(1), grad_phi.numel(),
-               grad_phi.mutable_data_ptr<scalar_t>());
-    SAN_LAUNCH(gather_kernel<scalar_t>, blocks_for(grad_psi.numel()), kThreads, current_stream(phi),
-               left.const_data_ptr<scalar_t>(), g, f, phi.size(1), grad.size(1), grad_psi.numel(),
-               grad_psi.mutable_data_ptr<scalar_t>());
+    const Sizes sizes = sizes_of(left, f, grad.size(1));
+    launch_weighted_sum<scalar_t, false>(right, grad, sizes, grad_phi);
+    launch_weighted_sum<scalar_t, true>(left, grad, sizes, grad_psi);
   });
   return {grad_phi, grad_psi};
 }

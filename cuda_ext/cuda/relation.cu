@@ -1,76 +1,66 @@
 // unfold and subtraction, forward and backward. Definition: san/ops/reference.py.
 //
-// Forward: one thread per output element, consecutive threads on consecutive pixels. Backward: one thread per input
-// pixel gathers from every output that read it, its mirror images included, so there are no atomics and sums have a
-// fixed order.
+// Forward: one thread per pixel and channel writes its footprint, consecutive threads on consecutive pixels. Backward:
+// one thread per pixel and channel gathers from every output that read it, its mirror images included, so there are no
+// atomics and sums have a fixed order. `channels` are those of all images.
 #include <tuple>
 
-#include "launch.h"
+#include "window.cuh"
 
 namespace san::cuda {
 
+// Predicted for SAN10's stage 2 at batch 32 (16 channels, 56x56, k = 7, float32) on an H100: reads 6 MB, writes 315 MB,
+// no products, no shared memory; 0.11 ms, of memory bandwidth.
 template <class scalar_t>
-__global__ void unfold_kernel(const scalar_t* x, Footprint f, int64_t elements, scalar_t* out) {
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), o = index / f.pixels() % f.positions();
-    const int64_t plane = index / f.pixels() / f.positions();
-    const int64_t h = reflect(i / f.width + o / f.kernel_size - f.reach(), f.height);
-    const int64_t w = reflect(i % f.width + o % f.kernel_size - f.reach(), f.width);
-    out[index] = x[plane * f.pixels() + h * f.width + w];
-  }
+__global__ void __launch_bounds__(kThreads)
+    unfold_kernel(const scalar_t* x, Window f, unsigned threads, scalar_t* out) {
+  const unsigned thread = blockIdx.x * kThreads + threadIdx.x, pixels = f.pixels();
+  if (thread >= threads) return;
+  const unsigned channel = thread / pixels, i = thread - channel * pixels, h = i / f.width;
+  const scalar_t* values = x + int64_t(channel) * pixels;
+  scalar_t* to = out + int64_t(channel) * f.positions() * pixels + i;
+  for_each_neighbour(f, h, i - h * f.width, [&](int, int j) { *to = values[j], to += pixels; });
 }
 
+// Predicted as for unfold: reads 13 MB, writes 315 MB; 157 M subtractions; 0.11 ms.
 template <class scalar_t>
-__global__ void subtraction_kernel(const scalar_t* phi, const scalar_t* psi, Footprint f, int64_t elements,
-                                   scalar_t* out) {
+__global__ void __launch_bounds__(kThreads)
+    subtraction_kernel(const scalar_t* phi, const scalar_t* psi, Window f, unsigned threads, scalar_t* out) {
   using acc_t = accumulate_t<scalar_t>;
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), o = index / f.pixels() % f.positions();
-    const int64_t plane = index / f.pixels() / f.positions() * f.pixels();
-    const int64_t h = reflect(i / f.width + o / f.kernel_size - f.reach(), f.height);
-    const int64_t w = reflect(i % f.width + o % f.kernel_size - f.reach(), f.width);
-    out[index] =
-        static_cast<scalar_t>(static_cast<acc_t>(phi[plane + i]) - static_cast<acc_t>(psi[plane + h * f.width + w]));
-  }
-}
-
-// The sum of grad [K, P] over all (offset, pixel) pairs that show pixel (h, w).
-template <class scalar_t>
-SAN_HOST_DEVICE accumulate_t<scalar_t> gather(const scalar_t* grad, const Footprint& f, int64_t h, int64_t w) {
-  accumulate_t<scalar_t> sum = 0;
-  for_each_image(h, f.height, f.reach(), [&](int64_t padded_h) {
-    for_each_image(w, f.width, f.reach(), [&](int64_t padded_w) {
-      for (int64_t o = 0; o < f.positions(); ++o) {
-        const int64_t from_h = padded_h - (o / f.kernel_size - f.reach());
-        const int64_t from_w = padded_w - (o % f.kernel_size - f.reach());
-        if (from_h < 0 || from_h >= f.height || from_w < 0 || from_w >= f.width) continue;
-        sum += static_cast<accumulate_t<scalar_t>>(grad[o * f.pixels() + from_h * f.width + from_w]);
-      }
-    });
+  const unsigned thread = blockIdx.x * kThreads + threadIdx.x, pixels = f.pixels();
+  if (thread >= threads) return;
+  const unsigned channel = thread / pixels, i = thread - channel * pixels, h = i / f.width;
+  const scalar_t* values = psi + int64_t(channel) * pixels;
+  const acc_t center = static_cast<acc_t>(phi[thread]);
+  scalar_t* to = out + int64_t(channel) * f.positions() * pixels + i;
+  for_each_neighbour(f, h, i - h * f.width, [&](int, int j) {
+    *to = static_cast<scalar_t>(center - static_cast<acc_t>(values[j])), to += pixels;
   });
-  return sum;
 }
 
-template <class scalar_t>
-__global__ void unfold_backward_kernel(const scalar_t* grad, Footprint f, int64_t elements, scalar_t* out) {
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), plane = index / f.pixels();
-    const scalar_t* grads = grad + plane * f.positions() * f.pixels();
-    out[index] = static_cast<scalar_t>(gather(grads, f, i / f.width, i % f.width));
-  }
-}
-
-template <class scalar_t>
-__global__ void subtraction_backward_kernel(const scalar_t* grad, Footprint f, int64_t elements, scalar_t* grad_phi,
-                                            scalar_t* grad_psi) {
+// The gradients of unfold's x or, with kSubtraction, of phi and psi: with -grad for psi.
+//
+// Predicted as for unfold: reads 315 MB, with kSubtraction twice, of which half comes from the L2 cache; writes 6 or
+// 13 MB; 79 M or 157 M sums; 0.11 or 0.2 ms.
+template <bool kSubtraction, class scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    gather_footprints_kernel(const scalar_t* grad, Window f, unsigned threads, scalar_t* grad_phi, scalar_t* grad_psi) {
   using acc_t = accumulate_t<scalar_t>;
-  SAN_FOR_EACH(index, elements) {
-    const int64_t i = index % f.pixels(), plane = index / f.pixels();
-    const scalar_t* grads = grad + plane * f.positions() * f.pixels();
+  const unsigned thread = blockIdx.x * kThreads + threadIdx.x, pixels = f.pixels();
+  if (thread >= threads) return;
+  const unsigned channel = thread / pixels, j = thread - channel * pixels, h = j / f.width;
+  const scalar_t* grads = grad + int64_t(channel) * f.positions() * pixels;
+  acc_t sum = 0;
+  for_each_reader(f, h, j - h * f.width, [&](int o, int i) {
+    sum += static_cast<acc_t>(grads[unsigned(o) * pixels + i]);
+  });
+  grad_psi[thread] = static_cast<scalar_t>(kSubtraction ? -sum : sum);
+  if constexpr (kSubtraction) {
     acc_t center = 0;
-    for (int64_t o = 0; o < f.positions(); ++o) center += static_cast<acc_t>(grads[o * f.pixels() + i]);
-    grad_phi[index] = static_cast<scalar_t>(center);
-    grad_psi[index] = static_cast<scalar_t>(-gather(grads, f, i / f.width, i % f.width));
+    for (int o = 0; o < f.positions(); ++o) {
+      center += static_cast<acc_t>(grads[unsigned(o) * pixels + j]);
+    }
+    grad_phi[thread] = static_cast<scalar_t>(center);
   }
 }
 
@@ -82,8 +72,12 @@ Tensor unfold(const Tensor& x, int64_t kernel_size) {
   if (out.numel() == 0) return out;
   const Tensor source = torch::stable::contiguous(x);
   SAN_DISPATCH(x.scalar_type(), "unfold", [&] {
-    SAN_LAUNCH(unfold_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(x),
-               source.const_data_ptr<scalar_t>(), f, out.numel(), out.mutable_data_ptr<scalar_t>());
+    const scalar_t* from = source.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    for_each_part(x.size(0) * x.size(1), f.pixels(), [&](int64_t first, unsigned threads) {
+      SAN_LAUNCH(unfold_kernel<scalar_t>, grid_for(threads), kThreads, current_stream(x), from + first * f.pixels(),
+                 Window(f), threads, to + first * f.pixels() * f.positions());
+    });
   });
   return out;
 }
@@ -96,8 +90,13 @@ Tensor unfold_backward(const Tensor& grad, int64_t height, int64_t width, int64_
   if (out.numel() == 0) return out;
   const Tensor source = torch::stable::contiguous(grad);
   SAN_DISPATCH(grad.scalar_type(), "unfold_backward", [&] {
-    SAN_LAUNCH(unfold_backward_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(grad),
-               source.const_data_ptr<scalar_t>(), f, out.numel(), out.mutable_data_ptr<scalar_t>());
+    const scalar_t* from = source.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    for_each_part(grad.size(0) * grad.size(1), f.pixels(), [&](int64_t first, unsigned threads) {
+      SAN_LAUNCH((gather_footprints_kernel<false, scalar_t>), grid_for(threads), kThreads, current_stream(grad),
+                 from + first * f.pixels() * f.positions(), Window(f), threads, static_cast<scalar_t*>(nullptr),
+                 to + first * f.pixels());
+    });
   });
   return out;
 }
@@ -112,9 +111,13 @@ Tensor subtraction(const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
   if (out.numel() == 0) return out;
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   SAN_DISPATCH(phi.scalar_type(), "subtraction", [&] {
-    SAN_LAUNCH(subtraction_kernel<scalar_t>, blocks_for(out.numel()), kThreads, current_stream(phi),
-               left.const_data_ptr<scalar_t>(), right.const_data_ptr<scalar_t>(), f, out.numel(),
-               out.mutable_data_ptr<scalar_t>());
+    const scalar_t *center = left.const_data_ptr<scalar_t>(), *around = right.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    for_each_part(phi.size(0) * phi.size(1), f.pixels(), [&](int64_t first, unsigned threads) {
+      const int64_t offset = first * f.pixels();
+      SAN_LAUNCH(subtraction_kernel<scalar_t>, grid_for(threads), kThreads, current_stream(phi), center + offset,
+                 around + offset, Window(f), threads, to + offset * f.positions());
+    });
   });
   return out;
 }
@@ -129,9 +132,13 @@ std::tuple<Tensor, Tensor> subtraction_backward(const Tensor& grad, int64_t heig
   if (grad_phi.numel() == 0) return {grad_phi, grad_psi};
   const Tensor source = torch::stable::contiguous(grad);
   SAN_DISPATCH(grad.scalar_type(), "subtraction_backward", [&] {
-    SAN_LAUNCH(subtraction_backward_kernel<scalar_t>, blocks_for(grad_phi.numel()), kThreads, current_stream(grad),
-               source.const_data_ptr<scalar_t>(), f, grad_phi.numel(), grad_phi.mutable_data_ptr<scalar_t>(),
-               grad_psi.mutable_data_ptr<scalar_t>());
+    const scalar_t* from = source.const_data_ptr<scalar_t>();
+    scalar_t *to_phi = grad_phi.mutable_data_ptr<scalar_t>(), *to_psi = grad_psi.mutable_data_ptr<scalar_t>();
+    for_each_part(grad.size(0) * grad.size(1), f.pixels(), [&](int64_t first, unsigned threads) {
+      const int64_t offset = first * f.pixels();
+      SAN_LAUNCH((gather_footprints_kernel<true, scalar_t>), grid_for(threads), kThreads, current_stream(grad),
+                 from + offset * f.positions(), Window(f), threads, to_phi + offset, to_psi + offset);
+    });
   });
   return {grad_phi, grad_psi};
 }
