@@ -87,6 +87,33 @@ inline Footprint check_pairs(const Tensor& center, const Tensor& around, const T
 // The layers after it; an empty weight1 stands for no hidden layer.
 inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const Tensor& shift2,
                               const Tensor& weight2) {
+  STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");
+  const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0), depth = E > 0 ? E : d;
+  STD_TORCH_CHECK(E == 0 || weight1.size(1) == d, "weight1 must be [E, ", d, "], not [", E, ", ", weight1.size(1), "]");
+  STD_TORCH_CHECK(G > 0 && weight2.size(1) == depth, "weight2 must be [G, ", depth, "], not [", G, ", ",
+                  weight2.size(1), "]");
+  STD_TORCH_CHECK(shift2.dim() == 1 && shift2.size(0) == E, "shift2 must have ", E,
+                  " values, one for each row of weight1");
+  STD_TORCH_CHECK(shift2.scalar_type() == center.scalar_type() && shift2.device() == center.device(),
+                  "shift2 must have the dtype and the device of center");
+  check_same(weight1, weight2, "weight1 and weight2");
+  const ScalarType type = weight2.scalar_type();
+  const bool is_half = type == ScalarType::Half || type == ScalarType::BFloat16;
+  STD_TORCH_CHECK((type == center.scalar_type() || (is_half && center.scalar_type() == ScalarType::Float)) &&
+                      weight2.device() == center.device(),
+                  "weight1 and weight2 must have the dtype of center, or a half type beside float32, and its device");
+}
+
+// The attention weights that the layers gave, and their gradient.
+inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& weight2,
+                                const Footprint& footprint) {
+  check_unfolded(w, footprint, "w");
+  STD_TORCH_CHECK(w.size(0) == center.size(0) && w.size(1) == weight2.size(0), "w must have ", center.size(0),
+                  " images and ", weight2.size(0), " channels, not ", w.size(0), " and ", w.size(1));
+  STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
+  check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
+}
+
 // Inputs of patch_linear (schemas.py); the gradients of its backward operator have the shape of its result.
 inline void check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
                           const Tensor& weight, const Footprint& footprint) {
@@ -109,16 +136,6 @@ inline void check_patches(const Tensor& center, const Tensor& around, const Tens
                       weight.scalar_type() == ScalarType::BFloat16,
                   "weight must have around's dtype, float16 or bfloat16");
   STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
-}
-
-// The attention weights that the layers gave, and their gradient.
-inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& weight2,
-                                const Footprint& footprint) {
-  check_unfolded(w, footprint, "w");
-  STD_TORCH_CHECK(w.size(0) == center.size(0) && w.size(1) == weight2.size(0), "w must have ", center.size(0),
-                  " images and ", weight2.size(0), " channels, not ", w.size(0), " and ", w.size(1));
-  STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
-  check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
 }  // namespace san

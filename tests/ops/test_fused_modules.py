@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -636,3 +636,51 @@ def test_keeps_one_tensor_of_a_footprints_size_for_backward(kind: str) -> None:
     large = [size for size in kept("auto").values() if size >= positions * pixels]
     assert large == [weights * positions * pixels]
     assert sum(kept("unfused").values()) > 2 * sum(kept("auto").values())
+
+
+# torch's setting for TF32.
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the last argument of fused operators: tf32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: dict[str, bool] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "san" and func._schema.arguments[-1].name == "tf32":
+            self.allowed[func._opname] = args[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def set_by_flag(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def set_by_precision(allowed: bool) -> None:
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+def set_for_products(allowed: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+
+
+@pytest.fixture
+def torch_precision() -> Iterator[None]:
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("set_precision", [set_by_flag, set_by_precision, set_for_products])
+def test_torchs_setting_reaches_the_operators(
+    set_precision: Callable[[bool], None], allowed: bool, torch_precision: None
+) -> None:
+    set_precision(allowed)
+    with Recorder() as recorder:
+        for kind in KINDS:
+            Setting(kind).module()(Setting(kind).x()).sum().backward()
+    named = ("pair_covariance", "pair_weights", "patch_linear")
+    assert recorder.allowed == dict.fromkeys((f"{name}{way}" for name in named for way in ("", "_backward")), allowed)
