@@ -535,9 +535,7 @@ auto with_types(const Tensor& around, const Tensor& weight, bool tf32, const Run
 
 Tensor patch_linear(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
                     const Tensor& weight, int64_t kernel_size, bool tf32) {
-  check_map(around, "around");
-  const Footprint f = footprint_of(around.size(1), around.size(2), kernel_size);
-  check_patches(center, around, scale, shift, weight, f);
+  const Footprint f = check_patches(center, around, scale, shift, weight, kernel_size);
   const OperatorGuard guard("patch_linear", around);
   const Tensor out = with_types(around, weight, tf32, [&](auto type, auto accurate) {
     return PatchProblem<decltype(type), decltype(accurate)::value>(center, around, scale, shift, weight, f, false)
@@ -550,9 +548,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> patch_linear_backward(const T
                                                                          const Tensor& around, const Tensor& scale,
                                                                          const Tensor& shift, const Tensor& weight,
                                                                          int64_t kernel_size, bool tf32) {
-  check_map(around, "around");
-  const Footprint f = footprint_of(around.size(1), around.size(2), kernel_size);
-  check_patches(center, around, scale, shift, weight, f);
+  const Footprint f = check_patches(center, around, scale, shift, weight, kernel_size);
   check_same(grad, around, "grad and around");
   STD_TORCH_CHECK(grad.dim() == 4 && grad.size(0) == around.size(0) && grad.size(1) == weight.size(0) &&
                       grad.size(2) == f.height && grad.size(3) == f.width,
