@@ -115,13 +115,14 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
 }
 
 // Inputs of patch_linear (schemas.py); the gradients of its backward operator have the shape of its result.
-inline void check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
-                          const Tensor& weight, const Footprint& footprint) {
+inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
+                               const Tensor& weight, int64_t kernel_size) {
   STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
                   center.dim(), " and ", around.dim());
   for (int axis = 0; axis < 3; ++axis) {
     STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
   }
+  const Footprint footprint = footprint_of(around.size(1), around.size(2), kernel_size);
   const int64_t C = center.size(3), R = around.size(3), columns = C + R * footprint.positions();
   STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center has ", C, " channels; expected around's ", R, " or none");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
@@ -136,6 +137,7 @@ inline void check_patches(const Tensor& center, const Tensor& around, const Tens
                       weight.scalar_type() == ScalarType::BFloat16,
                   "weight must have around's dtype, float16 or bfloat16");
   STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
+  return footprint;
 }
 
 }  // namespace san

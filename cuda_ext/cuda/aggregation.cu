@@ -11,6 +11,7 @@
 #include "window.cuh"
 
 namespace san::cuda {
+namespace {
 
 // The stride of an axis within an image, all of whose offsets are 32-bit integers.
 int stride_of(const Tensor& x, int axis) {
@@ -267,6 +268,8 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
     sizes.C / sizes.G == kShares ? run(width, std::true_type()) : run(width, std::false_type());
   });
 }
+
+}  // namespace
 
 Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {
   check_map(beta, "beta");

@@ -281,9 +281,7 @@ class ParameterSums {
 
   // Takes a row of `grads`, whose pixels see the row `values` shifted by `right`.
   __device__ __forceinline__ void add_row(const T* values, const T* grads, int right) {
-    T row_sums[kTiles][4] = {};
-    for (int begin = 0; begin < width_; begin += kTile) add_pixels(values, grads, begin, right, row_sums);
-    add_to(sums_, row_sums);
+    for (int begin = 0; begin < width_; begin += kTile) add_pixels(values, grads, begin, right);
   }
 
   // To [pieces, channels(), hidden()] and [pieces, channels(), 2]; four lanes have summed the pixels of a channel.
@@ -309,8 +307,7 @@ class ParameterSums {
  private:
   // Takes 8 pixels of a row from `begin` on. What is beyond the row has no gradient, and what is beyond the channels is
   // a sum that `store` leaves out.
-  __device__ __forceinline__ void add_pixels(const T* values, const T* grads, int begin, int right,
-                                             T (&row_sums)[kTiles][4]) {
+  __device__ __forceinline__ void add_pixels(const T* values, const T* grads, int begin, int right) {
     T x[4], activated[4], left[4], products[4] = {};  // of the channels and pixels [2, 2]
     const int pair = begin + 2 * lane_.t;
     SAN_UNROLL
@@ -327,7 +324,7 @@ class ParameterSums {
     for (int n = 0; n < kTiles; ++n) {
       add_product<kAccurate>(weight_[n], load_if(is_along, along + n * kTile).data, products);
       const T two[2] = {is_pair[0] ? across[n * kTile] : T(0), is_pair[1] ? across[hidden_ + n * kTile] : T(0)};
-      add_product<kAccurate>(left, two, row_sums[n]);
+      add_product<kAccurate>(left, two, sums_[n]);
     }
     SAN_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -507,7 +504,9 @@ class PatchProblem {
       const int tasks = p_.pieces() * ((p_.r_tiles + 1) / 2) * strips;
       const int64_t part = int64_t(p_.pieces()) * p_.channels() * (p_.hidden() + 2 * strips);
       const int64_t fitting = std::max<int64_t>(1, workspace_limit() / 4 / static_cast<int64_t>(part * sizeof(T)));
-      const int wanted = static_cast<int>(std::min<int64_t>({kWantedWarps / tasks + 1, fitting, rows}));
+      const int64_t steps = int64_t(rows) * ((p_.f.width + kTile - 1) / kTile);  // at most 256 in a sum, see add_to
+      const int wanted = static_cast<int>(
+          std::min<int64_t>({std::max<int64_t>(kWantedWarps / tasks, steps / 256) + 1, fitting, rows}));
       const int rows_per_slice = (rows + wanted - 1) / wanted, slices = (rows + rows_per_slice - 1) / rows_per_slice;
       T *parts = space_.take(slices * part), *sums = space_.take(part);
       SAN_LAUNCH_SHARED((parameter_gradient_kernel<kAccurate, kTiles, T>), slices * ((tasks + kWarps - 1) / kWarps),
@@ -536,9 +535,7 @@ auto with_types(const Tensor& around, const Tensor& weight, bool tf32, const Run
 
 Tensor patch_linear(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
                     const Tensor& weight, int64_t kernel_size, bool tf32) {
-  check_map(around, "around");
-  const Footprint f = footprint_of(around.size(1), around.size(2), kernel_size);
-  check_patches(center, around, scale, shift, weight, f);
+  const Footprint f = check_patches(center, around, scale, shift, weight, kernel_size);
   const OperatorGuard guard("patch_linear", around);
   const Tensor out = with_types(around, weight, tf32, [&](auto type, auto accurate) {
     return PatchProblem<decltype(type), decltype(accurate)::value>(center, around, scale, shift, weight, f, false)
@@ -551,9 +548,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> patch_linear_backward(const T
                                                                          const Tensor& around, const Tensor& scale,
                                                                          const Tensor& shift, const Tensor& weight,
                                                                          int64_t kernel_size, bool tf32) {
-  check_map(around, "around");
-  const Footprint f = footprint_of(around.size(1), around.size(2), kernel_size);
-  check_patches(center, around, scale, shift, weight, f);
+  const Footprint f = check_patches(center, around, scale, shift, weight, kernel_size);
   check_same(grad, around, "grad and around");
   STD_TORCH_CHECK(grad.dim() == 4 && grad.size(0) == around.size(0) && grad.size(1) == weight.size(0) &&
                       grad.size(2) == f.height && grad.size(3) == f.width,
