@@ -27,9 +27,9 @@ aggregation(Tensor beta, Tensor weight, int kernel_size) -> Tensor
 aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -> (Tensor, Tensor)
 
 # Fused operators know no BatchNorm: its scale and shift are arguments, or folded into maps and weights. Maps are channels-last,
-# [N, H, W, channels]; d relation channels, E hidden channels. Maps, scales and shifts are float32 or float64; weights may also be
-# half types, in which a GPU may compute products then. With `tf32` a GPU may round the factors of float32 products to TF32, as torch's
-# setting for matrix products allows.
+# [N, H, W, channels]; d relation channels, E hidden channels. Maps, scales and shifts are float32 or float64; weights may be
+# half types too. With `tf32` a GPU may round the factors of float32 products to TF32, as torch's setting for matrix products
+# allows; products of half types it may compute so in any case.
 #
 # Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
 # delta = center_i * around_j in the first `products` channels, center_i - around_j in the others
@@ -45,17 +45,16 @@ pair_covariance(Tensor center, Tensor around, Tensor shift, int kernel_size, int
 # -> gradients of center, around, shift
 pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor shift, Tensor mean,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor)
-# softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d], weight2 [G, E].
-# With an empty weight1 there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
+# softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d],
+# weight2 [G, E]. With an empty weight1 there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
 pair_weights(Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
     int products, bool tf32) -> Tensor
 # -> gradients of center, around, shift1, weight1, shift2, weight2
 pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2,
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 
-# Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, R or 0]. Columns of scale,
-# shift and weight [E, columns]: center's channels, then channel c at position o in column
-# C + c * K + o
+# Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, C], C = R or 0. Columns
+# of scale, shift and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o
 # -> weight relu(scale * patch + shift), [N, E, H, W]
 patch_linear(Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size, bool tf32) -> Tensor
 # -> gradients of center, around, scale, shift, weight

@@ -65,12 +65,11 @@ Tensor forward(const Problem<T>& problem) {
   const int64_t tasks = 2 * torch::stable::get_num_threads();
   const std::vector<Band> bands =
       bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, problem.band_rows(1)));
-  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
-                   [&](int64_t task, T* scratch) {
-                     const int64_t n = bands[task].image;
-                     kernels<T>().forward(problem.p, problem.maps(n), bands[task].rows, scratch,
-                                          out + n * problem.map_size);
-                   });
+  for_each_task<T>(
+      bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
+        const int64_t n = bands[task].image;
+        kernels<T>().forward(problem.p, problem.maps(n), bands[task].rows, scratch, out + n * problem.map_size);
+      });
   return as_type(y, problem.like.scalar_type());
 }
 
@@ -83,13 +82,12 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
   T *to_beta = grad_beta.template mutable_data_ptr<T>(), *to_w = grad_w.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
   const std::vector<Band> bands = bands_of(problem.N, f, problem.band_rows(f.kernel_size));
-  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
-                         [&](int64_t, const Band& band, T* scratch) {
-                           const int64_t n = band.image;
-                           kernels<T>().backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size,
-                                                 band.rows, scratch, to_beta + n * problem.map_size,
-                                                 to_w + n * problem.w_size);
-                         });
+  for_each_band_apart<T>(
+      bands, kernels<T>().scratch(problem.p, most_rows(bands), true), [&](int64_t, const Band& band, T* scratch) {
+        const int64_t n = band.image;
+        kernels<T>().backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size, band.rows, scratch,
+                              to_beta + n * problem.map_size, to_w + n * problem.w_size);
+      });
   const ScalarType type = problem.like.scalar_type();
   return {as_type(grad_beta, type), as_type(grad_w, type)};
 }

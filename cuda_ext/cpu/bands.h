@@ -25,8 +25,8 @@
 namespace san::cpu {
 namespace {
 
-// Fresh memory comes in pages that the system hands out, and zeroes, one by one as they are first written, which can take
-// longer than what is computed. Larger pages take a fraction of that.
+// Fresh memory comes in pages that the system hands out, and zeroes, one by one as they are first written, which can
+// take longer than what is computed. Larger pages take a fraction of that.
 inline void ask_for_large_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = uintptr_t(2) << 20;
@@ -161,13 +161,13 @@ Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> si
 }  // namespace
 
 // What the sources in simd/ offer, as compiled for each instruction set.
-#define SAN_KERNELS(isa)                        \
-  namespace isa { \
-  extern const PairKernels<float> pairs_float; \
-  extern const PairKernels<double> pairs_double; \
-  extern const PatchKernels<float> patches_float; \
-  extern const PatchKernels<double> patches_double; \
-  extern const AggregationKernels<float> aggregation_float; \
+#define SAN_KERNELS(isa)                                      \
+  namespace isa {                                             \
+  extern const PairKernels<float> pairs_float;                \
+  extern const PairKernels<double> pairs_double;              \
+  extern const PatchKernels<float> patches_float;             \
+  extern const PatchKernels<double> patches_double;           \
+  extern const AggregationKernels<float> aggregation_float;   \
   extern const AggregationKernels<double> aggregation_double; \
   }
 SAN_KERNELS(baseline)

@@ -1,5 +1,5 @@
-// Operators on the pairs of a pixel and a position of its footprint: no tensor has a footprint's size times a map's, but
-// the attention weights. Definitions: schemas.py; the loops over pairs, where the time goes: simd/pairs.cpp.
+// Operators on the pairs of a pixel and a position of its footprint: no tensor has a footprint's size times a map's,
+// but the attention weights. Definitions: schemas.py; the loops over pairs, where the time goes: simd/pairs.cpp.
 #include <cmath>
 #include <tuple>
 
@@ -52,15 +52,22 @@ Tensor zeros_like(const Problem<T>& problem) {
 template <class T>
 struct Gradients {
   Gradients(const Problem<T>& problem, size_t tasks)
-      : p(problem.p), sizes{p.channels, p.hidden * p.channels, p.hidden, p.weights * last()},
-        size(sizes[0] + sizes[1] + sizes[2] + sizes[3]), sums(tasks * size),
-        center(zeros_like(problem)), around(zeros_like(problem)) {}
+      : p(problem.p),
+        sizes{p.channels, p.hidden * p.channels, p.hidden, p.weights * last()},
+        size(sizes[0] + sizes[1] + sizes[2] + sizes[3]),
+        sums(tasks * size),
+        center(zeros_like(problem)),
+        around(zeros_like(problem)) {}
   int64_t last() const { return p.hidden == 0 ? p.channels : p.hidden; }
   PairGradients<T> of(int64_t task, int64_t image) {
     const int64_t map = image * p.footprint.pixels() * p.channels;
     T *shift1 = sums.data() + task * size, *weight1 = shift1 + sizes[0], *shift2 = weight1 + sizes[1];
-    return {center.template mutable_data_ptr<T>() + map, around.template mutable_data_ptr<T>() + map,
-            shift1, weight1, shift2, shift2 + sizes[2]};
+    return {center.template mutable_data_ptr<T>() + map,
+            around.template mutable_data_ptr<T>() + map,
+            shift1,
+            weight1,
+            shift2,
+            shift2 + sizes[2]};
   }
 
   const Pairs<T> p;
@@ -118,12 +125,11 @@ std::tuple<Tensor, Tensor> statistics_backward(const Problem<T>& problem, const 
   }
   const std::vector<Band> bands = problem.bands();
   Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
-                         [&](int64_t task, const Band& band, T* scratch) {
-                           kernels<T>().statistics_backward(problem.p, problem.maps(band.image), values<T>(middle),
-                                                            slope.data(), offset.data(), band.rows, scratch,
-                                                            to.of(task, band.image));
-                         });
+  for_each_band_apart<T>(
+      bands, kernels<T>().scratch(problem.p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
+        kernels<T>().statistics_backward(problem.p, problem.maps(band.image), values<T>(middle), slope.data(),
+                                         offset.data(), band.rows, scratch, to.of(task, band.image));
+      });
   return {to.center, to.around};
 }
 
@@ -134,16 +140,16 @@ std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
   for (T& value : origin) value = std::max(value, T(0));
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * size);
-  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
-    T* sum = sums.data() + task * size;
-    kernels<T>().moments(problem.p, problem.maps(bands[task].image), origin.data(), bands[task].rows, scratch, sum,
-                         sum + d);
-  });
+  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
+                   [&](int64_t task, T* scratch) {
+                     T* sum = sums.data() + task * size;
+                     kernels<T>().moments(problem.p, problem.maps(bands[task].image), origin.data(), bands[task].rows,
+                                          scratch, sum, sum + d);
+                   });
   std::vector<double> total = sum_over_tasks(sums, size), matrix(d * d);
   for (double& x : total) x /= problem.pairs;
   for (int64_t c = 0; c < d; ++c)
-    for (int64_t e = c; e < d; ++e)
-      matrix[c * d + e] = matrix[e * d + c] = total[d + c * d + e] - total[c] * total[e];
+    for (int64_t e = c; e < d; ++e) matrix[c * d + e] = matrix[e * d + c] = total[d + c * d + e] - total[c] * total[e];
   for (int64_t c = 0; c < d; ++c) total[c] += origin[c];
   return {tensor_of<T>(total.data(), problem.center, {d}), tensor_of<T>(matrix.data(), problem.center, {d, d})};
 }
@@ -162,12 +168,11 @@ std::tuple<Tensor, Tensor, Tensor> covariance_backward(const Problem<T>& problem
   }
   const std::vector<Band> bands = problem.bands();
   Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
-                         [&](int64_t task, const Band& band, T* scratch) {
-                           kernels<T>().moments_backward(problem.p, problem.maps(band.image), values<T>(middle),
-                                                         slope.data(), offset.data(), band.rows, scratch,
-                                                         to.of(task, band.image));
-                         });
+  for_each_band_apart<T>(
+      bands, kernels<T>().scratch(problem.p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
+        kernels<T>().moments_backward(problem.p, problem.maps(band.image), values<T>(middle), slope.data(),
+                                      offset.data(), band.rows, scratch, to.of(task, band.image));
+      });
   const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
   return {to.center, to.around, tensor_of<T>(sums.data(), problem.center, {d})};
 }
@@ -196,13 +201,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(cons
   const Tensor grads = as<T>(grad), ws = as<T>(w);
   const std::vector<Band> bands = problem.bands();
   Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(bands, kernels<T>().scratch(p, most_rows(bands), true),
-                         [&](int64_t task, const Band& band, T* scratch) {
-                           kernels<T>().weights_backward(p, problem.maps(band.image),
-                                                         values<T>(ws) + band.image * image,
-                                                         values<T>(grads) + band.image * image, band.rows, scratch,
-                                                         to.of(task, band.image));
-                         });
+  for_each_band_apart<T>(
+      bands, kernels<T>().scratch(p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
+        kernels<T>().weights_backward(p, problem.maps(band.image), values<T>(ws) + band.image * image,
+                                      values<T>(grads) + band.image * image, band.rows, scratch,
+                                      to.of(task, band.image));
+      });
   const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
   const double *weight1 = sums.data() + to.sizes[0], *shift2 = weight1 + to.sizes[1], *weight2 = shift2 + to.sizes[2];
   return {to.center,
@@ -245,13 +249,13 @@ std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_m
 }
 
 Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& shift1, const Tensor& weight1,
-                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
-  SAN_SUM_TYPE(center, {
-    Problem<T> problem(center, around, shift1, kernel_size, products);
-    problem.take_mapping(weight1, shift2, weight2);
-    return as_type(weights(problem), weight2.scalar_type());
-  })
-}
+                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products,
+                    bool){SAN_SUM_TYPE(center,
+                                       {
+                                         Problem<T> problem(center, around, shift1, kernel_size, products);
+                                         problem.take_mapping(weight1, shift2, weight2);
+                                         return as_type(weights(problem), weight2.scalar_type());
+                                       })}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward(
     const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& shift1,
@@ -261,8 +265,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward
     problem.take_mapping(weight1, shift2, weight2);
     check_pair_gradient(grad, w, center, weight2, problem.p.footprint);
     auto [to_center, to_around, to_shift1, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
-    return {to_center, to_around, to_shift1, as_type(to_weight1, weight1.scalar_type()), to_shift2,
-            as_type(to_weight2, weight2.scalar_type())};
+    return {to_center, to_around,
+            to_shift1, as_type(to_weight1, weight1.scalar_type()),
+            to_shift2, as_type(to_weight2, weight2.scalar_type())};
   })
 }
 

@@ -19,8 +19,7 @@ struct Problem {
   Problem(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift, const Tensor& weight,
           int64_t kernel_size)
       : center(as<T>(center)), around(as<T>(around)), scale(as<T>(scale)), shift(as<T>(shift)), weight(as<T>(weight)) {
-    p.footprint = footprint_of(around.size(1), around.size(2), kernel_size);
-    check_patches(center, around, scale, shift, weight, p.footprint);
+    p.footprint = check_patches(center, around, scale, shift, weight, kernel_size);
     p.own = center.size(3), p.channels = around.size(3), p.outputs = weight.size(0);
     p.scale = values<T>(this->scale), p.shift = values<T>(this->shift), p.weight = values<T>(this->weight);
     N = center.size(0), P = p.footprint.pixels();
@@ -60,16 +59,15 @@ Gradients map_backward(const Problem<T>& problem, const Tensor& grad) {
   const int64_t columns = p.columns(), lanes = kernels<T>().lanes, pitch = (p.outputs + lanes - 1) / lanes * lanes;
   const int64_t size = columns * (2 + pitch);
   std::vector<T> sums(bands.size() * size);
-  for_each_band_apart<T>(bands, kernels<T>().scratch(p, most_rows(bands), true),
-                         [&](int64_t task, const Band& band, T* scratch) {
-                           const int64_t n = band.image;
-                           T* sum = sums.data() + task * size;
-                           kernels<T>().map_backward(
-                               p, problem.own(n), problem.others(n), values<T>(grad_u) + n * p.outputs * problem.P,
-                               band.rows, scratch,
-                               {centers + n * problem.P * p.own, arounds + n * problem.P * p.channels, sum,
-                                sum + columns, sum + 2 * columns});
-                         });
+  for_each_band_apart<T>(
+      bands, kernels<T>().scratch(p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
+        const int64_t n = band.image;
+        T* sum = sums.data() + task * size;
+        kernels<T>().map_backward(p, problem.own(n), problem.others(n), values<T>(grad_u) + n * p.outputs * problem.P,
+                                  band.rows, scratch,
+                                  {centers + n * problem.P * p.own, arounds + n * problem.P * p.channels, sum,
+                                   sum + columns, sum + 2 * columns});
+      });
   const std::vector<double> total = sum_over_tasks(sums, size);
   std::vector<double> to_weight(p.outputs * columns);
   for (int64_t e = 0; e < p.outputs; ++e)
@@ -86,9 +84,9 @@ Tensor patch_linear(const Tensor& center, const Tensor& around, const Tensor& sc
 
 Gradients patch_linear_backward(const Tensor& grad, const Tensor& center, const Tensor& around, const Tensor& scale,
                                 const Tensor& shift, const Tensor& weight, int64_t kernel_size, bool) {
-  STD_TORCH_CHECK(grad.dim() == 4 && grad.size(0) == around.size(0) && grad.size(1) == weight.size(0) &&
-                      grad.size(2) == around.size(1) && grad.size(3) == around.size(2),
-                  "grad must be [N, E, H, W]");
+  const std::vector<int64_t> wanted{around.size(0), weight.size(0), around.size(1), around.size(2)};
+  STD_TORCH_CHECK(grad.sizes().vec() == wanted, "grad must be [", wanted[0], ", ", wanted[1], ", ", wanted[2], ", ",
+                  wanted[3], "]");
   SAN_SUM_TYPE(around, {
     auto [to_center, to_around, to_scale, to_shift, to_weight] =
         map_backward(Problem<T>(center, around, scale, shift, weight, kernel_size), grad);

@@ -1,4 +1,5 @@
-// unfold, subtraction and dot, forward and backward. Definition: san/ops/reference.py. Parallel over images and channels.
+// unfold, subtraction and dot, forward and backward. Definition: san/ops/reference.py. Parallel over images and
+// channels.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>

@@ -279,9 +279,8 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
   const Tensor values = with_pixel_stride(beta);
   Tensor out = with_pixel_stride(torch::stable::empty_like(values));
   if (out.numel() == 0) return out;
-  SAN_DISPATCH(beta.scalar_type(), "aggregation", [&] {
-    launch_weighted_sum<scalar_t, false>(values, weight, sizes_of(values, f, weight.size(1)), out);
-  });
+  SAN_DISPATCH(beta.scalar_type(), "aggregation",
+               [&] { launch_weighted_sum<scalar_t, false>(values, weight, sizes_of(values, f, weight.size(1)), out); });
   return out;
 }
 

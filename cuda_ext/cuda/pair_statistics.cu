@@ -2,7 +2,8 @@
 //
 // A thread owns a channel of some pixels and walks over their footprints. Neighbouring threads have neighbouring
 // channels, so loads are whole lines, and neighbouring pixels find most partners in the cache. SAN's second stage at
-// batch 32, 4.9 million pairs: 3 operations in each of 18 channels, 15 MB. Predicted for an H100: 20 us, backward 50 us.
+// batch 32, 4.9 million pairs: 3 operations in each of 18 channels, 15 MB. Predicted for an H100: 20 us, backward 50
+// us.
 #include <algorithm>
 #include <tuple>
 
@@ -52,7 +53,8 @@ struct PairMaps {
 
 // Moments [blocks, channels] of each block's pixels, kept around a value near their mean so that squares do not cancel.
 template <class T>
-__global__ void __launch_bounds__(kThreads) moments_kernel(PairMaps<T> maps, int64_t pixels_per_block, Moments* moments) {
+__global__ void __launch_bounds__(kThreads)
+    moments_kernel(PairMaps<T> maps, int64_t pixels_per_block, Moments* moments) {
   T* sums = reinterpret_cast<T*>(shared_memory_base());  // [parts, 2, channels]
   const int64_t first = blockIdx.x * pixels_per_block;
   const int64_t last = first + pixels_per_block < maps.pixels() ? first + pixels_per_block : maps.pixels();
@@ -108,7 +110,7 @@ __global__ void gradients_kernel(PairMaps<T> maps, const T* grad_mean, const T* 
 template <class T>
 PairMaps<T> maps_of(const Tensor& center, const Tensor& around, int64_t kernel_size, int64_t products) {
   const auto size = [&](int axis) { return static_cast<int>(center.size(axis)); };
-  return {center.const_data_ptr<T>(), around.const_data_ptr<T>(), size(0), size(1), size(2), size(3),
+  return {center.const_data_ptr<T>(),    around.const_data_ptr<T>(), size(0), size(1), size(2), size(3),
           static_cast<int>(kernel_size), static_cast<int>(products)};
 }
 

@@ -17,7 +17,7 @@ namespace {
 constexpr int kWarps = kThreads / kWarp;
 template <class T>
 constexpr int kResident = sizeof(T) == 4 ? 3 : 1;  // blocks per SM that suffice: for more the compiler would spill
-constexpr int kTile = 8, kRows = 16;  // sides of fragments
+constexpr int kTile = 8, kRows = 16;               // sides of fragments
 
 // Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
 template <class T>
@@ -430,8 +430,8 @@ class PatchProblem {
       while (slices < kWarps && tasks * slices < kWantedWarps && slices < p_.pieces()) slices *= 2;
       const int grid = (tasks + kWarps / slices - 1) / (kWarps / slices);
       const size_t bytes = slices > 1 ? kTiles * 4 * kThreads * sizeof(T) : 0;
-      SAN_LAUNCH_SHARED((patch_linear_kernel<kAccurate, kTiles, T>), grid, kThreads, bytes, space_.stream(), p_,
-                        strips, slices, out.template mutable_data_ptr<T>());
+      SAN_LAUNCH_SHARED((patch_linear_kernel<kAccurate, kTiles, T>), grid, kThreads, bytes, space_.stream(), p_, strips,
+                        slices, out.template mutable_data_ptr<T>());
     });
     return out;
   }

@@ -51,9 +51,8 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned channel = thread / pixels, j = thread - channel * pixels, h = j / f.width;
   const scalar_t* grads = grad + int64_t(channel) * f.positions() * pixels;
   acc_t sum = 0;
-  for_each_reader(f, h, j - h * f.width, [&](int o, int i) {
-    sum += static_cast<acc_t>(grads[unsigned(o) * pixels + i]);
-  });
+  for_each_reader(f, h, j - h * f.width,
+                  [&](int o, int i) { sum += static_cast<acc_t>(grads[unsigned(o) * pixels + i]); });
   grad_psi[thread] = static_cast<scalar_t>(kSubtraction ? -sum : sum);
   if constexpr (kSubtraction) {
     acc_t center = 0;

@@ -1,7 +1,7 @@
 """Where it is decided whether layers run as fused operators (`san.ops.fused`), and how norms become a scale and a shift.
 
-The layers that an operator stands for are not called, so a hook on one of them, or another kind of layer in its place, makes all of
-them run one by one, as does `san.ops.backend("unfused")`.
+The layers that an operator stands for are not called, so a hook on one of them, or another kind of layer in its place, makes
+all of them run one by one, as does `san.ops.backend("unfused")`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from san.ops.statistics import patch_statistics
 
 
 class PairMaps(NamedTuple):
-    """Maps [N, d, H, W] of which delta is center_i * around_j in the first `products` channels, center_i - around_j in the others."""
+    """Maps [N, d, H, W]: delta is center_i * around_j in the first `products` channels, center_i - around_j in the others."""
 
     center: Tensor
     around: Tensor
@@ -42,7 +42,9 @@ def fuses_pairs(gamma: nn.Sequential, x: Tensor) -> bool:
 
 def fuses_patches(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether gamma's first norm, ReLU and Linear can run fused on the patches of maps like `x`."""
-    return fuses("patch_linear", x) and type(gamma) is nn.Sequential and not is_watched(gamma) and _is_plain(gamma[:3], x)
+    if not fuses("patch_linear", x) or type(gamma) is not nn.Sequential or is_watched(gamma):
+        return False
+    return _is_plain(nn.Sequential(*list(gamma)[:3]), x)
 
 
 def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
@@ -93,8 +95,9 @@ def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, 
     origin_Nd11 = y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)  # what is not finite only some pixels see
     wanted = origin_Nd11 + norm.mean[:, None, None]
     center_origin = wanted.detach().to(x.dtype)
-    scale, rest = norm.scale[:, None, None], center_origin - wanted
-    return torch.addcmul((rest * scale).to(x.dtype), x - center_origin, scale.to(x.dtype)), (y - origin_Nd11) * scale.to(x.dtype)
+    rest = ((center_origin - wanted) * norm.scale[:, None, None]).to(x.dtype)
+    scale = norm.scale[:, None, None].to(x.dtype)
+    return torch.addcmul(rest, x - center_origin, scale), (y - origin_Nd11) * scale
 
 
 def _folded(linear: nn.Module, norm: nn.Module, maps: PairMaps, shift1: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +124,8 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
     dtype, linear = torch.promote_types(around.dtype, torch.float32), gamma[2]
     assert isinstance(linear, nn.Conv2d), "a plain gamma"
     of_center, of_around = _origins(gamma[0], center, around, kernel_size**2)
-    centered, other = center.to(dtype) - of_center[:, None, None].to(dtype), around.to(dtype) - of_around[:, None, None].to(dtype)
+    pairs = (center, of_center), (around, of_around)
+    centered, other = (x.to(dtype) - of_x[:, None, None].to(dtype) for x, of_x in pairs)
     origin = torch.cat((of_center, of_around.repeat_interleave(kernel_size**2)))
 
     def statistics() -> tuple[Tensor, Tensor]:
@@ -135,7 +139,7 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
     if linear.bias is not None:
         u_NEHW = u_NEHW + linear.bias[:, None, None]
     u_NEHW = u_NEHW.to(around.dtype)
-    for layer in gamma[3:]:
+    for layer in list(gamma)[3:]:
         u_NEHW = _linear(layer, u_NEHW) if isinstance(layer, nn.Conv2d) else layer(u_NEHW)
     return u_NEHW
 
@@ -210,10 +214,10 @@ def norm_relu(norm: nn.Module, x_NCHW: Tensor, last_use: bool = False) -> Tensor
     if norm.training:
         _require_several(values)
     dtype = torch.promote_types(x_NCHW.dtype, torch.float32)
-    state = [x.to(dtype) for x in (norm.weight, norm.bias, norm.running_mean, norm.running_var)]
+    gain, bias, mean, var = (x.to(dtype) for x in (norm.weight, norm.bias, norm.running_mean, norm.running_var))
     if last_use and not norm.training and not torch.is_grad_enabled():
-        return kernels.norm_relu_(x_NCHW, *state, norm.eps)
-    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, *state, norm.training, norm.eps)
+        return kernels.norm_relu_(x_NCHW, gain, bias, mean, var, norm.eps)
+    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, gain, bias, mean, var, norm.training, norm.eps)
     if norm.training:
         _remember(norm, mean, var, values)
     return y_NCHW

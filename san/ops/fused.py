@@ -1,7 +1,8 @@
-"""Operators on the pairs (i, j) of a pixel and its footprint, and on patches: of all tensors over pairs they keep the weights alone.
+"""Operators on the pairs (i, j) of a pixel and its footprint, and on patches. Of pairs they keep the weights alone.
 
 They know no BatchNorm: a norm is a scale and a shift here, from statistics of few values (`pair_statistics`, `pair_covariance`
-for what comes after a ReLU, and `san.ops.statistics` for patches). Shapes as in `cuda_ext/schemas.py`; formulas in docs/explanation/operators.md.
+for what comes after a ReLU, and `san.ops.statistics` for patches). Shapes as in `cuda_ext/schemas.py`; formulas in
+docs/explanation/operators.md.
 First derivatives only: `ops.backend("unfused")` has all of them.
 
 Not for users: inputs are not checked and no backend is asked. `san.nn.fusion` calls them where `functional.fuses` lets it.
@@ -54,8 +55,8 @@ def pair_weights(
 ) -> Tensor:
     """The softmax over the footprint of weight2 relu(weight1 a1 + shift2), [N, G, K, P], with a1 as in `pair_covariance`.
 
-    Without a hidden layer weight1 is empty, [0, 0], and weight2 [G, d] acts on a1. The weights may be half types; the result has
-    weight2's.
+    Without a hidden layer weight1 is empty, [0, 0], and weight2 [G, d] acts on a1. The weights may be half types; the result is
+    of weight2's type.
     """
     check_footprint(kernel_size, *center_NdHW.shape[2:])
     _load()
@@ -70,8 +71,8 @@ def patch_linear(
 ) -> Tensor:
     """weight relu(scale * patch + shift) of every pixel, [N, E, H, W].
 
-    A patch is `center`'s channels at the pixel, which may be none, and then channel c of `around` at position o of the footprint
-    in column C + c * K + o. scale and shift [columns], weight [E, columns].
+    A patch is `center`'s channels at the pixel, which may be none, and then channel c of `around` at position o of the
+    footprint in column C + c * K + o. scale and shift [columns], weight [E, columns].
     """
     check_footprint(kernel_size, *around_NRHW.shape[2:])
     _load()

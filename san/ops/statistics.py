@@ -1,7 +1,7 @@
 """Means and variances of what patches show, from sums over the windows of their positions: no patch is visited.
 
-With reflection at the border, how often pixel j is seen at offset o by the pixels of one axis is a small matrix, so every such sum
-is a product of a map with such matrices. All is plain differentiable torch.
+With reflection at the border, how often pixel j is seen at offset o by the pixels of one axis is a small matrix, so every such
+sum is a product of a map with such matrices. All is plain differentiable torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 def patch_statistics(center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over all pixels of what each column of a patch shows, [C + R * K] each.
 
-    Columns: `center`'s channels, which may be none, then channel c of `around` at position o in column C + c * K + o. The means of
-    the maps should be near 0, or squares would cancel.
+    Columns: `center`'s channels, which may be none, then channel c of `around` at position o in column C + c * K + o. The means
+    of the maps should be near 0, or squares would cancel.
     """
     pixels = around_NRHW.numel() // around_NRHW.shape[1]
     rows_kH, columns_kW = (_views(size, kernel_size, around_NRHW).sum(1) for size in around_NRHW.shape[2:])

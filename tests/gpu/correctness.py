@@ -1,4 +1,4 @@
-"""Kernels, modules and models against float64 references. A kernel is a row of `KERNELS`.
+"""Kernels, modules and models against float64 references. Fused operators are those of `tests.ops.cases`.
 
 On the CPU the kernels are the CUDA sources as the shim runs them; modules and models run the CPU's own kernels.
 """
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,55 +29,37 @@ from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.nn.kinds import CHANNELS, KINDS, made
 from tests.nn.kinds import gradients as module_gradients
-from tests.ops import norm_cases, pairwise_cases, patchwise_cases
-from tests.ops.cuda_cases import EPS, Results, Rounding, error, exact, rounded_to, truncated_to_tf32
+from tests.ops import cases, norm_cases
+from tests.ops.cuda_cases import EPS, error
 from tests.ops.operators import CASES, OPERATORS, Operator, gradients
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How a kernel computes for one type, and the errors allowed, relative by norm: of y, other outputs, and gradients."""
+    """How a fused operator computes, and the errors allowed, relative by norm, of its outputs and of their gradients."""
 
     dtype: torch.dtype
-    rounded: Rounding
-    allowed: tuple[float, float, float]
+    allowed: tuple[float, float]
     tf32: bool = False
+    of_weights: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A fused kernel: the module with its sizes, problems, definition (`reference`) and call (`run`), and its precisions."""
-
-    name: str
-    cases: ModuleType
-    precisions: dict[str, Precision]
-
-
-BF16 = rounded_to(torch.bfloat16)
-KERNELS = [
-    Kernel(
-        "pairwise",
-        pairwise_cases,
-        {
-            "float32": Precision(torch.float32, exact, (1e-5, 1e-5, 1e-4)),
-            "bfloat16": Precision(torch.bfloat16, BF16, (0.004, 1e-4, 0.01)),
-            "tf32": Precision(torch.float32, truncated_to_tf32, (1e-3, 1e-4, 0.01), tf32=True),
-            "float64": Precision(torch.float64, exact, (1e-10, 1e-10, 1e-10)),
-            "float16": Precision(torch.float16, truncated_to_tf32, (1e-3, 1e-4, 0.02)),
-        },
-    ),
-    Kernel(
-        "patchwise",
-        patchwise_cases,
-        {
-            "float32": Precision(torch.float32, exact, (1e-5, 1e-5, 1e-4)),
-            "bfloat16": Precision(torch.bfloat16, truncated_to_tf32, (0.004, 1e-4, 0.01)),
-            "tf32": Precision(torch.float32, truncated_to_tf32, (1e-3, 1e-4, 0.05), tf32=True),
-            "float64": Precision(torch.float64, exact, (1e-10, 1e-10, 1e-10)),
-            "float16": Precision(torch.float16, truncated_to_tf32, (1e-3, 1e-4, 0.05)),
-        },
-    ),
+PRECISIONS = {
+    "float32": Precision(torch.float32, (1e-5, 2e-4)),
+    "tf32": Precision(torch.float32, (5e-3, 0.15), tf32=True),
+    "bfloat16": Precision(torch.float32, (1e-2, 0.2), of_weights=torch.bfloat16),
+    "float16": Precision(torch.float32, (5e-3, 0.15), of_weights=torch.float16),
+    "float64": Precision(torch.float64, (1e-10, 1e-9)),
+}
+WEIGHTS = {"pair_weights": {3, 5}, "patch_linear": {4}}
+"""Which tensors of an operator are weights, that may be of a half type."""
+STAGES = [
+    cases.Sizes(3, 14, 14, 7, 66, 64, 32),
+    cases.Sizes(2, 28, 28, 7, 34, 32, 16),
+    cases.Sizes(2, 56, 56, 7, 18, 16, 8),
+    cases.Sizes(1, 112, 112, 3, 6, 4, 2),
 ]
+"""Sizes that only a GPU computes in reasonable time."""
 
 
 def check(name: str, found: float, allowed: float) -> Row:
@@ -92,19 +73,31 @@ def checks(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], allowed: 
     return max(rows, key=lambda row: (not row["passed"], row["error"] / row["allowed"]))
 
 
-def check_kernel(kernel: Kernel, precisions: Sequence[str], settings: Settings) -> Iterator[Row]:
-    """All sizes, in training and evaluation."""
-    cases, namespace = kernel.cases, kernels(settings)
-    sizes = cases.DEVICE_CASES if settings.on_gpu else cases.CASES[:4]
-    for precision, size, training in itertools.product(precisions, sizes, (True, False)):
-        how = kernel.precisions[precision]
-        problem = cases.Problem.sample(size).rounded_to(how.dtype).to(settings.device)
-        ours: Results = cases.run(namespace, problem, training, how.dtype, how.tf32)
-        wanted: Results = cases.reference(problem, training, how.rounded)
-        name = f"{precision}, {size}, {'training' if training else 'evaluation'}"
-        y, rest, grad = how.allowed
-        allowed = [y, *[rest] * (len(ours[0]) - 1), *[grad] * len(ours[1])]
-        yield checks(name, sum(ours, ()), sum(wanted, ()), allowed)
+def computed(operator: str, tensors: cases.Tensors, sizes: cases.Sizes, tf32: bool, settings: Settings) -> cases.Tensors:
+    """Outputs and gradients of a fused operator's kernels."""
+    namespace = kernels(settings)
+    outputs = cases.computed(operator, tensors, sizes, namespace, tf32)
+    arguments = cases.backward_arguments(operator, tensors, outputs, cases.cotangents(outputs), sizes, tf32)
+    return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
+
+
+def check_sizes(operator: str, precision: str, sizes: cases.Sizes, settings: Settings, times: float = 1) -> Row:
+    how = PRECISIONS[precision]
+    weights = WEIGHTS.get(operator, set()) if how.of_weights else set()
+    exact = [x.to(settings.device) for x in cases.sample(operator, sizes)]
+    exact = [x.to(how.of_weights).double() if at in weights else x for at, x in enumerate(exact)]
+    ours = tuple(x.to(how.of_weights if at in weights else how.dtype) for at, x in enumerate(exact))
+    wanted = cases.differentiated(lambda t: cases.defined(operator, t, sizes), tuple(exact))
+    allowed = [times * limit for limit, some in zip(how.allowed, wanted, strict=True) for _ in some]
+    found = computed(operator, ours, sizes, how.tf32, settings)
+    return checks(f"{operator}, {precision}, {sizes}", found, sum(wanted, ()), allowed)
+
+
+def check_fused(operator: str, precisions: Sequence[str], settings: Settings) -> Iterator[Row]:
+    """All sizes."""
+    sizes = [*cases.SIZES, *STAGES] if settings.on_gpu else cases.SIZES[:3]
+    for precision, size in itertools.product(precisions, sizes):
+        yield check_sizes(operator, precision, size, settings)
 
 
 def check_norm(settings: Settings) -> Iterator[Row]:
@@ -276,19 +269,11 @@ def in_graph(model: nn.Module, images: Tensor) -> list[Tensor]:
     return found
 
 
-def large_workspace(settings: Settings) -> Iterator[Row]:
-    """A batch whose workspaces exceed 256 MB, so that kernels work through it in parts; the shim's limit is 16 KB."""
-    for kernel in KERNELS:
-        cases, how = kernel.cases, kernel.precisions["float32"]
-        size = cases.DEVICE_CASES[-1 if kernel.name == "pairwise" else -3]  # SAN's second stage
-        large = cases.Case(**{**vars(size), "batch": 32}) if settings.on_gpu else cases.CASES[1]
-        problem = cases.Problem.sample(large).to(settings.device)
-        ours = cases.run(kernels(settings), problem, True, torch.float32)
-        wanted = cases.reference(problem, True)
-        # Sums over so many pixels err a little more.
-        y, rest, grad = (10 * allowed for allowed in how.allowed)
-        allowed = [y, *[rest] * (len(ours[0]) - 1), *[grad] * len(ours[1])]
-        yield checks(f"{kernel.name}, {large}", sum(ours, ()), sum(wanted, ()), allowed)
+def large_batch(settings: Settings) -> Iterator[Row]:
+    """SAN's second stage at batch 32, as in training; sums over so many pixels err a little more."""
+    sizes = cases.Sizes(32, 56, 56, 7, 18, 16, 8) if settings.on_gpu else cases.SIZES[1]
+    for operator in cases.OPERATORS:
+        yield check_sizes(operator, "float32", sizes, settings, times=10)
 
 
 def second_device(settings: Settings) -> Iterator[Row]:
@@ -296,21 +281,16 @@ def second_device(settings: Settings) -> Iterator[Row]:
     count = torch.cuda.device_count()
     if count < 2:
         raise SkipCase(f"needs two GPUs; this machine has {count}")
-    for kernel in KERNELS:
-        cases, how = kernel.cases, kernel.precisions["float32"]
-        problem = cases.Problem.sample(cases.CASES[0]).to("cuda:1")
-        ours = cases.run(kernels(settings), problem, True, torch.float32)
-        yield checks(f"{kernel.name} on cuda:1", ours[0], cases.reference(problem, True)[0], [how.allowed[0]] * len(ours[0]))
+    for operator in cases.OPERATORS:
+        tensors = tuple(x.to("cuda:1") for x in cases.sample(operator, dtype=torch.float32))
+        found = computed(operator, tensors, cases.Sizes(), False, settings)
+        yield {"check": f"{operator} on cuda:1", "passed": all(x.device.index == 1 for x in found)}
 
 
 def ten_small(settings: Settings) -> Iterator[Row]:
     """Ten small problems, few enough for a sanitizer, which slows kernels down a hundredfold."""
-    for kernel, precision in itertools.product(KERNELS, ("float32", "bfloat16")):
-        how, cases = kernel.precisions[precision], kernel.cases
-        for size in cases.CASES[1:3]:
-            problem = cases.Problem.sample(size).rounded_to(how.dtype).to(settings.device)
-            cases.run(kernels(settings), problem, True, how.dtype)
-            yield {"check": f"{kernel.name}, {size}, {precision}"}
+    for operator, precision in itertools.product(cases.OPERATORS, ("float32", "tf32")):
+        yield check_sizes(operator, precision, cases.SIZES[1], settings)
     norm = norm_cases.Problem.sample(norm_cases.SHAPES[1], torch.float32).to(settings.device)
     norm_cases.run(kernels(settings), norm, True)
     aggregation = OPERATORS[-1]
@@ -351,9 +331,9 @@ def _in_groups(names: Sequence[str], groups: int) -> Iterator[tuple[str, list[st
 NETWORKS = ("san10_pairwise", "san10_patchwise")
 ALL = [
     *(
-        _case(f"{kernel.name} {' and '.join(precisions)}", partial(check_kernel, kernel, precisions), priority)
-        for kernel in KERNELS
-        for precisions, priority in ((["float32"], 10), (["bfloat16"], 10), (["tf32"], 11), (["float64", "float16"], 50))
+        _case(f"{operator} {' and '.join(precisions)}", partial(check_fused, operator, precisions), priority)
+        for operator in cases.OPERATORS
+        for precisions, priority in ((["float32"], 10), (["tf32", "bfloat16"], 11), (["float64", "float16"], 50))
     ),
     _case("norm_relu", check_norm, 11),
     _case("operators", operators, 13),
@@ -361,7 +341,7 @@ ALL = [
     *(_case(name, partial(models, name), 13) for name in NETWORKS),
     *(_case(f"{name} compiled", partial(compiled, name), 27, 240) for name in NETWORKS),
     *(_case(name, partial(modules, kinds), 24) for name, kinds in _in_groups(sorted(KINDS), 2)),
-    _case("workspaces over 256 MB", large_workspace, 14),
+    _case("a batch of 32", large_batch, 14),
     _case("a second GPU", second_device, 53),
     _case("ten small problems", ten_small, 54),
     _case("memcheck", partial(sanitized, "memcheck"), 24, 300),

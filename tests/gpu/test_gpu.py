@@ -181,7 +181,7 @@ def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
 
 
 CHOSEN = {
-    "correctness/pairwise float32": "check",
+    "correctness/pair_weights float32": "check",
     "correctness/operators": "check",
     "correctness/norm_relu": "check",
     "correctness/golden numbers": "check",

@@ -65,7 +65,7 @@ def patch_linear(
     center_NHWC: Tensor, around_NHWR: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, kernel_size: int
 ) -> Tensor:
     """The Linear layer after BatchNorm and ReLU of the patches, [N, E, H, W]."""
-    N, H, W, _ = center_NHWC.shape
+    H, W = center_NHWC.shape[1:3]
     center_NCP = center_NHWC.permute(0, 3, 1, 2).flatten(2)
     patch = torch.cat((center_NCP, unfold(around_NHWR, kernel_size).flatten(1, 2)), 1)
     activated = (scale[:, None] * patch + shift[:, None]).relu()

@@ -36,7 +36,9 @@ every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 @every_operator
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("dtype", "values", "gradients"), [(torch.float64, 1e-11, 1e-10), (torch.float32, 1e-5, 1e-4)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "values", "gradients"), [(torch.float64, 1e-11, 1e-10), (torch.float32, 1e-5, 1e-4)], ids=str
+)
 def test_matches_its_definition(operator: str, sizes: Sizes, dtype: torch.dtype, values: float, gradients: float) -> None:
     exact = sample(operator, sizes)
     got, got_grads = differentiated(lambda t: computed(operator, t, sizes), tuple(x.to(dtype) for x in exact))
@@ -112,7 +114,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @every_operator
-@pytest.mark.parametrize("sizes", [Sizes(1, 91, 9), Sizes(5, 32, 12, 5, hidden=17), Sizes(70, 4, 4), Sizes(4, 7, 7, 3, 70, 20, 64)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(1, 91, 9), Sizes(5, 32, 12, 5, hidden=17), Sizes(70, 4, 4), Sizes(4, 7, 7, 3, 70, 20, 64)], ids=str
+)
 def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes, threads: Callable[[int], None]) -> None:
     tensors = sample(operator, sizes, torch.float32)
     found = []
@@ -160,9 +164,17 @@ REFUSALS: dict[str, tuple[tuple[str, Tensors], dict[str, int], str]] = {
     "three dimensions": (_changed("pair_weights", 0, lambda x: x[0]), {}, "center must have 4 dimensions"),
     "two sizes": (_changed("pair_statistics", 1, lambda x: x[:, 1:]), {}, "center and around must have the same shape"),
     "two types": (_changed("pair_weights", 2, lambda x: x.float()), {}, "shift must have the dtype and the device of center"),
-    "half maps": (("pair_statistics", sample("pair_statistics", dtype=torch.bfloat16)), {}, "center must be float32 or float64"),
+    "half maps": (
+        ("pair_statistics", sample("pair_statistics", dtype=torch.bfloat16)),
+        {},
+        "center must be float32 or float64",
+    ),
     "shift": (_changed("pair_covariance", 2, lambda x: x[1:]), {}, "shift does not fit center's 3 channels"),
-    "products": (_changed("pair_covariance", 2, lambda x: x), {"products": 4}, "products must be between 0 and the 3 channels, not 4"),
+    "products": (
+        _changed("pair_covariance", 2, lambda x: x),
+        {"products": 4},
+        "products must be between 0 and the 3 channels, not 4",
+    ),
     "weight1": (_changed("pair_weights", 3, lambda x: x[:, 1:]), {}, r"weight1 must be \[E, 3\]"),
     "shift2": (_changed("pair_weights", 4, lambda x: x[1:]), {}, "shift2 must have 5 values"),
     "weight2": (_changed("pair_weights", 5, lambda x: x[:, 1:]), {}, r"weight2 must be \[G, 5\]"),
@@ -184,21 +196,25 @@ def test_rejects_another_shape_in_backward(operator: str) -> None:
     tensors = sample(operator)
     outputs = computed(operator, tensors, Sizes())
     arguments = backward_arguments(operator, tensors, outputs, (outputs[0][:1],), Sizes())
-    with pytest.raises(RuntimeError, match="must have the same shape" if operator == "pair_weights" else r"grad must be \[N, E"):
+    with pytest.raises(
+        RuntimeError, match="must have the same shape" if operator == "pair_weights" else r"grad must be \[N, E"
+    ):
         getattr(torch.ops.san, f"{operator}_backward")(*arguments)
 
 
 def test_rejects_a_footprint_of_nothing() -> None:
     """In a process of its own, which it must survive."""
     code = """
+from san.ops import library
 from tests.ops.cases import OPERATORS, Sizes, computed, sample
+library.load()
 for operator in OPERATORS:
     try:
         computed(operator, sample(operator), Sizes(footprint=0))
     except RuntimeError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", "import san.ops.library as l; l.load()\n" + code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
     assert done.stdout.count("0x0 footprint does not fit") == len(OPERATORS)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +61,13 @@ class Setting:
     def module(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> SelfAttention:
         """In which no parameter and no statistic has a special value."""
         torch.manual_seed(seed)
-        common: dict[str, Any] = {"mapping": self.mapping, "r1": self.r1, "r2": self.r2, "group_size": self.share, "transformation": self.transformation}
+        common: dict[str, Any] = {
+            "mapping": self.mapping,
+            "r1": self.r1,
+            "r2": self.r2,
+            "group_size": self.share,
+            "transformation": self.transformation,
+        }
         module: SelfAttention
         if self.kind == "pairwise":
             relation = self.relation or "subtraction"

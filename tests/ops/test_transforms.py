@@ -143,7 +143,7 @@ def test_a_module_is_fused_again_behind_a_transform() -> None:
     chosen: list[bool] = []
 
     def choose(x: Tensor) -> Tensor:
-        chosen.append(fuses("pairwise", x))
+        chosen.append(fuses("pair_weights", x))
         return x.sum()
 
     choose(x)

@@ -121,7 +121,8 @@ struct Line {
   // lies in the weight's; `room` says how many pixels of the band are left there.
   template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, const T* w, const T* end, T* grad_w,
-                                                       int64_t room, bool is_first, const PaddedRows<T>& to_beta) const {
+                                                       int64_t room, bool is_first,
+                                                       const PaddedRows<T>& to_beta) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
       Vector<T> grad[shares];
 #pragma GCC unroll 8
@@ -163,12 +164,10 @@ SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, 
   const auto w = [&](int64_t g) { return x.w + g * line.K * line.P + h * line.W; };
   for_each_channel(
       line.p,
-      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
-        line.template aggregate<8, is_near_end>(row, c, w(g), x.w_end);
-      },
-      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
-        line.template aggregate<1, is_near_end>(row, c, w(g), x.w_end);
-      });
+      [&](int64_t c, int64_t g)
+          __attribute__((always_inline)) { line.template aggregate<8, is_near_end>(row, c, w(g), x.w_end); },
+      [&](int64_t c, int64_t g)
+          __attribute__((always_inline)) { line.template aggregate<1, is_near_end>(row, c, w(g), x.w_end); });
 }
 
 template <class T>

@@ -12,12 +12,12 @@ struct Rows {
 };
 
 // Pairs of a pixel i and a position j of its footprint: a1 = relu(shift1 + center_i * around_j) in the first `products`
-// channels and relu(shift1 + center_i - around_j) in the others, a2 = relu(weight1 a1 + shift2), z = weight2 a2. Without
-// a hidden layer `hidden` is 0, and a2 is a1.
+// channels and relu(shift1 + center_i - around_j) in the others, a2 = relu(weight1 a1 + shift2), z = weight2 a2.
+// Without a hidden layer `hidden` is 0, and a2 is a1.
 template <class T>
 struct Pairs {
   Footprint footprint;
-  int64_t channels, products, hidden, weights;  // d, products, E, G
+  int64_t channels, products, hidden, weights;   // d, products, E, G
   const T *shift1, *weight1, *shift2, *weight2;  // [d], [E, d], [E], [G, E]
 };
 
@@ -53,8 +53,8 @@ struct PairKernels {
                            const PairGradients<T>&);
 };
 
-// A patch is what a pixel's own `center` and all positions of its footprint in `around` show. Columns of scale, shift and
-// weight [outputs, columns]: center's channels, then channel c at position o in column c * K + o.
+// A patch is what a pixel's own `center` and all positions of its footprint in `around` show. Columns of scale, shift
+// and weight [outputs, columns]: center's channels, then channel c at position o in column c * K + o.
 template <class T>
 struct Patches {
   Footprint footprint;

@@ -191,7 +191,8 @@ void statistics_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* me
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
     memset(tile.to_center, 0, p.channels * tile.pixels.width * sizeof(T));
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = broadcast(p.shift1[c]), a = broadcast(slope[c]), b = broadcast(offset[c] - slope[c] * mean[c]);
+      const Vector<T> shift = broadcast(p.shift1[c]), a = broadcast(slope[c]),
+                      b = broadcast(offset[c] - slope[c] * mean[c]);
       const bool is_product = c < p.products;
       const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
       const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;
@@ -287,8 +288,8 @@ void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, 
   });
 }
 
-// The gradient of z, w (grad_w - sum_j w grad_w): first the sum, then a row of the footprint. Both are 0 behind the last
-// pixel.
+// The gradient of z, w (grad_w - sum_j w grad_w): first the sum, then a row of the footprint. Both are 0 behind the
+// last pixel.
 template <class T>
 SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, const T* w, const T* grad_w) {
   const int64_t width = tile.pixels.width;
@@ -356,9 +357,11 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, co
 namespace SAN_ISA {
 extern const PairKernels<float> pairs_float;
 extern const PairKernels<double> pairs_double;
-const PairKernels<float> pairs_float{scratch_of<float>, statistics<float>, statistics_backward<float>, moments<float>, moments_backward<float>, weights<float>,
+const PairKernels<float> pairs_float{scratch_of<float>,      statistics<float>,       statistics_backward<float>,
+                                     moments<float>,         moments_backward<float>, weights<float>,
                                      weights_backward<float>};
-const PairKernels<double> pairs_double{scratch_of<double>, statistics<double>, statistics_backward<double>, moments<double>, moments_backward<double>, weights<double>,
+const PairKernels<double> pairs_double{scratch_of<double>,      statistics<double>,       statistics_backward<double>,
+                                       moments<double>,         moments_backward<double>, weights<double>,
                                        weights_backward<double>};
 }  // namespace SAN_ISA
 }  // namespace san::cpu

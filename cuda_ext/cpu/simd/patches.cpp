@@ -22,7 +22,7 @@ struct Tile {
   const int64_t k, K, W;
   ShiftedPlanes<T> around, to_around;
   T *u, *center, *to_center, *active, *grad;  // [outputs, width], [own, width] twice, [columns, width] twice
-  T* pixel_u;                                  // [width, outputs in whole vectors]
+  T* pixel_u;                                 // [width, outputs in whole vectors]
   Pixels pixels{};
 
   __attribute__((always_inline)) inline Tile(const Patches<T>& p, Rows rows, bool backward, T* scratch)
@@ -63,7 +63,8 @@ struct Tile {
   template <class Visit>
   __attribute__((always_inline)) inline void for_each_columns(const Visit& visit) {
     const int64_t all = p.columns(), step = most_columns(p) / K * K;
-    for (int64_t first = 0, count = p.own; first < all; first += count, count = all - first < step ? all - first : step) {
+    for (int64_t first = 0, count = p.own; first < all;
+         first += count, count = all - first < step ? all - first : step) {
       for (int64_t n = 0; n < count; ++n) {
         const T* from = first < p.own ? center + n * pixels.width : around.data + seen(first + n);
         const Vector<T> scale = broadcast(p.scale[first + n]), shift = broadcast(p.shift[first + n]);
@@ -80,7 +81,8 @@ struct Tile {
     for (int64_t n = 0; n < count; ++n) {
       const bool is_own = first < p.own;
       const int64_t at = is_own ? n * pixels.width : seen(first + n);
-      const T *from = (is_own ? center : around.data) + at, *a = active + n * pixels.width, *g = grad + n * pixels.width;
+      const T *from = (is_own ? center : around.data) + at, *a = active + n * pixels.width,
+              *g = grad + n * pixels.width;
       T* out = (is_own ? to_center : to_around.data) + at;
       const Vector<T> scale = broadcast(p.scale[first + n]);
       Vector<T> sum{}, product{};
@@ -135,8 +137,8 @@ void map_backward(const Patches<T>& p, const T* center, const T* around, const T
     tile.for_each_columns([&](int64_t first, int64_t columns) __attribute__((always_inline)) {
       multiply<Start::sum>(columns, pitch, width, tile.active, width, 1, tile.pixel_u, pitch, tile.u,
                            to.weight + first * pitch, pitch);
-      multiply<Start::zero>(columns, width, p.outputs, p.weight + first, 1, p.columns(), tile.u, width, tile.u, tile.grad,
-                            width);
+      multiply<Start::zero>(columns, width, p.outputs, p.weight + first, 1, p.columns(), tile.u, width, tile.u,
+                            tile.grad, width);
       tile.columns_backward(first, columns, to);
     });
     from_planes<true>(tile.to_center, width, p.own, count, to.center + pixel * p.own);

@@ -147,8 +147,7 @@ __attribute__((noinline)) void add_products(int64_t rows, int64_t columns, int64
   int64_t i = 0;
   for (; i + 4 <= rows; i += 4)
     add_products_rows<4>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * row, row);
-  for (; i < rows; ++i)
-    add_products_rows<1>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * row, row);
+  for (; i < rows; ++i) add_products_rows<1>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * row, row);
 }
 
 // The same of a with itself: what lies on the diagonal and right of it.
@@ -161,9 +160,9 @@ __attribute__((noinline)) void add_squares(int64_t rows, int64_t count, const T*
     add_products_rows<1>(rows - i, count, a + i * pitch, pitch, a + i * pitch, pitch, sums + i * (rows + 1), rows);
 }
 
-// Rows of an image and those that their footprints see, padded by reflection, as planes that lie once for each column of
-// the footprint: what the pixels of all rows see at position (y, x) lies in a row, so that vectors need not end where a
-// row of the map does. Element i of the plane (c, x), from y * width on, is what pixel i of the first row sees.
+// Rows of an image and those that their footprints see, padded by reflection, as planes that lie once for each column
+// of the footprint: what the pixels of all rows see at position (y, x) lies in a row, so that vectors need not end
+// where a row of the map does. Element i of the plane (c, x), from y * width on, is what pixel i of the first row sees.
 template <class T>
 struct ShiftedPlanes {
   Footprint f;
@@ -195,8 +194,7 @@ struct ShiftedPlanes {
       to_planes(map + reflect(first + row - reach, f.height) * W * channels, channels, W, inside, padded);
       for (int64_t c = 0; c < channels; ++c, inside += padded) {
         for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
-        for (int64_t x = 0; x < f.kernel_size; ++x)
-          memcpy(at(c, x) + row * W, inside - reach + x, W * sizeof(T));
+        for (int64_t x = 0; x < f.kernel_size; ++x) memcpy(at(c, x) + row * W, inside - reach + x, W * sizeof(T));
       }
     }
   }

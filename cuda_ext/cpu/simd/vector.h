@@ -56,8 +56,8 @@ SAN_INLINE void store_some(T* to, Vector<T> value, int64_t count) {
   else
     memcpy(to, &value, count * sizeof(T));
 }
-// Calls visit(place, values) for the vectors of a row of `count` values; only the last can have fewer than the lanes, and for
-// the others that number is a constant, which spares load_some and store_some their question.
+// Calls visit(place, values) for the vectors of a row of `count` values; only the last can have fewer than the lanes,
+// and for the others that number is a constant, which spares load_some and store_some their question.
 template <class T, class Visit>
 SAN_INLINE void for_each_vector_of(int64_t count, const Visit& visit) {
   const int64_t whole = count / kLanes<T> * kLanes<T>;
