@@ -16,6 +16,7 @@ from tests.gpu import child, graphs
 from tests.gpu.case import Case, Settings
 from tests.gpu.cases import all_cases
 from tests.gpu.correctness import NETWORKS, sanitized
+from tests.ops.cases import OPERATORS
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,11 +25,12 @@ def test_a_short_budget_reaches_every_kind_of_case() -> None:
     cases = [case.id for case in sorted(all_cases(Settings("cuda", False, "")), key=lambda case: case.priority)]
     networks = [f"models/{name} batch 32" for name in NETWORKS]
     first = [f"{name} {how}" for name in networks for how in ("tf32 eager", "tf32 graphs", "bfloat16 eager", "bfloat16 graphs")]
-    first += [f"{part}/{kind} tf32" for part in ("correctness", "cores") for kind in ("pairwise", "patchwise")]
+    first += [f"cores/{kind} tf32" for kind in ("pairwise", "patchwise")]
+    first += [f"correctness/{operator} tf32 and bfloat16" for operator in OPERATORS]
     then = [case.id for case in graphs.ALL] + ["correctness/modules 1 of 2", "correctness/modules 2 of 2"]
     then += ["correctness/memcheck", "correctness/racecheck", "loader/training", "training/one worker"]
     assert max(map(cases.index, first)) < min(map(cases.index, then))
-    assert max(map(cases.index, then)) < 33
+    assert max(map(cases.index, then)) < 34
 
 
 @pytest.mark.parametrize(
