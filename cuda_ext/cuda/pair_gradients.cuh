@@ -30,7 +30,7 @@ __device__ __forceinline__ void sum_rows(const Team& mine, T* shared, const T (&
   }
 }
 
-// Blocks for which a multiprocessor has registers without spills, where all channels lie in so many tiles.
+// Blocks per multiprocessor that fit into its registers without spills, by the number of channel tiles.
 template <class F, bool kAround>
 constexpr int resident_blocks(int tiles) {
   const bool is_accurate = sizeof(F) > 2 * sizeof(float);

@@ -472,7 +472,7 @@ class PatchProblem {
                     "] is too large; fewer than 2^30 elements are supported");
   }
 
-  // A map with so many channels, of which the last are 0.
+  // A map whose channels are padded with zeros to this number.
   const T* keep_padded(const Tensor& map, int channels) {
     return space_.keep_map(map.size(3) == channels ? map : torch::stable::pad(map, {0, channels - map.size(3)}));
   }

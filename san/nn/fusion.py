@@ -1,7 +1,7 @@
-"""Where it is decided whether layers run as fused operators (`san.ops.fused`), and how norms become a scale and a shift.
+"""Decides whether layers run as fused operators (`san.ops.fused`), and turns norms into a scale and a shift.
 
-The layers that an operator stands for are not called, so a hook on one of them, or another kind of layer in its place, makes
-all of them run one by one, as does `san.ops.backend("unfused")`.
+A fused operator replaces several layers without calling them. If one of these layers has a hook or an unexpected type, all of
+them run one by one. `san.ops.backend("unfused")` has the same effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PairMaps(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """What a norm does: (x - mean) * scale + shift, in float64 [channels] each."""
+    """A norm as (x - mean) * scale + shift; float64, [channels] each."""
 
     mean: Tensor
     scale: Tensor
@@ -36,7 +36,7 @@ class Affine(NamedTuple):
 
 
 def fuses_pairs(gamma: nn.Sequential, x: Tensor) -> bool:
-    """Whether the weights of pairs in maps like `x` can run fused: gamma is L or LRL, of plain layers that nobody watches."""
+    """Whether pairwise weights can be computed fused for maps like `x`: gamma is L or LRL and has no hooks."""
     return fuses("pair_weights", x) and _is_plain(gamma, x) and len(gamma) in (3, 6)
 
 
@@ -48,10 +48,10 @@ def fuses_patches(gamma: nn.Sequential, x: Tensor) -> bool:
 
 
 def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
-    """softmax_j(gamma(delta_ij)), [N, G, K, P] of type `dtype`, of a gamma that `fuses_pairs`; updates its running statistics.
+    """softmax_j(gamma(delta_ij)), [N, G, K, P] of type `dtype`. Requires `fuses_pairs`; updates gamma's running statistics.
 
     Raises:
-        ValueError: a norm needs statistics of the batch, and there is one value per channel.
+        ValueError: a norm needs batch statistics, but there is only one value per channel.
     """
     wide = torch.promote_types(maps.center.dtype, torch.float32)
     maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
@@ -61,23 +61,22 @@ def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dty
     last = gamma[-1]
     assert isinstance(last, nn.Conv2d), "a plain gamma"
     weight2 = last.weight.flatten(1)
-    # In float32 at least; half types are those of tensor cores, and of the result.
+    # Half weights give half attention weights; everything else stays in float32 or float64.
     to_weight = dtype if dtype.itemsize == 2 else shift1.dtype
     if len(gamma) == 3:
         weight1, shift2 = weight2.new_empty(0, 0), shift1.new_empty(0)
     else:
         weight1, shift2 = _folded(gamma[2], gamma[3], maps._replace(center=center, around=around), shift1, kernel_size)
-    if last.bias is not None:  # the softmax cancels it, but whoever collects gradients expects one: it is 0
+    if last.bias is not None:  # cancels in the softmax, but DDP expects a gradient for it, which is 0
         shift1 = shift1 + 0 * last.bias.sum().to(shift1.dtype)
     mapping = shift1, weight1.to(to_weight), shift2, weight2.to(to_weight)
     return kernels.pair_weights(center, around, *mapping, kernel_size, maps.products).to(dtype)
 
 
 def _normalized(maps: PairMaps, norm: Affine) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps and shift with relu(norm(delta)) = relu(center - around + shift), or of the product.
+    """Maps and shift with relu(norm(delta)) = relu(center - around + shift), or relu(center * around + shift) for products.
 
-    A value near each image's mean is taken off both maps before they are scaled: what is left of them is exact, whatever their
-    means.
+    Each image's mean is subtracted before the maps are scaled, so that large means cost no precision.
     """
     (x, y, p), dtype = maps, maps.center.dtype
     if p == 0:
@@ -92,7 +91,9 @@ def _normalized(maps: PairMaps, norm: Affine) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, Tensor]:
-    origin_Nd11 = y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)  # what is not finite only some pixels see
+    origin_Nd11 = (
+        y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)
+    )  # an infinite pixel must only affect the pixels that see it
     wanted = origin_Nd11 + norm.mean[:, None, None]
     center_origin = wanted.detach().to(x.dtype)
     rest = ((center_origin - wanted) * norm.scale[:, None, None]).to(x.dtype)
@@ -101,7 +102,7 @@ def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, 
 
 
 def _folded(linear: nn.Module, norm: nn.Module, maps: PairMaps, shift1: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
-    """weight1 and shift2 of norm(linear(a1)), which is linear in a1: so are its statistics in those of a1."""
+    """weight1 and shift2 of norm(linear(a1)). The statistics of linear(a1) follow from the mean and covariance of a1."""
     assert isinstance(linear, nn.Conv2d)
     weight = linear.weight.flatten(1).double()
     bias = 0 if linear.bias is None else linear.bias.double()
@@ -116,10 +117,10 @@ def _folded(linear: nn.Module, norm: nn.Module, maps: PairMaps, shift1: Tensor, 
 
 
 def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kernel_size: int) -> Tensor:
-    """gamma of every pixel's patch, [N, K * G, H, W], of a gamma that `fuses_patches`; its other layers are called.
+    """gamma of every pixel's patch, [N, K * G, H, W]. Requires `fuses_patches`; the layers after the first Linear are called.
 
     Raises:
-        ValueError: a norm needs statistics of the batch, and there is one value per channel.
+        ValueError: a norm needs batch statistics, but there is only one value per channel.
     """
     dtype, linear = torch.promote_types(around.dtype, torch.float32), gamma[2]
     assert isinstance(linear, nn.Conv2d), "a plain gamma"
@@ -145,8 +146,10 @@ def patchwise_weights(gamma: nn.Sequential, center: Tensor, around: Tensor, kern
 
 
 def _origins(norm: nn.Module, center: Tensor, around: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-    """Values near the means of the maps' channels, as constants: what is left of the maps without them is exact. In evaluation
-    they are of the norm's running means, so that no image hangs on the others of its batch."""
+    """Constants near the means of the maps' channels, which are subtracted so that large means cost no precision.
+
+    In evaluation they come from the running means, so that an image's result does not depend on the rest of its batch.
+    """
     assert isinstance(norm, nn.BatchNorm2d)
     if _uses_batch(norm):
         of_center, of_around = (x.detach().float().mean((0, 2, 3)).nan_to_num(0, 0, 0) for x in (center, around))
@@ -161,7 +164,7 @@ def _uses_batch(norm: nn.BatchNorm2d) -> bool:
 
 
 def _linear(layer: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
-    """A 1x1 convolution: as a matrix product where channels are planes, which is twice as fast as torch's convolution."""
+    """A 1x1 convolution. On contiguous maps it runs as a matrix product, which is twice as fast as torch's convolution."""
     if is_watched(layer) or layer.bias is None or not x_NCHW.is_contiguous() or type(layer) is not nn.Conv2d:
         y_NCHW: Tensor = layer(x_NCHW)
         return y_NCHW
@@ -170,10 +173,14 @@ def _linear(layer: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
 
 
 def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tensor, Tensor]]) -> Affine:
-    """What a BatchNorm does to channels of `values` values whose `statistics` are these; updates its own in training.
+    """A BatchNorm as a scale and a shift. Updates its running statistics in training.
+
+    Args:
+        values: number of values per channel.
+        statistics: computes the batch's mean and biased variance, [channels] each; called only if they are needed.
 
     Raises:
-        ValueError: it needs statistics of the batch, and there is one value per channel.
+        ValueError: it needs batch statistics, but there is only one value per channel.
     """
     assert isinstance(norm, nn.BatchNorm2d)
     if _uses_batch(norm):
@@ -191,13 +198,13 @@ def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tenso
 
 
 def is_watched(layer: nn.Module) -> bool:
-    """Whether a hook waits for the layer to be called: one of its own, or one for all modules."""
+    """Whether the layer has hooks, or hooks for all modules are registered."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return bool(hooks) or _has_any_global_hook()
 
 
 def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
-    """Whether nobody would notice that these layers are not called: norms, ReLUs and Linear layers without hooks."""
+    """Whether gamma consists of ordinary BatchNorm, ReLU and 1x1 convolution layers without hooks."""
     if type(gamma) is not nn.Sequential or x.numel() == 0 or any(map(is_watched, (gamma, *gamma))):
         return False
     return tuple(map(type, gamma)) == (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (len(gamma) // 3)

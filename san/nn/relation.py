@@ -25,9 +25,9 @@ class Relation:
     delta: Callable[[Tensor, Tensor, int], Tensor]
     """(phi, psi, side of the footprint) to delta."""
     pairs: Callable[[Tensor, Tensor], PairMaps] | None = None
-    """(phi, psi) to maps of which delta is the difference or the product, if there are such: fused attention needs them."""
+    """(phi, psi) to two maps whose difference or product is delta. Fused attention needs it; None if there are no such maps."""
     when_shared: Relation | None = None
-    """What stands in where phi and psi are one transformation, if that makes a difference."""
+    """The relation to use if phi and psi are the same transformation; None if it stays the same."""
 
 
 def _pairs(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
@@ -75,6 +75,6 @@ PAIRWISE: dict[str, Relation] = {
 PATCHWISE: dict[str, Relation] = {
     "star": Relation(lambda R, K: K, _star),
     "clique": Relation(lambda R, K: K * K, _clique),
-    # With phi = psi, x_i would stand in the vector twice.
+    # With phi = psi, x_i would be in the vector twice.
     "concatenation": Relation(lambda R, K: R * (K + 1), _center_and_patch, when_shared=Relation(lambda R, K: R * K, _patch)),
 }

@@ -1,8 +1,8 @@
-// The aggregation: each pixel's weighted sum of the values in its footprint. Vectors run over neighbouring pixels of a
-// row, and each value channel lies in a plane of its own, so that eight channels share every weight that is loaded.
+// The aggregation: each pixel's weighted sum of the values in its footprint. Vectors run over neighboring pixels of a
+// row, and eight value channels share each weight that is loaded.
 //
-// The last vector of a row reaches into the next one. What it holds there is wrong, but never kept: a row's results are
-// written before the next row's, and whole vectors only where they end within the band.
+// The last vector of a row extends into the next row. Its values there are wrong, but they are overwritten: rows are
+// written in order, and at the end of the band only the valid lanes are stored.
 #include "kernels.h"
 #include "planes.h"
 
@@ -47,7 +47,7 @@ struct PaddedRows {
         for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
     }
   }
-  // The adjoint of read: adds what lies in the planes to the pixels that they show.
+  // The adjoint of read: adds every element of the planes to the pixel that it was read from.
   __attribute__((always_inline)) inline void add_to(T* map, int64_t first) const {
     const int64_t reach = f.reach(), W = f.width;
     for (int64_t row = 0; row < rows; ++row) {
@@ -117,8 +117,9 @@ struct Line {
     }
   }
 
-  // What `shares` value channels add to the gradients of their weight and, by it, of beta. The first ones replace what
-  // lies in the weight's; `room` says how many pixels of the band are left there.
+  // Gradients of a weight and, in `to_beta`, of the `shares` value channels from c on that it multiplies. The first
+  // call for a weight overwrites its gradient, later calls add to it. `room` is the number of pixels up to the band's
+  // end.
   template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, const T* w, const T* end, T* grad_w,
                                                        int64_t room, bool is_first,

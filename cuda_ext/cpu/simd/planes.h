@@ -1,5 +1,5 @@
-// Maps as planes: vectors run over neighbouring pixels, and each channel lies in a plane of its own. Channels-last maps
-// [pixels, channels] become planes [channels, pitch] and back, a block of vectors at a time.
+// Converts channels-last maps [pixels, channels] to planes [channels, pitch], one per channel, and back. In planes,
+// vectors run over neighboring pixels.
 #pragma once
 #include "../../footprint.h"
 #include "vector.h"
@@ -150,7 +150,7 @@ __attribute__((noinline)) void add_products(int64_t rows, int64_t columns, int64
   for (; i < rows; ++i) add_products_rows<1>(columns, count, a + i * a_pitch, a_pitch, b, b_pitch, sums + i * row, row);
 }
 
-// The same of a with itself: what lies on the diagonal and right of it.
+// a a^T: the upper triangle with the diagonal.
 template <class T>
 __attribute__((noinline)) void add_squares(int64_t rows, int64_t count, const T* a, int64_t pitch, T* sums) {
   int64_t i = 0;
@@ -160,9 +160,9 @@ __attribute__((noinline)) void add_squares(int64_t rows, int64_t count, const T*
     add_products_rows<1>(rows - i, count, a + i * pitch, pitch, a + i * pitch, pitch, sums + i * (rows + 1), rows);
 }
 
-// Rows of an image and those that their footprints see, padded by reflection, as planes that lie once for each column
-// of the footprint: what the pixels of all rows see at position (y, x) lies in a row, so that vectors need not end
-// where a row of the map does. Element i of the plane (c, x), from y * width on, is what pixel i of the first row sees.
+// A band of rows and the rows above and below it that its footprints reach, mirrored at the border. There is one plane
+// for each channel c and each column x of the footprint, without gaps between rows: pixel i of the band sees element
+// i + y * width of plane (c, x) at position (y, x). So vectors can cross the ends of rows.
 template <class T>
 struct ShiftedPlanes {
   Footprint f;
@@ -201,7 +201,7 @@ struct ShiftedPlanes {
   __attribute__((always_inline)) inline void clear() const {
     memset(data, 0, channels * f.kernel_size * pitch * sizeof(T));
   }
-  // The adjoint of read: adds what lies in the planes to the pixels that they show.
+  // The adjoint of read: adds every element of the planes to the pixel that it was read from.
   __attribute__((always_inline)) inline void add_to(T* map, int64_t first) const {
     const int64_t reach = f.reach(), padded = f.padded_width(), W = f.width;
     for (int64_t row = 0; row < rows + 2 * reach; ++row) {
@@ -226,7 +226,7 @@ struct Pixels {
   int64_t first, count, width;  // from the band's first pixel; `width` is `count` rounded up to whole vectors
 };
 
-// Sets what lies behind the last pixel in [rows, width].
+// Sets the lanes behind the last pixel of each row of [rows, width] to 0.
 template <class T>
 SAN_INLINE void clear_behind(const Pixels& pixels, T* values, int64_t rows) {
   if (pixels.count == pixels.width) return;
