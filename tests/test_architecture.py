@@ -23,13 +23,10 @@ DOORS = {
     "ray": "cluster/",
     "deepspeed": "experiments/training/engine.py",
     "mlflow": "experiments/tracking/",
-    "click": (
-        *("experiments/cli.py", "experiments/checkpoints_cli.py", "experiments/data_cli.py", "experiments/jobs_cli.py"),
-        "experiments/options.py",
-    ),
-    "sklearn": "pipelines/digits.py",
+    "click": "experiments/cli/",
+    "sklearn": "pipelines/datasets/digits.py",
     "matplotlib": ("experiments/report/figures.py", "experiments/report/attention.py"),
-    "pyarrow": "experiments/storage/bucket.py",
+    "pyarrow": "experiments/runs/bucket.py",
     "scipy": "experiments/report/interval.py",
 }
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
