@@ -35,7 +35,7 @@ setup(
         "san": ["py.typed"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh"],
-        "experiments": ["grids/*.yaml", "profiles/*.yaml", "report/*.yaml", "report/page/*.html"],
+        "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "grids/published/*.yaml", "report/page/*.html"],
     },
     install_requires=["torch>=2.11"],
     extras_require={

@@ -24,9 +24,9 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from experiments import grid
 from experiments.cli import cli
-from experiments.config import DataConfig, EngineConfig, PlacementConfig, RecipeConfig, ReliabilityConfig
+from experiments.grids import grid
+from experiments.grids.config import DataConfig, EngineConfig, PlacementConfig, RecipeConfig, ReliabilityConfig
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
 

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
-from pipelines import order
-from pipelines.augment import MANIPULATIONS, Transform, Windows, draws, training_windows, validation_windows
-from pipelines.check import Broken, broken_images
-from pipelines.dataset import Dataset
+from pipelines import sampler
+from pipelines.datasets.check import Broken, broken_images
+from pipelines.datasets.dataset import Dataset
 from pipelines.errors import DataError
 from pipelines.resample import parts, resampler
+from pipelines.transform import MANIPULATIONS, Transform, Windows, draws, training_windows, validation_windows
 
 
 def threads_of(cpus: int) -> int:
@@ -77,16 +77,16 @@ class Loader:
                 f"batch={self.batch}, threads={self.threads}, seed={self.seed}, rank={self.rank}, world={self.world}"
             )
         if self.train:
-            order.require_full_ranks(len(self.dataset), self.batch, self.world)
+            sampler.require_full_ranks(len(self.dataset), self.batch, self.world)
 
     @property
     def steps(self) -> int:
         """Global batches per epoch; in validation a rank skips those that have no image for it."""
-        return order.steps(len(self.dataset), self.batch)
+        return sampler.steps(len(self.dataset), self.batch)
 
     def seen_after(self, steps: int) -> int:
         """Images, over all ranks, in the first `steps` batches of an epoch: what `epoch` leaves out to go on after them."""
-        return order.seen_after(len(self.dataset), self.batch, steps)
+        return sampler.seen_after(len(self.dataset), self.batch, steps)
 
     def epoch(self, number: int, seen: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (>= 0), without the first `seen` images of its order (over all ranks).
@@ -111,21 +111,21 @@ class Loader:
                 return
             yield batch
 
-    def _shares(self, number: int, seen: int) -> list[order.Indices]:
+    def _shares(self, number: int, seen: int) -> list[sampler.Indices]:
         count = len(self.dataset)
         if not _is_whole(number) or number < 0:
             raise DataError(f"the epoch must be an integer of at least 0, not {number}")
         if not _is_whole(seen) or not 0 <= seen <= count:
             raise DataError(f"an epoch of {count} images can resume after 0 to {count} images, not after {seen}")
         if self.train:
-            order.require_full_ranks(count - seen, self.batch, self.world)
-            sequence = order.epoch_order(count, self.seed, number)
+            sampler.require_full_ranks(count - seen, self.batch, self.world)
+            sequence = sampler.epoch_order(count, self.seed, number)
         else:
             sequence = np.arange(count, dtype=np.int64)
-        shares = order.share(sequence[seen:], order.steps(count - seen, self.batch), self.rank, self.world)
+        shares = sampler.share(sequence[seen:], sampler.steps(count - seen, self.batch), self.rank, self.world)
         return [share for share in shares if len(share)]
 
-    def _batches(self, number: int, shares: list[order.Indices]) -> Iterator[Batch]:
+    def _batches(self, number: int, shares: list[sampler.Indices]) -> Iterator[Batch]:
         if not shares:
             return
         labels = np.asarray(self.dataset.labels, dtype=np.int64)
@@ -134,7 +134,7 @@ class Loader:
         for share, images_NCHW in zip(shares, images, strict=True):
             yield Batch(manipulate(images_NCHW).contiguous(), self._on_device(torch.from_numpy(labels[share])))
 
-    def _made_up(self, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
+    def _made_up(self, shares: list[sampler.Indices]) -> Iterator[torch.Tensor]:
         """Noise, always the same."""
         shape = (max(map(len, shares)), 3, self.transform.size, self.transform.size)
         noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
@@ -149,7 +149,7 @@ class Loader:
         # The copy is queued on the caller's stream, so that kernels see it done, and torch does not reuse pinned memory before.
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _decoded(self, number: int, shares: list[order.Indices]) -> Iterator[torch.Tensor]:
+    def _decoded(self, number: int, shares: list[sampler.Indices]) -> Iterator[torch.Tensor]:
         on_gpu = self.device.type == "cuda"
         in_flight: deque[tuple[Windows, tuple[Any, ...]]] = deque()
         pipelines = self._pipelines()
@@ -195,7 +195,7 @@ class Loader:
                     yield begun.popleft()()
             yield from (finished() for finished in begun)
 
-    def _sources(self, share: order.Indices) -> list[NDArray[np.uint8]]:
+    def _sources(self, share: sampler.Indices) -> list[NDArray[np.uint8]]:
         if self.dataset.packed:
             # All images of a batch are under way from the disk before the first is waited for.
             self.dataset.announce(share.tolist())
@@ -204,7 +204,7 @@ class Loader:
         files = [os.fsencode(f"{self.dataset.root}/{self.dataset.paths[index]}") for index in share.tolist()]
         return [np.frombuffer(file, dtype=np.uint8) for file in files]
 
-    def _windows(self, number: int, share: order.Indices, sizes_N2: NDArray[np.int64]) -> Windows:
+    def _windows(self, number: int, share: sampler.Indices, sizes_N2: NDArray[np.int64]) -> Windows:
         if not self.train:
             return validation_windows(self.transform, sizes_N2)
         return training_windows(self.transform, draws(self.seed, number, share), sizes_N2)
@@ -220,7 +220,7 @@ class Loader:
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy
 
-    def _require_whole(self, endless: order.Indices) -> None:
+    def _require_whole(self, endless: sampler.Indices) -> None:
         """Whether JPEGs without an end can be decoded whole: of one cut off, a part above the break can be, unnoticed."""
         unknown = [index for index in endless.tolist() if index not in self._whole]
         if not unknown:
@@ -229,7 +229,7 @@ class Loader:
             raise self._named(broken)
         self._whole.update(unknown)
 
-    def _raise_named(self, in_flight: list[order.Indices], error: RuntimeError) -> NoReturn:
+    def _raise_named(self, in_flight: list[sampler.Indices], error: RuntimeError) -> NoReturn:
         """Turns DALI's error into a sentence on the first broken image; any other failure passes as it is."""
         indices = (index for share in in_flight for index in share.tolist())
         broken = next(broken_images(self.dataset, indices), None)
@@ -258,18 +258,18 @@ class _Pipelines:
     """Reading and decoding, for one epoch after another."""
 
     def __init__(self, settings: _Settings) -> None:
-        from pipelines import graph
+        from pipelines import dali
 
         self.settings = settings
         # In a list of their own: pipelines that held themselves would keep their memory until Python looks for such circles.
         self._feeds = feeds = [_NOTHING, _NOTHING]
         transform, packed, largest, threads, device_id = settings
-        self._reading = graph.reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=largest)
-        self._decoding = graph.image_pipeline(
+        self._reading = dali.reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=largest)
+        self._decoding = dali.image_pipeline(
             transform, lambda: next(feeds[1]), max_batch=largest, threads=threads, device_id=device_id
         )
-        self._read = graph.read
-        self.ahead = graph.prefetch(transform, largest) + graph.READ_AHEAD + 1
+        self._read = dali.read
+        self.ahead = dali.prefetch(transform, largest) + dali.READ_AHEAD + 1
         """Batches in which the error of one can lie."""
 
     @contextmanager
@@ -284,7 +284,7 @@ class _Pipelines:
         self._decoding.reset()
 
     def read(self) -> Any:
-        """The next `graph.Encoded`."""
+        """The next `dali.Encoded`."""
         return self._read(self._reading)
 
     def decode(self) -> Any:

@@ -22,7 +22,7 @@ from torch.nn.functional import interpolate
 from torch.utils.dlpack import from_dlpack
 
 from cuda_ext.build import load as load_kernels
-from pipelines.augment import Transform, Windows
+from pipelines.transform import Transform, Windows
 
 KEPT = 4
 """Batches whose memory is kept for later ones."""

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("experiments", "cluster", "pipelines", "san", "cuda_ext")
 PRINTING = {"echo", "say", "print", "info", "warning", "error", "warn", "command", "group", "option", "write", "fail", "join"}
 """Functions and methods whose texts are shown."""
-CONFIGS = ("experiments/config.py", "experiments/grid.py")
+CONFIGS = ("experiments/grids/config.py", "experiments/grids/grid.py")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.config import value_at
-from experiments.grid import Plot, Trial
+from experiments.grids.config import value_at
+from experiments.grids.grid import Plot, Trial
 from experiments.report.table import Line
 
 # Okabe and Ito's palette: told apart with any colour vision; markers and dashes differ too. No two of the three lengths have

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.grid import Grid, Trial
+from experiments.grids.grid import Grid, Trial
+from experiments.grids.paper import Claim, paper_claims, paper_rows
 from experiments.report import figures, interval
 from experiments.report.interval import Interval
-from experiments.report.paper import Claim, paper_claims, paper_rows
 from experiments.report.table import ACCURACY, Line, as_markdown, finished_metrics, lines
 from experiments.report.text import markdown
 from experiments.tracking import Result

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import san
-from experiments.grid import Grid, Trial
-from experiments.images import open_data
+from experiments.grids.grid import Grid, Trial
+from experiments.grids.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow
 from experiments.report import interval
-from experiments.report.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow
 from experiments.report.text import aligned, latex, markdown
 from experiments.tracking import Result
+from experiments.training.images import open_data
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-
-TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
-"""Of numbers that are percentages."""
 
 LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -67,8 +64,3 @@ def _in_latex(cell: str) -> str:
     """A lone `-` is a dash there, one before a digit a minus; others are hyphens."""
     text = "".join(LATEX.get(letter, letter) for letter in cell)
     return "--" if cell == "-" else re.sub(r"^-(?=\d)", "$-$", text)
-
-
-def percentages(numbers: Mapping[str, float]) -> str:
-    """Such as `top-1 97.5 %, top-5 100.0 %`."""
-    return ", ".join(f"{TITLES[name]} {value:.1f} %" for name, value in numbers.items())

@@ -15,7 +15,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
-from experiments.tracking.address import PATIENCE, PAUSE, TrackerError, require_no_secret
+from experiments.tracking.errors import TrackerError
 from experiments.tracking.result import Result
 
-__all__ = ["PATIENCE", "PAUSE", "Result", "TrackerError", "require_no_secret"]
+__all__ = ["Result", "TrackerError"]

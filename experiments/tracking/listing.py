@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from experiments.tracking.address import TrackerError
+from experiments.tracking.errors import TrackerError
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
 from experiments.tracking.view import VIEW, runs_page

@@ -15,8 +15,8 @@ from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
-from experiments.config import TrialConfig
-from experiments.tracking.address import TrackerError
+from experiments.grids.config import TrialConfig
+from experiments.tracking.errors import TrackerError
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, Origin

@@ -10,7 +10,7 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from experiments.tracking.address import TrackerError
+from experiments.tracking.errors import TrackerError
 
 PAGE = 1000  # runs, experiments or versions that one call asks for
 UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # what comes of a tracker that is away or refuses

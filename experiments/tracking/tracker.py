@@ -21,14 +21,14 @@ from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
-from experiments.config import flat
-from experiments.grid import Grid, Trial
-from experiments.provenance import environment, git_commit, machine, versions
-from experiments.renamed import new_key
+from experiments.grids.config import flat
+from experiments.grids.grid import Grid, Trial
+from experiments.grids.renamed import new_key
+from experiments.runs.provenance import environment, git_commit, machine, versions
+from experiments.runs.summary import Epoch
 from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
 from experiments.tracking.view import experiment_tags
-from experiments.training.metrics import Epoch
 from san import Complexity
 
 BATCH = 100  # most params or tags that one call may carry

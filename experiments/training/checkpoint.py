@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from experiments.config import TrialConfig
 from experiments.errors import UserError
-from experiments.renamed import with_new_keys
+from experiments.grids.config import TrialConfig
+from experiments.grids.renamed import with_new_keys
+from experiments.runs.summary import Epoch
 from experiments.training.engine import validated_weights
-from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.training.metrics import RunningEpoch
 from san.models.spec import Trunk
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experiments.config import EngineConfig, TrialConfig
 from experiments.errors import MachineError, UserError
+from experiments.grids.config import EngineConfig, TrialConfig
 from san.ops import library
 
 OLDEST_DRIVER = {13: 580, 12: 525}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.config import EngineConfig, RecipeConfig
+from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.graphs import StepGraphs
 from experiments.training.recipe import Blend, averaged, mixup, schedule
 

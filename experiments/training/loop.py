@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.runs.summary import Epoch
 from experiments.training.engine import Engine
-from experiments.training.metrics import Accuracy, Epoch, RunningEpoch
+from experiments.training.metrics import Accuracy, RunningEpoch
 from pipelines import Loader
 
 

@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """One line of a run's history; `metrics()` gives it the names that the tracker shows."""
-
-    epoch: int
-    lr: float
-    train_loss: float
-    images_per_second: float
-    wait_share: float
-    """Share of the training time spent waiting for images, 0 to 1."""
-    val_loss: float
-    top1: float
-    """Percent."""
-    top5: float
-    """Percent."""
-
-    def metrics(self) -> dict[str, float]:
-        names = {
-            "train_loss": "train/loss",
-            "images_per_second": "train/images_per_second",
-            "wait_share": "train/wait_share",
-            "val_loss": "val/loss",
-            "top1": "val/top1",
-            "top5": "val/top5",
-        }
-        return {names.get(key, key): value for key, value in asdict(self).items() if key != "epoch"}
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from experiments.config import RecipeConfig
+from experiments.grids.config import RecipeConfig
 from experiments.training.device import to_device
 
 

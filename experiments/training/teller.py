@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from experiments.training.metrics import Epoch, RunningEpoch
+from experiments.runs.summary import Epoch
+from experiments.training.metrics import RunningEpoch
 from pipelines import Loader
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 import san
-from experiments.config import EngineConfig, RecipeConfig
+from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.engine import Engine, join_process_group
 
 RECIPE = RecipeConfig(epochs=1, batch_size=8, lr=0.1, momentum=0.9, weight_decay=1e-4, label_smoothing=0.1)

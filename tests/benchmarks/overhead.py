@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from experiments.config import PROJECT_DIR
-from experiments.grid import Trial
-from experiments.images import loaders
-from experiments.job import open_job
+from experiments.grids.config import PROJECT_DIR
+from experiments.grids.grid import Trial
 from experiments.training.checkpoint import Checkpoints
 from experiments.training.device import training_device
-from experiments.trial import run_trial
+from experiments.training.images import loaders
+from experiments.training.job import open_job
+from experiments.training.trainer import run_trial
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
 ROW = "pairwise_7"

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 import san
-from experiments.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
-from experiments.images import transform
-from experiments.robustness import PROTOCOLS
-from experiments.robustness.attack import Attack, OnPixels, predictions, targets
+from experiments.evaluation.attack import Attack, OnPixels, predictions, targets
+from experiments.evaluation.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.evaluation.protocols import PROTOCOLS
+from experiments.grids.transform import transform
 
 SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4", "placement.cpus=2")
 SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {

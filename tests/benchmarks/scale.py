@@ -40,15 +40,14 @@ from mlflow.entities import Metric, Param, RunStatus
 from cluster import Placement
 from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
-from experiments.config import PROJECT_DIR, flat
-from experiments.grid import Trial
-from experiments.job import Job, known_results, open_job
+from experiments.grids.config import PROJECT_DIR, flat
+from experiments.grids.grid import Trial
 from experiments.report.figures import COLOURS, DASHES, MARKERS
-from experiments.sender import Sender
-from experiments.summary import read_run_id
+from experiments.runs.summary import Epoch, read_run_id
 from experiments.tracking.store import UNUSABLE
 from experiments.tracking.tracker import TrialRun
-from experiments.training.metrics import Epoch
+from experiments.training.job import Job, known_results, open_job
+from experiments.training.sender import Sender
 from san import Complexity
 from tests.cluster.nodes import nodes as several_nodes
 from tests.experiments.servers import POOL, Server, postgres

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.job import open_job
 from experiments.report import interval
+from experiments.training.job import open_job
 from tests.experiments.processes import ended, start
 
 GRID = Path(__file__).parent / "workers.yaml"

@@ -19,8 +19,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from referencing import Registry, Resource
 
 from experiments.cli import cli
-from experiments.expand import expand
-from experiments.report.paper import table_names
+from experiments.grids.expand import expand
+from experiments.grids.paper import table_names
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "cluster"

@@ -28,10 +28,10 @@ from ray.job_submission import JobSubmissionClient
 from cluster import ClusterError
 from cluster.submit import JobServer, UnreachableError
 from cuda_ext import build
-from experiments import submit
-from experiments.config import PROJECT_DIR
+from experiments.cli import submit
 from experiments.errors import UserError
-from experiments.provenance import git_commit
+from experiments.grids.config import PROJECT_DIR
+from experiments.runs.provenance import git_commit
 from tests.cluster.test_join import JOIN
 from tests.cluster.test_signals import MARK, marked
 from tests.experiments.servers import free_port

@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from experiments.cli import main
-from experiments.config import TrialConfig, keys_at
-from experiments.expand import expand
-from experiments.report.paper import table_names
+from experiments.grids.config import TrialConfig, keys_at
+from experiments.grids.expand import expand
+from experiments.grids.paper import table_names
 from tests.cluster.definitions import require_known
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,12 +11,12 @@ from textwrap import dedent
 import pytest
 import torch
 
-from experiments.job import Job, open_job
+from experiments.runs.workspace import Workspace
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
-from experiments.trial import run_trial
-from experiments.workspace import Workspace
+from experiments.training.job import Job, open_job
+from experiments.training.trainer import run_trial
 
 HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch_size=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"

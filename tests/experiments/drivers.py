@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.config import PROJECT_DIR
+from experiments.grids.config import PROJECT_DIR
 
 LEFT_OUT = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "SAN_RUNS")
 

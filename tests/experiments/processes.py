@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from experiments.grid import Trial
+from experiments.grids.grid import Trial
+from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
-from experiments.trial import GoesOn, run_trial
-from experiments.workspace import Workspace
+from experiments.training.trainer import GoesOn, run_trial
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")

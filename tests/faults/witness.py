@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import experiments.run
+import experiments.cli.run
 from experiments.cli import main
-from experiments.grid import Trial
+from experiments.grids.grid import Trial
+from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine
-from experiments.trial import GoesOn, run_trial
-from experiments.workspace import Workspace
+from experiments.training.trainer import GoesOn, run_trial
 
 
 class Step(NamedTuple):
@@ -87,5 +87,5 @@ def _kill_in_a_write(workspace: Workspace) -> None:
 if __name__ == "__main__":
     from tests.faults import witness
 
-    experiments.run.run_trial = witness.watched_trial
+    experiments.cli.run.run_trial = witness.watched_trial
     main()

@@ -83,7 +83,7 @@ def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings
 
 def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: Settings) -> Found:
     """The trial's engine, with momentum and weight decay."""
-    from experiments.config import EngineConfig, RecipeConfig
+    from experiments.grids.config import EngineConfig, RecipeConfig
     from experiments.training.engine import Engine, join_process_group
     from experiments.training.graphs import StepGraphs
 

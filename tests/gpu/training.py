@@ -1,4 +1,4 @@
-"""A whole trial (`experiments.trial.run_trial`) beside a plain torch loop with the same model, images and recipe.
+"""A whole trial (`experiments.training.trainer.run_trial`) beside a plain torch loop with the same model, images and recipe.
 
 They take turns, epoch by epoch, in the same processes (`tests.benchmarks.overhead`). On several GPUs there is a process
 for each, and the plain loop uses DistributedDataParallel.

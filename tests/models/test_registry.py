@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import san
-from experiments.report.paper import TABLES
+from experiments.grids.paper import TABLES
 from san import ops
 from san.choice import ChoiceError
 from san.models import model_spec

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 import san
-from experiments.expand import profile_path
+from experiments.grids.expand import profile_path
 from san.models.released import own_key, own_state_dict, released_key
 from san.models.spec import Trunk
 from tests.golden.fill import batch, fill

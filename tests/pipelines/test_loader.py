@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 from sklearn.datasets import load_sample_images
 
-from pipelines import DataError, Dataset, Loader, Transform, graph, order
-from pipelines.augment import MANIPULATIONS, crop_windows, draws, mirrored
-from pipelines.check import Broken, broken_images
+from pipelines import DataError, Dataset, Loader, Transform, dali, sampler
+from pipelines.datasets.check import Broken, broken_images
 from pipelines.loader import Batch, threads_of
+from pipelines.transform import MANIPULATIONS, crop_windows, draws, mirrored
 
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
@@ -123,7 +123,7 @@ def ranks(root: Path, split: str, batch: int, world: int, count: int = COUNT) ->
 @few
 @given(st.integers(1, COUNT), st.integers(1, 30), st.integers(1, 4), st.sampled_from(["train", "val"]))
 def test_each_image_once_over_ranks(colours: Path, count: int, batch: int, world: int, split: str) -> None:
-    if split == "train" and count // order.steps(count, batch) < world:
+    if split == "train" and count // sampler.steps(count, batch) < world:
         with pytest.raises(DataError, match="too few"):
             ranks(colours, split, batch, world, count)
         return
@@ -181,7 +181,7 @@ def test_image_depends_on_neither_batch_nor_ranks(shades: Path) -> None:
 @given(st.data(), st.integers(1, 16), st.integers(1, 3), st.sampled_from(["train", "val"]))
 def test_rest_of_an_epoch_is_bit_identical(shades: Path, data: st.DataObject, batch: int, after: int, split: str) -> None:
     """Images and labels after a stop at any step, with as many ranks as before and with another number."""
-    after = min(after, 16 // order.steps(16, batch))
+    after = min(after, 16 // sampler.steps(16, batch))
     whole = list(loader(shades, split, batch).epoch(2))
     done = data.draw(st.integers(0, len(whole)))
     seen = sum(len(step.labels_N) for step in whole[:done])
@@ -289,7 +289,7 @@ def test_training_agrees_with_pillow(source: str, request: pytest.FixtureRequest
     one = loader(request.getfixturevalue(source), "train")
     one.transform = replace(PLAIN, size=96, resize=96, crop_area=(0.08, 1.0), flip=True)
     for epoch in range(2):
-        sequence = order.epoch_order(len(one.dataset), one.seed, epoch)
+        sequence = sampler.epoch_order(len(one.dataset), one.seed, epoch)
         theirs = np.stack([pillow_training(one, epoch, index) for index in sequence])
         assert np.abs(pixels(one, epoch).numpy() - theirs).mean() < AGREEMENT
 
@@ -391,14 +391,14 @@ def test_batches_are_the_callers_own(shades: Path) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """The decoding pipelines that were made."""
     made: list[weakref.ref[Any]] = []
-    make = graph.image_pipeline
+    make = dali.image_pipeline
 
     def noted(*arguments: Any, **settings: Any) -> Any:
         pipeline = make(*arguments, **settings)
         made.append(weakref.ref(pipeline))
         return pipeline
 
-    monkeypatch.setattr(graph, "image_pipeline", noted)
+    monkeypatch.setattr(dali, "image_pipeline", noted)
     return made
 
 
@@ -527,9 +527,9 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(torch.cuda, "Stream", count("streams", SimpleNamespace(synchronize=count("synchronized"))))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    pipeline = graph.Pipeline
-    monkeypatch.setattr(graph, "Pipeline", lambda **settings: pipeline(**settings | {"device_id": None}))
-    monkeypatch.setattr(graph, "GPU_DECODER", {"device": "cpu", "output_type": graph.types.RGB})
+    pipeline = dali.Pipeline
+    monkeypatch.setattr(dali, "Pipeline", lambda **settings: pipeline(**settings | {"device_id": None}))
+    monkeypatch.setattr(dali, "GPU_DECODER", {"device": "cpu", "output_type": dali.types.RGB})
     return calls
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from cuda_ext.build import load
 from pipelines import Transform
-from pipelines.augment import Windows, draws, training_windows, validation_windows
 from pipelines.resample import _by_torch, _Memory, _rows, parts, resampler
+from pipelines.transform import Windows, draws, training_windows, validation_windows
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
 """Squares then hold the pixels' own values."""
@@ -162,7 +162,7 @@ def test_without_a_compiler_torch_does_the_same(tmp_path: Path) -> None:
     code = """
 import numpy as np, sys
 from pipelines import Transform
-from pipelines.augment import validation_windows
+from pipelines.transform import validation_windows
 from pipelines.resample import parts, resampler
 import torch
 image = np.random.default_rng(0).integers(0, 256, (50, 70, 3), np.uint8)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from experiments.config import value_at
+from experiments.grids.config import value_at
 from experiments.report.chart import Axis, Point, Series, legend, points_chart
 from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import figure, panel, section

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.grid import Grid, Trial
+from experiments.grids.grid import Grid, Trial
 from experiments.report.attention import Attention
 from experiments.report.figures import family
+from experiments.report.robustness import Cell
 from experiments.report.table import Line
-from experiments.robustness.table import Cell
 from experiments.tracking import Result
 
 MOST_ROWS = 42

@@ -8,8 +8,8 @@ from experiments.report.chart import Axis, Point, Series, legend, points_chart
 from experiments.report.page.charts import short_names
 from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import figure, panel, section
+from experiments.report.robustness import Cell
 from experiments.report.table import Line
-from experiments.robustness.table import Cell
 
 Top1 = Mapping[tuple[str, str], Cell]
 """Top-1 by condition and row."""

@@ -8,8 +8,8 @@ from html import escape
 
 import yaml
 
-from experiments.config import merged
-from experiments.grid import Grid, Trial
+from experiments.grids.config import merged
+from experiments.grids.grid import Grid, Trial
 from experiments.report.page.content import Answer, left_out, shown_rows
 from experiments.report.page.elements import scroll, section, shell
 from experiments.tracking import Result

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from experiments.evaluation.protocol import TITLES
+from experiments.evaluation.protocols import PROTOCOLS
 from experiments.report.page.content import Answer
 from experiments.report.page.elements import DASH, Columns, heads, missing, number, ours, scroll, section, spread, start
 from experiments.report.page.results import NO_DIFFERENCE, SPREAD
+from experiments.report.robustness import COLUMNS as PRINTED
+from experiments.report.robustness import Cell
 from experiments.report.table import finished_metrics
-from experiments.report.text import TITLES
-from experiments.robustness import PROTOCOLS
-from experiments.robustness.table import COLUMNS as PRINTED
-from experiments.robustness.table import Cell
 
 ROBUSTNESS = "robustness/"
 """How the metrics of robustness protocols begin: `robustness/<condition>/<number>`."""

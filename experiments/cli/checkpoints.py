@@ -1,0 +1,238 @@
+"""`san convert`, `evaluate`, `robustness` and `show`: what is done with a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from experiments.cli.options import AS_JSON, OVERRIDES, RUNS, as_value
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.grids.grid import ProtocolName
+
+SPLIT = click.option(
+    "--split", help="Images to use: val, train, val-split or a folder.  [default: the checkpoint's validation images]"
+)
+IMAGE_PROFILE = click.option(
+    "--profile", help="Profile that gives the image preprocessing if the checkpoint stores none.  [default: imagenet]"
+)
+
+
+@click.command()
+@click.argument("source")
+@click.argument("target")
+@OVERRIDES
+@click.option("--name", help="Model in a released file.  [default: derived from the file's keys]")
+@click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="Output format.")
+@click.option("--force", is_flag=True, help="Replace an existing TARGET.")
+@RUNS
+def convert(
+    source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: Path | str | None
+) -> None:
+    """Convert weights to this project's or the released format.
+
+    SOURCE is any checkpoint that `san evaluate` accepts. `released` is the format of the paper's authors. Files in
+    this format do not store every field of the model. Give missing fields as overrides, for example footprint=9. Without an
+    override, a pairwise model in this format gets the paper's footprint, 7.
+
+    \b
+    Example: san convert released.pth san10.pt --name san10_pairwise
+    """
+    from experiments.evaluation.evaluate import kind_of, open_checkpoint, reach
+    from experiments.grids.config import merged
+    from experiments.grids.expand import parse_override
+    from experiments.runs import is_uri
+    from san.models import checkpoint, released
+
+    if is_uri(target):
+        kind = target.partition("://")[0]
+        raise UserError(f"{kind}://...: `san convert` writes local files only; give a local path as TARGET")
+    if os.path.lexists(target) and not force:
+        raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
+    try:
+        with reach(source, runs) as (path, _):
+            if kind_of(path) == "released":
+                fields = merged({}, *map(parse_override, overrides))
+                if "name" in fields:
+                    raise UserError("override `name`: not a field of a model; set the model with --name")
+                model = released.load_released_checkpoint(path, name, **fields)
+            elif needless := [*(["--name"] if name else []), *overrides]:
+                raise UserError(f"{source}: this checkpoint already stores its model; leave out {', '.join(needless)}")
+            else:
+                model = open_checkpoint(path).model
+        save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
+        save(model, target)
+    except ValueError as error:  # CheckpointError is one
+        raise UserError(str(error)) from None
+    hidden = released.untold(model.spec) if form == "released" else []
+    if hidden:
+        click.echo(
+            f"note: the released format does not store {', '.join(hidden)}; give the missing values as overrides when you "
+            f"load {target}",
+            err=True,
+        )
+    told = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
+    params = sum(parameter.numel() for parameter in model.parameters())
+    click.echo(f"{target}: {' '.join([model.spec.name, *told])}, {checkpoint.classes(model)} classes, {params} parameters")
+
+
+@click.command()
+@click.argument("checkpoint")
+@OVERRIDES
+@SPLIT
+@IMAGE_PROFILE
+@RUNS
+@AS_JSON
+def evaluate(
+    checkpoint: str, overrides: tuple[str, ...], split: str | None, profile: str | None, runs: Path | str | None, as_json: bool
+) -> None:
+    """Evaluate a checkpoint: top-1, top-5, loss.
+
+    \b
+    CHECKPOINT is one of:
+      a checkpoint file or folder (a folder means its best epoch), local or s3://bucket/...
+      a cell's key from the output of `san runs`
+      the id of an MLflow run
+      a registered model, models:/NAME/VERSION or models:/NAME@ALIAS
+      a file written by `san.save_checkpoint`
+      a file released by the paper's authors
+
+    Overrides may set data.*, recipe.batch_size and placement.cpus. For released files, overrides may also set
+    model fields that are missing from the file, for example model.footprint=9.
+
+    \b
+    Example: san evaluate runs/checkpoints/0123456789ab --split val
+    """
+    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
+    from experiments.grids.transform import transform
+
+    with reach(checkpoint, runs) as (path, place):
+        opened = open_checkpoint(path, overrides, profile)
+        images = open_images(opened, split)
+        with shown(len(images), opened.config.recipe.batch_size) as ended:
+            found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+    if place is not None:
+        found = dataclasses.replace(found, checkpoint=place)
+    if found.own_images is False and split is None:
+        click.echo(f"note: the images of {found.split} in {found.root} differ from those in the model's training", err=True)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found)))
+        return
+    trained = "" if found.epoch is None else f", after epoch {found.epoch}"
+    click.echo(f"{found.checkpoint}: {found.model}{trained}")
+    click.echo(
+        f"top-1 {found.top1:.4f} %  top-5 {found.top5:.4f} %  loss {found.loss:.6f}  "
+        f"{found.images} images of {found.classes} classes, {found.split} in {found.root}"
+    )
+
+
+@click.command()
+@click.argument("checkpoints", nargs=-1, required=True, metavar="CHECKPOINT... [KEY=VALUE]...")
+@click.option(
+    "--protocol",
+    type=click.Choice(["rotation", "attack"]),
+    default="rotation",
+    show_default=True,
+    help="What to measure: rotated images or targeted adversarial attacks.",
+)
+@SPLIT
+@IMAGE_PROFILE
+@RUNS
+@AS_JSON
+def robustness(
+    checkpoints: tuple[str, ...],
+    protocol: ProtocolName,
+    split: str | None,
+    profile: str | None,
+    runs: Path | str | None,
+    as_json: bool,
+) -> None:
+    """Measure accuracy on rotated or adversarial images.
+
+    CHECKPOINT is anything that `san evaluate` accepts. Give overrides after the checkpoints; model.* applies to released
+    files only. To train models and compare them with the paper's numbers, run the grids rotation.yaml and attack.yaml.
+
+    \b
+    Example: san robustness san10.pt san15.pt --protocol attack
+    """
+    from experiments.evaluation.checkpoints import measure_all
+    from experiments.evaluation.protocols import PROTOCOLS
+    from experiments.report import robustness as table
+    from experiments.runs import is_uri
+
+    # An address may hold a `=` behind its `?`, and a file in its name.
+    names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]
+    overrides = [word for word in checkpoints if word not in names]
+    cells = table.cells(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+    else:
+        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{table.as_text(cells)}")
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("image")
+@OVERRIDES
+@click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: the center]")
+@click.option("--grid", type=click.IntRange(1), metavar="N", help="Draw N by N pixels spread over the image.")
+@click.option(
+    "--layer",
+    metavar="NAME|NUMBER",
+    help="Attention layer to draw.  [default: the last layer of the first stage with the largest footprint]",
+)
+@click.option("--split", help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]")
+@IMAGE_PROFILE
+@RUNS
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default="attention.png",
+    show_default=True,
+    metavar="FILE.png",
+    help="PNG file to write.",
+)
+def show(
+    checkpoint: str,
+    image: str,
+    overrides: tuple[str, ...],
+    pixel: str | None,
+    grid: int | None,
+    layer: str | None,
+    split: str | None,
+    profile: str | None,
+    runs: Path | str | None,
+    out: Path,
+) -> None:
+    """Draw the attention weights of a pixel's footprint.
+
+    Shows the weights channel by channel. CHECKPOINT and overrides work as in `san evaluate`. IMAGE is a JPEG, PNG,
+    BMP, TIFF or WebP file, or the number of an image in the split.
+
+    \b
+    Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
+    """
+    from experiments.evaluation.evaluate import open_checkpoint, reach
+    from experiments.report.attention import draw, in_words
+    from experiments.report.show import look, open_image
+
+    if pixel is not None and grid is not None:
+        raise UserError("both `--pixel` and `--grid`; give only one of these options")
+    place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
+    if pixel is not None and place is None:
+        raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
+    with reach(checkpoint, runs) as (path, _):
+        opened = open_checkpoint(path, overrides, profile)
+    chosen = None if place is None else (int(place[1]), int(place[2]))
+    attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
+    draw(attention, out)
+    click.echo(f"{out}: {in_words(attention)}")

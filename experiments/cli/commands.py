@@ -1,0 +1,415 @@
+"""The command `san`. Exit codes: 0 all is well, 1 something failed or was interrupted, 2 a mistake in what was asked.
+
+Commands import what they need when they run, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import click
+
+from experiments.cli import checkpoints as checkpoints_cli
+from experiments.cli import jobs as jobs_cli
+from experiments.cli.data import data
+from experiments.cli.options import (
+    ADDRESS,
+    AS_JSON,
+    GRID,
+    OVERRIDES,
+    PROFILE,
+    RUNS,
+    SEEDS,
+    GroupedCommands,
+    age,
+    as_value,
+    duration,
+)
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.cli.estimate import Hours
+    from experiments.cli.plan import Cell
+    from experiments.tracking.listing import Listed
+
+
+class _Commands(GroupedCommands):
+    headings: ClassVar = {
+        "Train": ("plan", "run", "report", "study"),
+        "Checkpoints": ("evaluate", "robustness", "show", "convert"),
+        "Models": ("models", "complexity"),
+        "Data": ("data",),
+        "Cluster": ("submit", "status", "logs", "stop"),
+        "Runs": ("runs", "ui"),
+    }
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with: san run experiments/grids/footprint.yaml",
+)
+def cli() -> None:
+    """Train and compare self-attention networks (SAN, CVPR 2020)."""
+
+
+cli.add_command(data)
+for command in (
+    *(checkpoints_cli.convert, checkpoints_cli.evaluate, checkpoints_cli.robustness, checkpoints_cli.show),
+    *(jobs_cli.submit, jobs_cli.status, jobs_cli.logs, jobs_cli.stop),
+):
+    cli.add_command(command)
+
+
+@cli.command()
+@click.argument("pattern", default="*")
+@AS_JSON
+def models(pattern: str, as_json: bool) -> None:
+    """List the named models and their fields.
+
+    PATTERN selects models by name. Every field can be overridden in grids and commands.
+
+    \b
+    Example: san models 'san*_pairwise'
+    """
+    from san.models import list_models, model_spec
+
+    records = [dataclasses.asdict(model_spec(name)) for name in list_models(pattern)]
+    if not records:
+        raise UserError(f"no model matches {pattern!r}; run `san models` to list all models")
+    if as_json:
+        click.echo(json.dumps(records))
+        return
+    for record in records:
+        name = record.pop("name")
+        click.echo(" ".join([f"{name:16s}", *(f"{key}={as_value(value)}" for key, value in record.items())]))
+
+
+@cli.command()
+@click.argument("name", required=False)
+@OVERRIDES
+@click.option(
+    "--grid", type=click.Path(path_type=Path), help="Count every row of this grid at full size, next to the paper's counts."
+)
+@click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
+@click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
+@AS_JSON
+def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
+    """Count a model's parameters and FLOPs.
+
+    NAME is one of the models that `san models` lists; overrides such as footprint=9 change its fields. Without NAME, counts
+    all models, or the rows of --grid.
+
+    \b
+    Example: san complexity san10_pairwise footprint=9
+    """
+    if name is not None and grid is not None:
+        raise UserError(f"both a model and a grid: {name!r} and `--grid {grid}`; give only one of these")
+    from experiments.report import counts
+
+    if name is not None:
+        lines = counts.of_variant(name, overrides, size)
+    else:
+        lines = counts.of_variants(size) if grid is None else counts.of_grid(grid, size)
+    click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages or name is not None))
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@PROFILE
+@SEEDS
+@RUNS
+@ADDRESS
+def run(
+    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
+) -> None:
+    """Train a grid's unfinished cells and print the results.
+
+    Rerun the same command to resume after an interruption. Overrides change every cell, for example recipe.epochs=5.
+
+    \b
+    Example: san run experiments/grids/footprint.yaml --profile digits
+    """
+    from experiments.cli.run import run as run_job
+    from experiments.training.job import open_job
+
+    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds), address) else 1)
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@PROFILE
+@SEEDS
+@RUNS
+@ADDRESS
+@AS_JSON
+def plan(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """List a grid's cells, their status and the estimated time.
+
+    Trains nothing, but writes the images of the profile's embedded dataset if they are missing.
+
+    \b
+    Example: san plan experiments/grids/footprint.yaml --profile digits
+    """
+    from experiments.cli.plan import plan as plan_job
+    from experiments.cli.plan import plan_in_words
+    from experiments.training.job import open_job
+
+    job = open_job(grid, profile, overrides, runs, seeds)
+    cells = plan_job(job)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+        return
+    width = max(len(cell.row) for cell in cells)
+    lines = [f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {_state(cell)}{_hours(cell.hours)}" for cell in cells]
+    click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
+
+
+def _state(cell: Cell) -> str:
+    if cell.stopped_at is not None:
+        return f"stopped at epoch {cell.stopped_at}"
+    return "finished" if cell.finished else "to train"
+
+
+def _hours(hours: Hours | None) -> str:
+    return "" if hours is None else f"  {'' if hours.basis == 'like' else 'about '}{duration(3600 * hours.wall)}"
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@PROFILE
+@SEEDS
+@RUNS
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "markdown", "latex", "csv"]),
+    default="text",
+    show_default=True,
+    help="Table format. Formats other than text print only the table.",
+)
+@click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this HTML file.")
+@AS_JSON
+def report(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    form: str,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the results of a grid's finished cells.
+
+    Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while cells are
+    unfinished.
+
+    \b
+    Example: san report experiments/grids/footprint.yaml --html footprint.html
+    """
+    from experiments.report.answer import robustness_of, show, table_of, tables, tell_what_is_left, write_page
+    from experiments.training.job import finished_results, known_results, open_job, say
+
+    if as_json and form != "text":
+        raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
+    job = open_job(grid, profile, overrides, runs, seeds)
+    if html is not None:
+        write_page(job, finished_results(job), html)
+        say(f"report: {html}")
+    if as_json:
+        lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
+        click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))
+    elif form != "text":
+        results = finished_results(job)
+        click.echo(tables(job, results)[form].rstrip("\n"))
+        tell_what_is_left(job, results)
+    else:
+        _, complete = show(job, finished_results(job))
+        sys.exit(0 if complete else 1)
+
+
+@cli.command()
+@click.option("--profile", default="study", show_default=True, help="Dataset and model size, as in `san run`.")
+@click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="Train seeds 0 to N-1.")
+@RUNS
+@ADDRESS
+@click.option(
+    "--page",
+    type=click.Path(path_type=Path),
+    help="Markdown page to write, with its plots in the same folder.  [default: docs/results/digits-study.md]",
+)
+def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
+    """Train the paper's ablations and test the paper's claims.
+
+    Trains every row with several seeds. Writes a page that shows which of the paper's orderings hold beyond seed noise.
+    Rerun the same command to resume.
+
+    \b
+    Example: san study --profile study --seeds 5
+    """
+    from experiments.cli.run import study as run_study
+    from experiments.grids.config import base_folder
+
+    page = page or base_folder() / "docs" / "results" / "digits-study.md"
+    sys.exit(0 if run_study(profile, seeds, runs, address, page) else 1)
+
+
+@cli.command("runs")
+@click.argument("grid", required=False)
+@click.option("--follow", is_flag=True, help="Refresh every 5 seconds until no run is active.")
+@RUNS
+@AS_JSON
+def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: bool) -> None:
+    """List runs with state, epoch, top-1 and age, newest first.
+
+    GRID is the name or file of a grid. Without it, lists all runs in the store.
+
+    \b
+    Example: san runs footprint --follow
+    """
+    from experiments.runs.workspace import open_workspace
+    from experiments.tracking.listing import list_runs as listed_runs
+    from experiments.training.job import has_store
+
+    if as_json and follow:
+        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of these options")
+    uri = open_workspace(runs).tracking_uri
+    while True:
+        listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
+        if as_json:
+            click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
+            return
+        if not listed and not follow:
+            click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
+        lines = [_listed(run) for run in listed]
+        in_place = follow and sys.stdout.isatty()
+        if in_place:  # what has ended longest ago does not fit a full screen
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in lines[: rows - 1]]
+            click.clear()
+        click.echo("".join(f"{line}\n" for line in lines), nl=False)
+        if not follow or all(run.state != "running" for run in listed):
+            return
+        try:
+            time.sleep(5)
+        except KeyboardInterrupt:  # how one leaves it
+            return
+        if not in_place:
+            click.echo()
+
+
+def _listed(run: Listed) -> str:
+    epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
+    top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
+    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
+
+
+@cli.command()
+@click.option("--port", type=click.IntRange(1, 65535), help="Port on this machine.  [default: first free port from 5000]")
+@RUNS
+def ui(port: int | None, runs: Path | str | None) -> None:
+    """Browse runs in MLflow's web interface on this machine.
+
+    Prints the address of each grid's page. Press Ctrl-C to stop the server.
+
+    \b
+    Example: san ui --port 5000
+    """
+    from experiments.runs.workspace import open_workspace
+    from experiments.tracking.listing import experiment_pages
+    from experiments.training.job import has_store
+
+    uri = open_workspace(runs).tracking_uri
+    if not has_store(uri):
+        raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or use --runs to give a folder that contains runs")
+    is_server = uri.startswith("http")
+    if is_server and port is not None:
+        raise UserError(f"--port {port}: MLFLOW_TRACKING_URI already names a server, {uri}; leave out --port")
+    port = None if is_server else _free_port(port)
+    address = uri if is_server else f"http://127.0.0.1:{port}"
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    login = f"; log in as {user}" if user else ""
+    how = f"(the server in MLFLOW_TRACKING_URI{login})" if is_server else "(starting; press Ctrl-C to stop)"
+    found = experiment_pages(uri, address.rstrip("/"))
+    width = max(map(len, found), default=0)
+    click.echo("\n".join([f"{address}  {how}", *(f"{name:{width}s}  {page}" for name, page in found.items())]))
+    if is_server:
+        return
+    options = ["--host", "127.0.0.1", "--port", str(port), "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}"]
+    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options, "--workers", "1"]
+    with subprocess.Popen(mlflow, start_new_session=True) as server:  # else its processes would tell of Ctrl-C with tracebacks
+        try:
+            sys.exit(server.wait())
+        except KeyboardInterrupt:  # how one leaves it
+            os.killpg(server.pid, signal.SIGTERM)
+
+
+def _free_port(wanted: int | None) -> int:
+    """The wanted port of this machine; without one, the first from 5000 on that is free.
+
+    Raises:
+        UserError: it is taken.
+    """
+    for port in range(5000, 5100) if wanted is None else (wanted,):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise UserError(f"port {wanted or '5000 to 5099'} is in use; choose another with --port")
+
+
+def main() -> None:
+    """Runs the command; a mistake of the user is shown as its text alone. SIGTERM, as schedulers send it, is a Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Imports make half a million objects that live to the end: to look for garbage among them took a third of `san plan`.
+    gc.set_threshold(50_000)
+    atexit.register(gc.freeze)
+    try:
+        cli(prog_name="san", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; finished work is kept. Run the same command again to resume", err=True)
+        sys.exit(1)
+    except ValueError as error:
+        if not isinstance(error, UserError) and not isinstance(error, _errors_below()):
+            raise
+        from cluster import ClusterLostError
+
+        click.echo(f"san: {error}", err=True)
+        sys.exit(1 if isinstance(error, ClusterLostError) else 2)
+
+
+def _errors_below() -> tuple[type[ValueError], ...]:
+    """Imported late: no command should wait for Ray and DALI that does not use them."""
+    from cluster import ClusterError
+    from pipelines import DataError
+
+    return DataError, ClusterError

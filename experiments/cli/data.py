@@ -1,0 +1,359 @@
+"""`san data`: what is done with images before anything is trained on them."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from experiments.cli.options import AS_JSON
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelines import Dataset
+
+SECONDS_BETWEEN_LINES = 10.0
+UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+ROOT = click.argument("root", type=click.Path(path_type=Path))
+SPLITS = click.option(
+    "--split", "splits", multiple=True, help="Split to read; can be given several times.  [default: train and val]"
+)
+LISTS = click.option("--lists", type=click.Path(path_type=Path), help="Folder of the image lists.  [default: ROOT]")
+WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(1, 1024),
+    default=lambda: len(os.sched_getaffinity(0)),
+    help="Number of processes.  [default: one per CPU]",
+)
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes such as 256MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+) ?([a-zA-Z]*)", value)
+        if found is None or found[2] not in UNITS or int(found[1]) == 0:
+            units = ", ".join(UNITS)[2:]
+            self.fail(f"{value!r} is not a size; give a positive number and a unit ({units}), for example 256MiB", param, ctx)
+        return int(found[1]) * UNITS[found[2]]
+
+
+@click.group()
+def data() -> None:
+    """Prepare, check, split and pack image datasets.
+
+    \b
+    Example: san data check data/digits
+    """
+
+
+@data.command()
+@click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+def prepare(name: str, folder: Path | None) -> None:
+    """Write an embedded dataset as JPEGs in ImageNet's layout.
+
+    FOLDER defaults to the place where the profile expects the dataset.
+
+    \b
+    Example: san data prepare digits
+    """
+    from experiments.grids.config import base_folder
+    from pipelines import prepare_digits
+
+    folder = folder or base_folder() / "data" / name
+    try:
+        click.echo(prepare_digits(folder, name))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write ({error.strerror}); choose another folder") from None
+
+
+@data.command()
+@ROOT
+@SPLITS
+@LISTS
+@WORKERS
+@AS_JSON
+def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int, as_json: bool) -> None:
+    """Decode every image and list the valid ones for training.
+
+    Reports broken images. Training then uses the written list. For shards, verifies checksums as well and writes no list.
+    The exit code is 1 if any file is broken.
+
+    \b
+    Example: san data check /data/imagenet --split train --split val
+    """
+    from pipelines.datasets.manifest import list_path, require_writable
+
+    found = _found(root, splits)
+    for dataset in found:
+        if not dataset.packed:
+            require_writable(list_path(lists or root, dataset.split))
+    try:
+        results = [_checked(dataset, lists or root, workers) for dataset in found]
+    except KeyboardInterrupt:
+        click.echo("interrupted; only fully checked splits have a new list", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        for result in results:
+            for item in result["broken"]:
+                click.echo(f"{_printable(item['path'])}: {item['reason']}")
+        for result in results:
+            click.echo(_printable(_sentence(result)))
+    sys.exit(1 if any(result["broken"] for result in results) else 0)
+
+
+def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
+    """The splits as folders, as shards, or both, as they are there."""
+    from pipelines import Dataset
+    from pipelines.datasets.shards import index_path
+
+    found: list[Dataset] = []
+    for split in splits or ("train", "val"):
+        # Shards without their index are told as such, by `open_shards`.
+        packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-*.tar"))
+        if (root / split).is_dir() or (splits and not packed):
+            found.append(Dataset.scan(root, split))
+        if packed:
+            found.append(Dataset.open_shards(root, split))
+    return found or [Dataset.scan(root, "train")]
+
+
+def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
+    from pipelines import DataError
+    from pipelines.datasets.check import check as check_images
+    from pipelines.datasets.dataset import passed_over
+    from pipelines.datasets.manifest import list_path, write_list
+
+    broken = []
+    others = [] if dataset.packed else passed_over(dataset.root, dataset.split)
+    if dataset.shards is not None:
+        with _counting(f"{dataset.split}: checksums of shards", None, "shard") as count:
+            for name, complaint in dataset.shards.damaged(workers):
+                broken += [{"path": name, "reason": complaint}] if complaint else []
+                count(1, len(broken))
+    with _counting(dataset.split, len(dataset), "image") as count:
+        images = []
+        for number, found in check_images(dataset, workers):
+            images += found
+            count(number, len(images))
+    images.sort(key=lambda one: one.index)
+    broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
+    result = {
+        "split": dataset.split,
+        "packed": dataset.packed,
+        "images": len(dataset),
+        "broken": broken,
+        "passed_over": others,
+    }
+    if dataset.packed:
+        return result | {"list": None, "digest": dataset.digest()}
+    path = list_path(lists, dataset.split)
+    try:
+        sound = dataset.without(one.index for one in images)
+    except DataError as error:
+        old = f"; the existing {path} stays in use" if path.exists() else ""
+        return result | {"list": None, "digest": None, "problem": f"{str(error).rstrip('.')}{old}"}
+    write_list(path, sound.paths, sound.sizes)
+    stale = _still_naming({dataset.paths[one.index] for one in images}, lists) if dataset.split == "train" else []
+    return result | {"list": str(path), "digest": sound.digest(), "stale": stale}
+
+
+def _still_naming(broken: set[str], lists: Path) -> list[str]:
+    """The lists of `san data split` that name broken images, and so are to be written again."""
+    from pipelines.datasets.dataset import PARTS_OF
+    from pipelines.datasets.manifest import list_path, read_list
+
+    found = [path for path in (list_path(lists, name) for name in PARTS_OF) if path.exists()]
+    return [str(path) for path in found if not broken.isdisjoint(read_list(path).paths)]
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    broken = len(result["broken"])
+    text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
+    if others := result["passed_over"]:
+        text += f"; skipped {len(others)} non-image {'file' if len(others) == 1 else 'files'}, for example {others[0]}"
+    if problem := result.get("problem"):
+        return f"{text}; no list written: {problem}"
+    listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
+    stale = f"; run `san data split` again: {', '.join(old)} lists broken images" if (old := result.get("stale")) else ""
+    return f"{text}{listed}; digest {result['digest']}{stale}"
+
+
+@data.command()
+@ROOT
+@click.option("--per-class", type=click.IntRange(1), default=50, show_default=True, help="Images to hold out per class.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed that selects the images.")
+@LISTS
+@AS_JSON
+def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bool) -> None:
+    """Hold out training images per class for validation.
+
+    Writes the lists train-split and val-split. Training with data.val_split_per_class=N and
+    data.val_split_seed=S holds out the same images as --per-class N --seed S.
+
+    \b
+    Example: san data split /data/imagenet --per-class 50
+    """
+    from pipelines import Dataset
+    from pipelines.datasets.manifest import list_path, require_listable, require_writable, write_list
+
+    known = lists if lists is not None and lists.is_dir() else None
+    parts = Dataset.open(root, "train", known).hold_out(per_class, seed)
+    paths = {name: list_path(lists or root, name) for name in ("train-split", "val-split")}
+    for part, path in zip(parts, paths.values(), strict=True):
+        require_listable(part.paths)
+        require_writable(path)
+    results = []
+    for (name, path), part in zip(paths.items(), parts, strict=True):
+        write_list(path, part.paths, part.sizes)
+        results.append({"split": name, "images": len(part), "list": str(path), "digest": part.digest()})
+    if as_json:
+        click.echo(json.dumps(results))
+        return
+    for result in results:
+        click.echo(_printable(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}"))
+
+
+@data.command()
+@ROOT
+@click.argument("out", type=click.Path(path_type=Path))
+@SPLITS
+@click.option("--shard-size", type=Size(), default="256MiB", show_default=True, help="Maximum size of a tar file.")
+@LISTS
+@WORKERS
+@AS_JSON
+def pack(
+    root: Path, out: Path, splits: tuple[str, ...], shard_size: int, lists: Path | None, workers: int, as_json: bool
+) -> None:
+    """Pack images into WebDataset tar files (shards).
+
+    Packs the images in a split's list, or all images in its folder if there is no list. Train on the result with
+    data.source=shards. Rerun the same command to resume.
+
+    \b
+    Example: san data pack /data/imagenet /data/imagenet-shards
+    """
+    from pipelines import Dataset
+    from pipelines.datasets.pack import pack as pack_shards
+    from pipelines.datasets.shards import index_path
+
+    splits = splits or tuple(name for name in ("train", "val") if (root / name).is_dir()) or ("train",)
+    results: list[dict[str, Any]] = []
+    for dataset in [Dataset.open(root, name, lists) for name in splits]:
+        with _counting(dataset.split, len(dataset), "image") as count:
+            shards = []
+            for packed in pack_shards(dataset, out, shard_size, workers):
+                shards.append(packed)
+                count(packed.images, 0)
+        shards.sort(key=lambda packed: packed.shard.name)
+        results.append(
+            {
+                "split": dataset.split,
+                "images": len(dataset),
+                "bytes": sum(packed.shard.bytes for packed in shards),
+                "digest": dataset.digest(),
+                "index": str(index_path(out, dataset.split)),
+                "kept": sum(packed.kept for packed in shards),
+                "shards": [{"name": one.shard.name, "bytes": one.shard.bytes, "sha256": one.shard.sha256} for one in shards],
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(results))
+        return
+    for result in results:
+        line = (
+            f"{result['split']}: {result['images']} images in {len(result['shards'])} shards "
+            f"({result['kept']} already existed), "
+            f"{result['bytes']} bytes, {result['index']}, digest {result['digest']}"
+        )
+        click.echo(_printable(line))
+
+
+@data.command()
+@ROOT
+@click.argument("split")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the cell.")
+@click.option("--epoch", type=click.IntRange(0), default=0, show_default=True, help="Epoch, counted from 0.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images per step, summed over all workers."
+)
+@click.option("--workers", type=click.IntRange(1, 1024), default=1, show_default=True, help="Number of training workers.")
+@LISTS
+@AS_JSON
+def order(
+    root: Path, split: str, seed: int, epoch: int, batch_size: int, workers: int, lists: Path | None, as_json: bool
+) -> None:
+    """Print the order of images in an epoch: step, worker, path.
+
+    The splits `train` and `train-split` are shuffled every epoch. Other splits are used for validation and keep their order.
+
+    \b
+    Example: san data order data/digits train --epoch 3 --batch-size 64
+    """
+    import numpy as np
+
+    from pipelines import Dataset, sampler
+    from pipelines.datasets.shards import index_path
+
+    packed = index_path(root, split).exists()
+    dataset = Dataset.open_shards(root, split) if packed else Dataset.open(root, split, lists)
+    sequence, steps = np.arange(len(dataset)), sampler.steps(len(dataset), batch_size)
+    if split in ("train", "train-split"):
+        sampler.require_full_ranks(len(dataset), batch_size, workers)
+        sequence = sampler.epoch_order(len(dataset), seed, epoch)
+    shares = [sampler.share(sequence, steps, worker, workers) for worker in range(workers)]
+    places = ((step, worker) for step in range(steps) for worker in range(workers))
+    rows = ((step, worker, dataset.paths[index]) for step, worker in places for index in shares[worker][step])
+    if as_json:
+        click.echo(json.dumps([{"step": step, "worker": worker, "path": path} for step, worker, path in rows]))
+        return
+    for step, worker, path in rows:
+        click.echo(f"{step}\t{worker}\t{_printable(path)}")
+
+
+@contextmanager
+def _counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how far something is: a bar on a terminal, lines in a log. It is told of so many more, and of all broken ones."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=total, desc=what, unit=f" {unit}s", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty())
+    start = told = time.monotonic()
+    done = 0
+
+    def count(more: int, broken: int) -> None:
+        nonlocal told, done
+        done += more
+        bar.update(more)
+        if broken:
+            bar.set_postfix_str(f"{broken} broken")
+        if bar.disable and time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            of = "" if total is None else f" of {total}"
+            click.echo(f"[{told - start:4.0f} s] {what}: {done}{of} {unit}s, {broken} broken", err=True)
+
+    with bar:
+        yield count
+
+
+def _printable(name: str) -> str:
+    """A name on one line of a terminal, whatever bytes it is made of."""
+    if name.isprintable():
+        return name
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)

@@ -1,0 +1,96 @@
+"""How long cells will train: by the speed of finished runs like them, else by the FLOPs of their models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Literal
+
+import torch
+
+import san
+from experiments.grids.config import flat
+from experiments.grids.grid import Trial
+from experiments.tracking import Result
+
+Setting = frozenset[tuple[str, str]]
+SECTIONS = ("model.", "engine.", "placement.")
+FIELDS = ("data.size", "recipe.batch_size", "recipe.grad_accum_steps", "recipe.precision")
+
+GUESSED_RATES = {"cpu": 1e9, "gpu": 1.5e12}
+"""Images per second times the paper's FLOPs per image, for one CPU core or one GPU, until a run has finished. The CPU's rate
+was measured on a Xeon with the digits profile; the GPU's is a prediction for an A100 that nobody has measured."""
+
+Basis = Literal["like", "flops", "guess"]
+"""`like`: finished runs with the same model, size, batch and placement. `flops`: the FLOPs of the model, at the speed of other
+finished runs. `guess`: its FLOPs, at a guessed rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """What a cell takes, without validation and without the start of its processes."""
+
+    wall: float
+    cpu: float
+    gpu: float
+    basis: Basis
+
+
+class Estimator:
+    """Hours of training by finished runs, as far as there are any."""
+
+    def __init__(self, results: Iterable[Result]) -> None:
+        speeds: defaultdict[Setting, list[float]] = defaultdict(list)
+        rates: defaultdict[str, list[float]] = defaultdict(list)
+        for result in results:
+            if result.finished and "summary/images_per_second" in result.metrics:
+                speed = result.metrics["summary/images_per_second"]
+                speeds[_setting(result.params)].append(speed)
+                if "flops_paper" in result.metrics:
+                    kind, devices = _devices(*(int(result.params.get(f"placement.{key}", least)) for key, least in LEAST))
+                    rates[kind].append(speed * result.metrics["flops_paper"] / devices)
+        self._speeds = {setting: mean(found) for setting, found in speeds.items()}
+        self._rates = {kind: median(found) for kind, found in rates.items()}
+        self._flops: dict[tuple[str, str, int], int] = {}
+
+    def hours(self, trial: Trial, images: int) -> Hours:
+        """Of a trial whose epochs have so many images."""
+        placement = trial.config.placement
+        basis, speed = self._speed(trial)
+        wall = trial.config.recipe.epochs * images / speed / 3600
+        return Hours(wall, wall * placement.workers * placement.cpus, wall * placement.workers * placement.gpus, basis)
+
+    def _speed(self, trial: Trial) -> tuple[Basis, float]:
+        """Images per second of all workers."""
+        placement = trial.config.placement
+        speed = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
+        if speed is not None:
+            return "like", speed
+        kind, devices = _devices(placement.workers, placement.cpus, placement.gpus)
+        rate = self._rates.get(kind)
+        return "guess" if rate is None else "flops", devices * (rate or GUESSED_RATES[kind]) / self._flops_of(trial)
+
+    def _flops_of(self, trial: Trial) -> int:
+        """By the paper's convention, for one image; large grids have few models."""
+        model, size = trial.config.model, trial.config.data.size
+        key = model.name, repr(model.overrides), size
+        if key not in self._flops:
+            with torch.device("meta"):
+                module = model.spec().build(num_classes=2)
+            self._flops[key] = san.complexity(module, size).flops_paper  # outside: torch would bring its compiler
+        return self._flops[key]
+
+
+LEAST = (("workers", 1), ("cpus", 1), ("gpus", 0))
+"""The parameters of a placement, and what they are where a run does not have them."""
+
+
+def _devices(workers: int, cpus: int, gpus: int) -> tuple[str, int]:
+    """On what a cell computes, and how many of it: a worker uses one GPU."""
+    return ("gpu", workers) if gpus else ("cpu", workers * cpus)
+
+
+def _setting(params: Mapping[str, str]) -> Setting:
+    return frozenset((key, value) for key, value in params.items() if key.startswith(SECTIONS) or key in FIELDS)

@@ -1,0 +1,150 @@
+"""What a grid would train: which cells, in which order, how many at a time, for how long. Trains and tracks nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
+from experiments.cli.estimate import Basis, Estimator, Hours
+from experiments.cli.options import duration
+from experiments.grids.grid import Trial
+from experiments.grids.paper import unprinted
+from experiments.tracking import Result
+from experiments.training.images import open_data
+from experiments.training.job import Job, is_done, known_results
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a plan."""
+
+    row: str
+    seed: int
+    key: str
+    finished: bool
+    stopped_at: int | None
+    """The epoch after which early stopping ended it."""
+    hours: Hours | None
+    """None where nothing is to train."""
+
+
+def plan(job: Job) -> list[Cell]:
+    """The cells, each with its content hash: finished and stopped ones, then those to train, as `run` would start them. Trains
+    and tracks nothing."""
+    results = known_results(job)
+    done = [trial for trial in job.trials if is_done(job, results, trial)]
+    alike: defaultdict[str, list[Trial]] = defaultdict(list)
+    for trial in job.trials:
+        alike[trial.key].append(trial)
+    cells = []
+    for trial in done:
+        result = results[trial.key]
+        cells.append(Cell(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
+    for first, hours in to_train(job, results):
+        for trial in alike[first.key]:  # equal cells are trained once
+            cells.append(Cell(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
+    return cells
+
+
+def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
+    """The cells that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
+
+    In the order in which they start: what takes least comes first, for its answer comes soonest.
+    """
+    missing: dict[str, Trial] = {}
+    for trial in job.trials:
+        if not is_done(job, results, trial):
+            missing.setdefault(trial.key, trial)
+    estimator = Estimator(results.values())
+    found = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
+    return sorted(found, key=lambda each: each[1].wall)
+
+
+def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
+    """How many cells there are to train, how many at a time, what each takes, and for how long."""
+    from cluster.session import is_local, session, this_machine  # brings Ray
+
+    missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
+    first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
+    lacking = unprinted(job.grid.table, (cell.row for cell in cells))
+    beside = [f"compared with the paper's table `{job.grid.table}`{lacking}"] if lacking else []
+    if not missing:
+        return [first, *beside]
+    first += " in the order above"
+    here = this_machine if is_local(address) else None
+    with nullcontext(here()) if here else session(address) as resources:
+        try:
+            at_once = min(cells_that_fit(job, resources), len(missing))
+        except ClusterError as error:
+            return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
+    nodes = len(resources.nodes)
+    where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
+    return [first, *beside, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+
+
+def cells_that_fit(job: Job, resources: Resources) -> int:
+    """How many cells run at once.
+
+    Raises:
+        ClusterError: none does; names the overrides with which one would.
+    """
+    try:
+        return concurrency(job.placement, resources)
+    except ClusterError as error:
+        fits = _overrides_that_fit(job.placement, job.trials[0].config.recipe.grad_accum_steps, resources)
+        if not fits:
+            raise
+        raise ClusterError(
+            f"{error}. To fit this cluster with the same batch size, memory per worker and images per BatchNorm layer, "
+            f"set `{' '.join(fits)}`"
+        ) from None
+
+
+def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resources) -> list[str]:
+    """Overrides with which a cell fits and BatchNorm sees as many images; none where there are no such."""
+    parts = placement.workers * accumulate
+    options = []
+    for cpus in range(1, placement.cpus + 1):
+        most = min(workers_that_fit(replace(placement, cpus=cpus), resources), placement.workers)
+        options.append((max((workers for workers in range(1, most + 1) if parts % workers == 0), default=0), cpus))
+    workers, cpus = max(options)
+    if workers == 0:
+        return []
+    fewer_workers = [f"placement.workers={workers}", f"recipe.grad_accum_steps={parts // workers}"]
+    fewer_cpus = [f"placement.cpus={cpus}"]
+    return (fewer_workers if workers < placement.workers else []) + (fewer_cpus if cpus < placement.cpus else [])
+
+
+def room(job: Job, resources: Resources, at_once: int) -> str:
+    now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
+    room = f"{at_once} {'cell' if at_once == 1 else 'cells'} at a time, {job.placement} per cell"
+    if resources.grows:
+        return f"{now} now: {room}; the autoscaler may add nodes while cells wait"
+    return f"{now}: {room}"
+
+
+def _is_settled(cell: Cell) -> bool:
+    return cell.finished or cell.stopped_at is not None
+
+
+BASES: dict[Basis, str] = {
+    "like": "estimated from finished runs with the same model and settings",
+    "flops": "estimated from model FLOPs and the speed of other finished runs",
+    "guess": "rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
+}
+
+
+def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
+    hours = [cell.hours for cell in missing if cell.hours is not None]
+    cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
+    text = f"CPU time {duration(3600 * cpu)}" + (f", GPU time {duration(3600 * gpu)}" if gpu else "")
+    if at_once:
+        longest = duration(3600 * max(wall / at_once, max(each.wall for each in hours)))
+        text = f"{longest} with {at_once} {'cell' if at_once == 1 else 'cells'} at a time ({text})"
+    counts = Counter(each.basis for each in hours)
+    if len(counts) == 1:
+        return [f"training time: {text}; {BASES[hours[0].basis]}"]
+    return [f"training time: {text}", *(f"  {counts[basis]} cells: {words}" for basis, words in BASES.items() if counts[basis])]

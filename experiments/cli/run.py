@@ -1,0 +1,266 @@
+"""A grid, from plan to table."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster import ClusterLostError, concurrency
+from experiments.cli.options import duration
+from experiments.cli.plan import cells_that_fit, room, to_train
+from experiments.errors import MachineError, UserError
+from experiments.evaluation.cells import Watch, Work, measure
+from experiments.grids.expand import GRIDS_DIR
+from experiments.grids.grid import Trial
+from experiments.grids.paper import paper_claims
+from experiments.report.answer import measured, note, show, to_measure
+from experiments.report.study import section_of, write_study
+from experiments.runs import Lease, StorageError
+from experiments.runs.claims import WhileClaimed, claimed_cells, in_turn
+from experiments.runs.summary import read_top1
+from experiments.runs.workspace import Workspace
+from experiments.tracking import Result, TrackerError
+from experiments.training.device import require_gpu, training_device
+from experiments.training.images import open_data
+from experiments.training.job import Job, is_done, is_finished, known_results, open_job, patiently, say
+from experiments.training.progress import Progress
+from experiments.training.trainer import run_trial
+from pipelines import DataError
+
+if TYPE_CHECKING:
+    from cluster.halving import Judge
+    from cluster.sweep import Outcome
+
+
+def run(job: Job, address: str | None) -> bool:
+    """Trains what is missing, prints the table, draws the plot. Returns whether every cell is finished.
+
+    Raises:
+        UserError, ClusterError: what is asked for cannot be had here; nothing has been written then.
+        KeyboardInterrupt, ClusterLostError: stopped by the user, or Ray has died; the next call continues.
+    """
+    results = known_results(job)
+    missing = {trial.key: trial for trial, _ in to_train(job, results)}
+    done = sum(is_finished(results, trial) for trial in job.trials)
+    stopped = sum(is_done(job, results, trial) for trial in job.trials) - done
+    equal = len(job.trials) - done - stopped - len(missing)
+    found = f", {done} already finished" if done else ""
+    found += f", {stopped} already stopped early" if stopped else ""
+    found += f", {equal} identical to another cell" if equal else ""
+    say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
+    if not missing and not to_measure(job, results):
+        files, complete = show(job, results)
+        _refresh(job, results, files, complete)
+        return complete
+    try:
+        trained = _train(job, missing, address) if missing else []
+        results = patiently(lambda: known_results(job))
+        unsent = [missing[key].name for key in trained if not is_done(job, results, missing[key])]
+        if unsent:
+            say(
+                f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
+                "run the same command again to send the rest"
+            )
+        if unmeasured := to_measure(job, results):
+            _measure(job, unmeasured, results, address)
+            results = patiently(lambda: known_results(job))
+        files, complete = show(job, results)
+        patiently(lambda: job.tracker.log_report(files, complete))
+        patiently(lambda: job.tracker.describe(note(job, results), measured(job)))
+    except TrackerError as error:
+        raise TrackerError(
+            f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
+        ) from None
+    return complete
+
+
+def study(profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path) -> bool:
+    """Trains what is missing of the paper's ablation tables and writes what of them shows; returns whether all is finished.
+
+    Raises: as `open_job` and `run` do, before anything is trained.
+    """
+    with suppress(OSError):
+        page.parent.mkdir(parents=True, exist_ok=True)
+    if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
+        raise UserError(f"{page}: cannot write the page; choose another file with --page")
+    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
+    complete = all([run(job, address) for job in jobs])
+    train, val = open_data(jobs[0].trials[0].config.data)
+    sections = [section_of(job.grid, job.trials, known_results(job)) for job in jobs]
+    files = write_study(sections, page, len(train), len(val))
+    say(f"study: {files[0]}")
+    return complete
+
+
+def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
+    """Trains the cells that no other process is training; returns the keys of those that came to their end."""
+    from cluster.session import is_local, session  # brings Ray
+
+    start = time.monotonic()
+    on_this_machine = is_local(address)
+    with session(address) as resources:
+        # On this machine, what no cell could do is known before one is started.
+        if on_this_machine:
+            require_gpu(job.trials[0].config)
+        at_once = min(cells_that_fit(job, resources), len(missing))
+        if on_this_machine:
+            training_device(job.trials[0].config)
+        say(room(job, resources, at_once))
+        with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
+            others = [trial.name for key, trial in missing.items() if key not in claimed]
+            if others:
+                say(f"skipped, because another `san run` is training the same cells: {', '.join(others)}")
+            results = known_results(job)  # another run may have finished some before they could be claimed
+            claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
+            with _early_stopping(job, results) as goes_on:
+                outcomes = _sweep(job, claimed, results, claim, goes_on)
+            for key, outcome in outcomes.items():
+                if outcome.error is not None:
+                    _keep_story(job, missing[key], outcome.traceback)
+                    run_id = job.workspace.run_id(missing[key])
+                    patiently(functools.partial(job.tracker.failed, missing[key], run_id, outcome.error))
+    trained = [key for key, outcome in outcomes.items() if outcome.error is None]
+    failed = [missing[key].name for key, outcome in outcomes.items() if outcome.error is not None]
+    say(_summary("trained", len(trained), failed, time.monotonic() - start))
+    return trained
+
+
+def _summary(done: str, finished: int, failed: Sequence[str], seconds: float) -> str:
+    """What a sweep has done, such as `trained 3 of 4 cells in 2 min 40 s; failed: footprint9`."""
+    total = finished + len(failed)
+    text = f"{done} {finished}{f' of {total}' if failed else ''} {'cell' if total == 1 else 'cells'} in {duration(seconds)}"
+    return f"{text}; failed: {', '.join(failed)}" if failed else text
+
+
+@contextmanager
+def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge | None]:
+    """Who tells the cells whether they go on, where the grid wants that; cells of earlier calls count too."""
+    wanted = job.grid.early_stopping
+    if wanted is None:
+        yield None
+        return
+    from cluster.halving import Halving, judge  # brings Ray Tune
+
+    halving = Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
+    before = [trial for trial in job.trials if is_done(job, results, trial)]
+    summaries = {trial.key: job.workspace.checkpoints(trial) / "summary.csv" for trial in before}
+    for summary in summaries.values():
+        job.workspace.bring(summary)
+    known = {key: read_top1(summary) for key, summary in summaries.items()}
+    with judge(halving, known) as goes_on:
+        yield goes_on
+
+
+def _prepare(job: Job, results: Mapping[str, Result]) -> None:
+    """The grid's place in the store, with the table of what is finished so far."""
+    with in_turn(job.workspace, "store"):  # two grids may be the first in a store
+        job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+        job.tracker.describe(note(job, results), measured(job))
+
+
+def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
+    """MLflow's pages of a grid of which nothing was left to do: another grid may have trained its cells, or another version of
+    this program may have told of them. Whoever may only read has the table nevertheless."""
+    try:
+        _prepare(job, results)
+        job.tracker.log_report(files, complete)
+    except UserError as error:  # of the tracker, of the folder or of the bucket
+        say(f"MLflow's pages of the grid were not updated: {error}")
+
+
+def _sweep(
+    job: Job, missing: dict[str, Trial], results: Mapping[str, Result], claim: Lease | None, goes_on: Judge | None
+) -> dict[str, Outcome]:
+    from cluster.sweep import sweep  # brings Ray Tune and Train
+
+    _prepare(job, results)
+    job.tracker.begin()
+    names = {key: trial.name for key, trial in missing.items()}
+    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
+    train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
+    try:
+        with _sweep_storage(job.workspace, f"{job.name}-{job.profile}") as storage:
+            return sweep(
+                train,
+                missing,
+                job.placement,
+                storage=storage,
+                observer=progress if claim is None else WhileClaimed(progress, claim),
+                progress="epoch",
+                final=(UserError, DataError, FloatingPointError),
+                fatal=(MachineError,),
+            )
+    except (KeyboardInterrupt, ClusterLostError):
+        with suppress(TrackerError):
+            job.tracker.interrupted((trial, job.workspace.run_id(trial)) for trial in missing.values())
+        raise
+    finally:
+        progress.close()
+
+
+@contextmanager
+def _sweep_storage(workspace: Workspace, name: str) -> Iterator[Path | str]:
+    """Where a sweep leaves what only it needs; a killed run leaves its own."""
+    path = workspace.runs / "sweeps" / name
+    if workspace.bucket is None:
+        shutil.rmtree(path, ignore_errors=True)
+        yield path
+        return
+    workspace.bucket.remove_folder(workspace.name(path))
+    yield workspace.place(path)
+    with suppress(StorageError):
+        workspace.bucket.remove_folder(workspace.name(path))
+
+
+def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
+    """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
+    from cluster.session import session  # brings Ray
+    from cluster.sweep import sweep
+
+    start, placement, name = time.monotonic(), replace(job.placement, workers=1), f"{job.name}-{job.profile}"
+
+    def keep(work: Work, metrics: dict[str, float]) -> None:
+        patiently(lambda: job.tracker.add(work.run_id, metrics))
+
+    trials = {key: work.trial for key, work in missing.items()}
+    with session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, claim):
+        values = {key: missing[key] for key in claimed}
+        at_once = min(concurrency(placement, resources), len(values))
+        say(f"robustness ({job.grid.robustness}): {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
+        _prepare(job, results)
+        job.tracker.begin()
+        watch = Watch(values, keep, sys.stderr)
+        observer = watch if claim is None else WhileClaimed(watch, claim)
+        try:
+            with _sweep_storage(job.workspace, name) as storage:
+                final = (UserError, DataError)
+                outcomes = sweep(measure, values, placement, storage=storage, observer=observer, final=final)
+        finally:
+            watch.close()
+    failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
+    for key in failed:
+        _keep_story(job, missing[key].trial, outcomes[key].traceback)
+    names = [missing[key].trial.name for key in failed]
+    say(_summary("measured", len(outcomes) - len(failed), names, time.monotonic() - start))
+
+
+def _keep_story(job: Job, trial: Trial, story: str) -> None:
+    workspace = job.workspace
+    path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(story, encoding="utf-8")
+    except OSError as error:
+        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{story}")
+        return
+    patiently(lambda: workspace.keep(path))
+    log = workspace.place(workspace.log(trial, node="*"))
+    say(f"{trial.name}: traceback in {workspace.place(path)}, log in {log}")

@@ -1,0 +1,1 @@
+"""Evaluation of trained networks: accuracy, rotation and attack."""

@@ -1,0 +1,128 @@
+"""White-box targeted attacks by projected gradient descent in the L-inf ball (Madry et al. 2018, arXiv 1706.06083).
+
+An image's target is any class but its own, drawn by the trial's seed and the image's place in the dataset. Pixels go n times a
+step down the sign of the gradient of the target's cross entropy, and stay within epsilon of where they were and in [0, 1].
+The first step starts at the image itself, not at a random point of the ball: the paper speaks of none, n steps of its sizes
+reach just as far as epsilon, and what the authors' library, foolbox, called PGD then (2.x) starts there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from experiments.evaluation.evaluate import Opened, evaluation_loader
+from experiments.evaluation.protocol import Condition, Ended, Numbers, Protocol
+from experiments.evaluation.rotation import Turned
+from experiments.grids.transform import transform
+from pipelines import Dataset, Transform
+
+
+class OnPixels(nn.Module):
+    """A network that takes pixels in [0, 1] and normalises them itself."""
+
+    mean_C11: Tensor
+    std_C11: Tensor
+
+    def __init__(self, network: nn.Module, how: Transform) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean_C11", torch.tensor(how.mean).view(3, 1, 1))
+        self.register_buffer("std_C11", torch.tensor(how.std).view(3, 1, 1))
+
+    def forward(self, pixels_NCHW: Tensor) -> Tensor:
+        return self.network((pixels_NCHW - self.mean_C11) / self.std_C11)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """The attack's parameters, in units of 1/255; called, it measures what it does.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+
+    epsilon: int
+    """The most that a pixel is changed."""
+    step: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon <= 255 or not 0 < self.step <= 255 or self.steps < 1:
+            raise ValueError(f"an attack needs 0 < epsilon <= 255, 0 < step <= 255 and at least one step, not {self}")
+
+    def __call__(self, opened: Opened, images: Dataset, batch: int, ended: Ended) -> Numbers:
+        how = transform(opened.config.data)
+        pixels = replace(how, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exactly: nothing is undone
+        loader = evaluation_loader(opened, images, pixels, batch)
+        network = OnPixels(opened.model, how).eval().to(loader.device)
+        targets_N = targets(np.asarray(images.labels), len(images.classes), opened.seed).to(loader.device)
+        hits, seen = torch.zeros(2, dtype=torch.int64, device=loader.device), 0
+        for pixels_NCHW, labels_N in loader.epoch(0):
+            wanted_N = targets_N[seen : seen + len(labels_N)]  # validation keeps the order of the dataset
+            seen += len(labels_N)
+            predicted_N = predictions(network, self.attacked(network, pixels_NCHW, wanted_N))
+            hits += torch.stack(((predicted_N == wanted_N).sum(), (predicted_N == labels_N).sum()))
+            ended()
+        success, top1 = (100 * hits.double() / seen).tolist()
+        return {"success": success, "top1": top1}
+
+    def attacked(self, network: nn.Module, pixels_NCHW: Tensor, targets_N: Tensor) -> Tensor:
+        """The images [N, 3, H, W] after the attack; pixels in [0, 1], before and after.
+
+        n forward and n backward passes; the network's parameters should want no gradients.
+        """
+        low_NCHW, high_NCHW = within(pixels_NCHW, self.epsilon / 255)
+        x_NCHW = pixels_NCHW
+        for _ in range(self.steps):
+            x_NCHW = x_NCHW.detach().requires_grad_()
+            loss = cross_entropy(network(x_NCHW), targets_N, reduction="sum")  # a sum: images do not see each other
+            (gradient_NCHW,) = torch.autograd.grad(loss, x_NCHW)
+            x_NCHW = x_NCHW.detach().sub(gradient_NCHW.sign_(), alpha=self.step / 255).clamp_(low_NCHW, high_NCHW)
+        return x_NCHW
+
+
+@torch.no_grad()
+def predictions(network: nn.Module, pixels_NCHW: Tensor) -> Tensor:
+    """The classes [N] that a network answers with."""
+    return network(pixels_NCHW).argmax(1)
+
+
+def within(pixels_NCHW: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The least and the greatest values in [0, 1] that differ by no more than `epsilon`, not even by a rounding."""
+    exact_NCHW = pixels_NCHW.double()
+
+    def rounded_inwards(edge_NCHW: Tensor) -> Tensor:
+        near_NCHW = edge_NCHW.clamp_(0, 1).to(pixels_NCHW.dtype)
+        beyond_NCHW = (near_NCHW.double() - exact_NCHW).abs() > epsilon
+        return torch.where(beyond_NCHW, torch.nextafter(near_NCHW, pixels_NCHW), near_NCHW)
+
+    return rounded_inwards(exact_NCHW - epsilon), rounded_inwards(exact_NCHW + epsilon)
+
+
+def targets(labels_N: np.ndarray[tuple[int], np.dtype[np.int64]], classes: int, seed: int) -> Tensor:
+    """A class for each image of a dataset that is not its label, int64 [N]: by the seed and the image's place alone."""
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
+    return torch.from_numpy((labels_N + generator.integers(1, classes, len(labels_N))) % classes)
+
+
+def _condition(name: str, attack: Attack) -> Condition:
+    key = f"pgd-epsilon{attack.epsilon}-step{attack.step}-n{attack.steps}"
+    return Condition(name, key, ("success", "top1"), attack)
+
+
+PROTOCOL = Protocol(
+    conditions=(
+        Condition("clean", "none", ("top1",), Turned("none")),
+        _condition("n2", Attack(epsilon=8, step=4, steps=2)),
+        _condition("n4", Attack(epsilon=8, step=2, steps=4)),
+    ),
+    caption=(
+        "White-box targeted PGD, L-inf, epsilon 8/255: n2 is 2 steps of 4/255, n4 is 4 steps of 2/255. Success: images "
+        "classified as the target class. Drop: percentage points of top-1 lost compared with `clean`."
+    ),
+)

@@ -1,0 +1,101 @@
+"""What a protocol is: conditions under which a network is tested, and the numbers that each gives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from experiments.errors import UserError
+from experiments.evaluation.evaluate import Opened
+from experiments.evaluation.memory import first_batch
+from experiments.training.device import is_out_of_memory
+from pipelines import Dataset
+
+_log = logging.getLogger(__name__)
+
+Numbers = dict[str, float]
+"""By name, such as `top1`; percent."""
+
+TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
+"""Of numbers that are percentages."""
+
+Ended = Callable[[], None]
+"""To be called after each batch."""
+Measure = Callable[[Opened, Dataset, int, Ended], Numbers]
+"""Takes a checkpoint's network through a condition, over all images in batches of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition of a protocol."""
+
+    name: str
+    """Of its lines in the table; with `_` and a number's name it is a column of the paper's table."""
+    key: str
+    """Tells the condition with all its parameters: in the tracker its numbers are `robustness/<key>/<number>`."""
+    numbers: tuple[str, ...]
+    """Names of what is measured: `top1`, `top5`, `success`."""
+    measure: Measure
+
+    def metrics(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Numbers under their names in the tracker."""
+        return {f"robustness/{self.key}/{name}": numbers[name] for name in self.numbers}
+
+    def found(self, metrics: Mapping[str, float]) -> Numbers:
+        """What a run has of the numbers."""
+        names = {name: f"robustness/{self.key}/{name}" for name in self.numbers}
+        return {name: metrics[key] for name, key in names.items() if key in metrics}
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """Conditions in the table's order, the first without any disturbance."""
+
+    conditions: tuple[Condition, ...]
+    caption: str
+
+    def missing(self, metrics: Mapping[str, float]) -> tuple[Condition, ...]:
+        """The conditions of which a run lacks a number."""
+        return tuple(condition for condition in self.conditions if len(condition.found(metrics)) < len(condition.numbers))
+
+
+Shown = Callable[[str, int, int], AbstractContextManager[Ended]]
+"""Shows a condition of that name over so many images in batches of so many."""
+
+
+def measured(
+    opened: Opened, images: Dataset, conditions: Iterable[Condition], shown: Shown
+) -> Iterator[tuple[Condition, Numbers]]:
+    """Conditions one after the other, in batches that fit into memory: halved where they did not.
+
+    Raises:
+        DataError: an image cannot be used.
+        UserError: memory does not suffice for a single image.
+    """
+    opened.model.eval().requires_grad_(False)
+    batch = min(first_batch(opened.model, opened.config), len(images))
+    for condition in conditions:
+        numbers = None
+        while numbers is None:
+            try:
+                with shown(condition.name, len(images), batch) as ended:
+                    numbers = condition.measure(opened, images, batch, ended)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                batch = _halved(batch, f"{opened.path}, {condition.name}")
+        yield condition, numbers
+
+
+def _halved(batch: int, what: str) -> int:
+    if batch == 1:
+        raise UserError(f"{what}: not enough memory for a single image; use a machine with more memory") from None
+    _log.warning("%s: not enough memory for batches of %d images; continuing with %d", what, batch, batch // 2)
+    return batch // 2
+
+
+def percentages(numbers: Mapping[str, float]) -> str:
+    """Such as `top-1 97.5 %, top-5 100.0 %`."""
+    return ", ".join(f"{TITLES[name]} {value:.1f} %" for name, value in numbers.items())

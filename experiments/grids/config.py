@@ -1,0 +1,492 @@
+"""What a trial is made of: typed, frozen values that refuse unknown keys and name every mistake by its path."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from experiments.grids.custom_code import custom_code
+from experiments.grids.renamed import new_key
+from san.choice import ChoiceError
+from san.models import ModelSpec, model_spec
+
+PROJECT_DIR = Path(__file__).resolve().parents[2]
+"""Where the packages lie."""
+
+
+def base_folder() -> Path:
+    """Where data/ and runs/ lie: in the project; where that is installed among other packages, in the current folder."""
+    is_ours = (PROJECT_DIR / "setup.py").exists() or is_job_copy()
+    return PROJECT_DIR if is_ours else Path.cwd()
+
+
+def is_job_copy() -> bool:
+    """Whether this is a Ray job's copy of the project, which is thrown away."""
+    return "_ray_pkg_" in PROJECT_DIR.as_posix()
+
+
+def _no_boolean(value: object) -> object:
+    """For Python, and so for pydantic, true and false are the numbers 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("boolean_number", "must be a number")
+    if isinstance(value, list) and any(isinstance(part, bool) for part in value):
+        raise PydanticCustomError("boolean_in_list", "must be a list of numbers")
+    return value
+
+
+NUMBERS = BeforeValidator(_no_boolean)
+"""Of a number, or a list of numbers."""
+Whole = Annotated[int, NUMBERS]
+Real = Annotated[float, NUMBERS]
+Fraction = Annotated[Real, Field(ge=0, lt=1)]
+Positive = Annotated[Real, Field(gt=0)]
+NotNegative = Annotated[Real, Field(ge=0)]
+Count = Annotated[Whole, Field(ge=1)]
+
+
+class Strict(BaseModel):
+    """An immutable section of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(BaseModel):
+    """The model: its `name`, and overrides of its other fields (`san models` lists names and fields)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    def spec(self) -> ModelSpec:
+        """The record of the model. Raises ValueError where `model_mistakes` finds any."""
+        fields = _fields(self.name)
+        values = self.overrides.items()
+        return model_spec(self.name, {k: fields[k].validate_python(v) if k in fields else v for k, v in values})
+
+
+@functools.cache
+def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
+    """What reads each field of a variant's record. Raises ValueError where there is no such variant."""
+    hints = typing.get_type_hints(type(model_spec(name)))
+    return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
+
+
+def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
+    """Everything that keeps a model from being built for images of `size` pixels, as (path of the key, what is wrong)."""
+    try:
+        readers = _fields(model.name)
+    except ValueError as error:
+        yield "model.name", str(error)
+        return
+    hints = typing.get_type_hints(type(model_spec(model.name)))
+    fields = [field for field in readers if field != "name"]
+    found = False
+    for key, value in model.overrides.items():
+        if key not in fields:
+            found = True
+            yield f"model.{key}", _unknown(f"model.{key}", fields)
+            continue
+        try:
+            readers[key].validate_python(value)
+        except ValidationError as error:
+            found = True
+            item = error.errors()[0]
+            yield f"model.{key}{_path(item['loc'])}", _wrong(item, hints[key])
+    if found:
+        return
+    try:
+        model.spec().check_input(size)
+        with torch.device("meta"):
+            model.spec().build(num_classes=2)
+        custom_code(model.spec())
+    except ChoiceError as error:
+        yield f"model.{error.field}", str(error)
+    except ValueError as error:
+        yield "model", str(error)
+
+
+class DataConfig(Strict):
+    """The images and their preprocessing."""
+
+    source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
+    """`folder`: images at `root` in ImageNet's layout. `shards`: tar files at `root`, written by `san data pack`. `synthetic`:
+    random noise, to measure compute speed without disk I/O. `digits`, `shifted_digits`: embedded datasets, written to `root`
+    if missing."""
+    root: str | None = None
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path is resolved from the project's
+    folder, or from the current folder if the project is installed as a package. Not used with synthetic images."""
+    lists: str | None = None
+    """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
+    Relative paths are resolved as for `root`."""
+    split: Literal["val-original", "val-split"] = "val-original"
+    """Validation images: `val-original` uses `val`; `val-split` holds out images from `train`, as in the paper's ablations."""
+    val_split_per_class: Count | None = None
+    """Images per class that `val-split` holds out, the same images for every seed; existing `train-split` and
+    `val-split` lists or shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
+    val_split_seed: Annotated[Whole, Field(ge=0)] = 0
+    """Seed that selects the images that `val-split` holds out."""
+    train_per_class: Count | None = None
+    """Maximum number of training images per class, the same images for every seed. Null: all images."""
+    synthetic_classes: Count = 1000
+    """Number of classes of the synthetic images."""
+    synthetic_per_class: Count = 50
+    """Synthetic images per class, in training and in validation. With `source: synthetic`, the keys `root`, `split`,
+    `val_split_*` and all transform keys except `size` are ignored."""
+    size: Count
+    """Side in pixels of the model's square input."""
+    resize: Count
+    """Validation: length in pixels to which the shorter side is resized before the center crop."""
+    crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]]
+    """Training: range of a random crop's area, as a fraction of the image's area."""
+    crop_ratio: tuple[Positive, Positive]
+    """Training: range of a random crop's aspect ratio (width over height)."""
+    flip: bool
+    """Training: flip images horizontally with probability 0.5. Set this key to false for digits."""
+    mean: tuple[Fraction, Fraction, Fraction]
+    """Mean of each RGB channel, subtracted from the images (pixel values from 0 to 1)."""
+    std: tuple[Positive, Positive, Positive]
+    """Standard deviation of each RGB channel, by which the images are divided."""
+
+
+class RecipeConfig(Strict):
+    """Training: SGD with a cosine learning rate (section 5 of the paper, "Implementation").
+
+    Settings with a default go beyond the paper and are off. They are part of a cell's key only if they differ from the default,
+    so new settings do not change the keys of cells. Defaults must never change.
+    """
+
+    epochs: Annotated[Whole, Field(ge=1, le=9999)]
+    """Number of training epochs."""
+    batch_size: Count
+    """Images per step, summed over all workers."""
+    lr: Positive
+    """Initial learning rate; decays to zero along a half cosine, step by step."""
+    momentum: Fraction
+    """SGD momentum."""
+    weight_decay: NotNegative
+    """SGD weight decay."""
+    label_smoothing: Fraction
+    """Label smoothing for the cross-entropy loss."""
+    lr_batch_size: Count | None = None
+    """Batch size to which `lr` applies; with a different `batch_size`, the learning rate is scaled linearly.
+    Null: no scaling."""
+    warmup_epochs: NotNegative = 0.0
+    """Epochs during which the learning rate rises linearly from 0, before the cosine decay."""
+    mixup_alpha: NotNegative = 0.0
+    """Alpha of mixup: pairs of images and labels are blended with weights from Beta(alpha, alpha). 0 turns mixup off."""
+    ema_decay: Fraction = 0.0
+    """Decay per step of the exponential moving average of weights and BatchNorm statistics, which is then validated and saved.
+    0 turns averaging off."""
+    grad_accum_steps: Count = 1
+    """Number of parts into which each step's batch is split to save memory. BatchNorm normalizes each part separately."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the layers that torch's autocast covers. Weights, their updates and validation are always float32."""
+    sync_batchnorm: bool = False
+    """Computes BatchNorm statistics over the images of all workers. GPUs only."""
+
+    @property
+    def lr_used(self) -> float:
+        """Learning rate at `batch_size` images a step (linear scaling: Goyal et al. 2017, arXiv 1706.02677)."""
+        return self.lr if self.lr_batch_size is None else self.lr * (self.batch_size / self.lr_batch_size)
+
+    @property
+    def scaling(self) -> str | None:
+        """What is to be said where the learning rate is not `lr`."""
+        if self.lr_used == self.lr:
+            return None
+        return (
+            f"learning rate scaled to {self.lr_used:.6g} for recipe.batch_size={self.batch_size} "
+            f"(recipe.lr={self.lr:g} is for recipe.lr_batch_size={self.lr_batch_size})"
+        )
+
+
+class EngineConfig(Strict):
+    """How training steps are computed. Affects speed, memory and rounding, and is not part of a cell's key."""
+
+    zero_stage: Annotated[Literal[0, 1, 2], NUMBERS] = 0
+    """Stage of DeepSpeed's ZeRO: 1 partitions the momentum across workers, 2 also the gradients."""
+    compile: bool = False
+    """Trains the model with `torch.compile`. The averaged model from `recipe.ema_decay` is not compiled."""
+    channels_last: bool | None = None
+    """Uses the channels-last memory format. Null: on GPUs only, and not with `zero_stage`."""
+    tf32: bool | None = None
+    """Computes float32 products in TF32 (10-bit mantissas) on tensor cores. Null: on GPUs only."""
+    cuda_graphs: bool = False
+    """Captures the forward and backward passes once per batch size and replays them, which saves about
+    1,500 kernel launches per step."""
+    reference_operators: bool = False
+    """Allows training on a GPU without the CUDA kernels, with slower operators that need about four times the memory."""
+    deterministic: bool = False
+    """Uses only deterministic algorithms where torch has them. CPU training is always deterministic."""
+
+    def on(self, device: str) -> EngineConfig:
+        """These settings with every null resolved for a device type, `cpu` or `cuda`."""
+        on_gpu = device == "cuda"
+        channels_last = (on_gpu and not self.zero_stage) if self.channels_last is None else self.channels_last
+        return self.model_copy(update={"channels_last": channels_last, "tf32": on_gpu and self.tf32 is not False})
+
+
+class PlacementConfig(Strict):
+    """Resources of one cell: `workers` processes, each with `cpus` and `gpus`."""
+
+    workers: Count = 1
+    """Number of worker processes of a cell."""
+    cpus: Count = 1
+    """CPUs per worker."""
+    gpus: Annotated[Whole, Field(ge=0)] = 0
+    """GPUs per worker."""
+
+
+class ReliabilityConfig(Strict):
+    """Checkpoints and failure detection. Does not change results."""
+
+    checkpoint_every_n_minutes: Positive = 10.0
+    """Maximum time between checkpoints within an epoch. A checkpoint is also written after every epoch."""
+    keep_checkpoints: Count = 2
+    """Number of latest checkpoints to keep, in addition to the best one."""
+    check_every_n_steps: Count = 20
+    """Steps between checks for non-finite losses and for a checkpoint that is due."""
+    hang_timeout_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
+    """Time without a finished step after which a worker is stopped. Workers also wait this long for each other."""
+
+    @property
+    def patience(self) -> timedelta:
+        return timedelta(minutes=self.hang_timeout_minutes)
+
+
+class TrialConfig(Strict):
+    """The configuration of a cell: model, data, training, hardware and failure handling."""
+
+    model: ModelConfig
+    data: DataConfig
+    recipe: RecipeConfig
+    engine: EngineConfig = EngineConfig()
+    placement: PlacementConfig = PlacementConfig()
+    reliability: ReliabilityConfig = ReliabilityConfig()
+
+
+def too_many_parts(config: TrialConfig, images: int) -> str:
+    """What is wrong with `recipe.grad_accum_steps` where a worker has so few images in a step."""
+    recipe, workers = config.recipe, config.placement.workers
+    return (
+        f"must be at most {images}, not {recipe.grad_accum_steps}: in some steps each worker has {images} images "
+        f"(recipe.batch_size={recipe.batch_size}, placement.workers={workers})"
+    )
+
+
+def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+    """Values that are right alone but not together, as (path of the key, what is wrong)."""
+    recipe, engine, placement = config.recipe, config.engine, config.placement
+    if recipe.warmup_epochs >= recipe.epochs:
+        yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
+    each = recipe.batch_size // placement.workers
+    if each and recipe.grad_accum_steps > each:  # that workers have no image at all, the loader tells
+        yield "recipe.grad_accum_steps", too_many_parts(config, each)
+    if recipe.sync_batchnorm and not placement.gpus:
+        yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
+    if engine.cuda_graphs and not placement.gpus:
+        yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
+    elif engine.cuda_graphs and engine.zero_stage:
+        yield (
+            "engine.cuda_graphs",
+            f"cannot be combined with engine.zero_stage={engine.zero_stage}, whose gradient communication a CUDA graph cannot "
+            "capture; leave out engine.cuda_graphs or engine.zero_stage",
+        )
+    elif engine.cuda_graphs and recipe.sync_batchnorm:
+        yield (
+            "engine.cuda_graphs",
+            "cannot be combined with recipe.sync_batchnorm, whose communication a CUDA graph cannot capture; "
+            "leave out engine.cuda_graphs or recipe.sync_batchnorm",
+        )
+    if engine.channels_last and engine.zero_stage:
+        yield (
+            "engine.channels_last",
+            f"cannot be combined with engine.zero_stage={engine.zero_stage}, which keeps all weights in one flat buffer; "
+            "leave out engine.channels_last or engine.zero_stage",
+        )
+
+
+def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Every mistake as (path of the key, what is wrong and what was expected)."""
+    found = error.errors()
+    for item in found:
+        loc = item["loc"]
+        if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
+            continue  # too few, because of the mistakes below it, which have their own messages
+        path = _path(loc)
+        if item["type"] == "missing" and isinstance(loc[-1], int):  # a list that is too short, with an error for each value
+            if loc[-1] == len(item["input"]):
+                expected = len(typing.get_args(getattr(_type_at(schema, loc[:-1]), "annotation", None)))
+                yield _path(loc[:-1]), f"must have {expected} values, not {len(item['input'])}"
+        elif item["type"] == "extra_forbidden":
+            yield path, _unknown(path, keys_at(schema, loc[:-1]))
+        elif item["type"] == "missing" and any(other["type"] == "extra_forbidden" and _renames(other, loc) for other in found):
+            continue  # given under its old name or misspelled, which has its own message
+        else:
+            yield path, _wrong(item, _type_at(schema, loc))
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Such as `rows[2].recipe.lr`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _shown(value: object) -> str:
+    """A value as YAML has it."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _renames(unknown: Any, missing: tuple[int | str, ...]) -> bool:
+    """Whether an unknown key was probably meant to be the missing one."""
+    loc = unknown["loc"]
+    if loc[:-1] != missing[:-1]:
+        return False
+    old, name = str(loc[-1]), str(missing[-1])
+    new = new_key(".".join(map(str, loc)))
+    return new == ".".join(map(str, missing)) or (new is None and bool(difflib.get_close_matches(old, [name])))
+
+
+def _unknown(path: str, allowed: Sequence[str]) -> str:
+    if new := new_key(path):
+        return f"renamed to `{new}`; use the new name"
+    section, dot, key = path.rpartition(".")
+    near = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"did you mean `{section}{dot}{near[0]}`? Allowed" if near else "allowed"
+    return f"unknown key; {hint}: {', '.join(sorted(allowed))}"
+
+
+TYPES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number", "boolean_number"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("model_type", "dict_type"), "a mapping of keys"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    "boolean_in_list": "a list of numbers",
+    "string_type": "text",
+}
+"""What was expected, by pydantic's type of error."""
+BOUNDS = {"ge": "of at least {}", "gt": "greater than {}", "le": "at most {}", "lt": "less than {}"}
+BOUND_ERRORS = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
+
+
+def _wrong(item: Any, annotation: Any = None) -> str:
+    """What is wrong with a value, with what was expected of it. `annotation` is the type of the value, where it is known."""
+    kind, context, value = item["type"], item.get("ctx", {}), item["input"]
+    if kind == "missing":
+        return "missing; this key is required"
+    if kind in BOUND_ERRORS or kind in TYPES:
+        kinds, bounds = _numbers(annotation)
+        noun = TYPES.get(kind) or "a number"
+        if noun in ("a number", "an integer"):
+            noun = "an integer" if int in kinds and float not in kinds else noun
+            limits = bounds or ({key: context[key] for key in BOUNDS if key in context})
+            noun = " ".join([noun, " and ".join(BOUNDS[key].format(limit) for key, limit in limits.items())]).rstrip()
+        return f"must be {noun}, not {_shown(value)}"
+    if kind in ("literal_error", "enum"):
+        return f"must be {context['expected']}, not {_shown(value)}"
+    if kind in ("too_short", "too_long"):
+        limit = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"must have {limit} values, not {context['actual_length']}"
+    if kind == "string_pattern_mismatch":
+        return f"must contain only letters, digits, `_`, `.` and `-`, not {_shown(value)}"
+    return f"{item['msg'][0].lower()}{item['msg'][1:]}, not {_shown(value)}"
+
+
+def _numbers(annotation: Any) -> tuple[set[type], dict[str, float]]:
+    """The types that an annotation allows, and the bounds of its number."""
+    kinds: set[type] = set()
+    bounds: dict[str, float] = {}
+    if isinstance(annotation, FieldInfo):
+        kinds, bounds = _numbers(annotation.annotation)
+        parts = annotation.metadata
+    elif typing.get_origin(annotation) is Annotated:
+        kinds, bounds = _numbers(annotation.__origin__)
+        parts = [part for each in annotation.__metadata__ for part in getattr(each, "metadata", [each])]
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        for part in typing.get_args(annotation):
+            more, limits = _numbers(part)
+            kinds, bounds = kinds | more, bounds | limits
+        parts = []
+    else:
+        return ({annotation} if isinstance(annotation, type) else set()), {}
+    for part in parts:
+        bounds |= {key: getattr(part, key) for key in BOUNDS if getattr(part, key, None) is not None}
+    return kinds, bounds
+
+
+def _type_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Any:
+    """The field or annotation at a path, None if it has none of its own."""
+    found: Any = schema
+    for part in loc:
+        if isinstance(found, FieldInfo):
+            found = found.annotation
+        if typing.get_origin(found) is types.UnionType:
+            found = typing.get_args(found)[0]
+        if isinstance(part, int):
+            below = typing.get_args(found)
+            found = below[0 if Ellipsis in below else min(part, len(below) - 1)] if below else None
+        else:
+            found = getattr(found, "model_fields", {}).get(part)
+        if found is None:
+            return None
+    return found
+
+
+def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Keys that the schema allows below a path."""
+    found = _type_at(schema, loc)
+    if isinstance(found, FieldInfo):
+        found = found.annotation
+    if isinstance(found, types.UnionType):
+        found = typing.get_args(found)[0]
+    return list(found.model_fields)
+
+
+def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings laid over each other; later layers win, lists are replaced whole."""
+    result = dict(base)
+    for layer in layers:
+        for key, value in layer.items():
+            below = result.get(key)
+            both = isinstance(below, Mapping) and isinstance(value, Mapping)
+            result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys, for the tracker's parameters."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def value_at(config: TrialConfig, path: str) -> Any:
+    """The value at a dotted path such as `recipe.lr` or `model.footprint`, defaults of the model's record included.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    first, _, rest = path.partition(".")
+    value: Any = config.model.spec() if first == "model" else getattr(config, first)
+    for part in rest.split("."):
+        value = getattr(value, part)
+    return value

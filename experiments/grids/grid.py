@@ -1,0 +1,132 @@
+"""A grid is data: one YAML file, one question, one row per cell. `expand` reads it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from experiments.grids.config import Count, Strict, TrialConfig, Whole
+from experiments.grids.custom_code import custom_code
+from experiments.grids.renamed import with_old_keys
+from san.models import ModelSpec
+
+
+class Layer(Strict):
+    """Changes to the profile's configuration."""
+
+    model: dict[str, Any] = Field(default={})
+    """Changes to the `model` section."""
+    data: dict[str, Any] = Field(default={})
+    """Changes to the `data` section."""
+    recipe: dict[str, Any] = Field(default={})
+    """Changes to the `recipe` section."""
+
+
+class Row(Layer):
+    """One row of the results table: an id and its changes."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the row: letters, digits, `_`, `.` and `-`."""
+
+
+class Plot(Strict):
+    """The grid's plot: top-1 against `x`, with one line for each value of `series`."""
+
+    x: str
+    """Configuration key with numeric values for the x axis, for example `model.footprint`."""
+    series: str
+    """Configuration key whose values become the lines of the plot, for example `model.relation`."""
+    label: str
+    """Label of the x axis."""
+
+
+class EarlyStopping(Strict):
+    """Asynchronous successive halving: stops cells whose top-1 is low compared with other cells at the same epoch."""
+
+    grace_epochs: Count
+    """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs."""
+    reduction: Annotated[Whole, Field(ge=2)] = 3
+    """About one in `reduction` cells continues after each comparison."""
+
+
+ProtocolName = Literal["rotation", "attack"]
+
+
+class Grid(Strict):
+    """The keys of a grid file."""
+
+    question: str
+    """Question that the grid answers; used as the title of the results."""
+    table: str | None = None
+    """Table of the paper with which the results are compared, row by row (the same `id`). Null: no comparison."""
+    rows: tuple[Row, ...] = Field(default=(), min_length=1)
+    """Rows of the results table. Optional if `product` is given."""
+    product: dict[str, tuple[Any, ...]] = Field(default={}, min_length=1)
+    """Lists of values by dotted key, for example `recipe.lr: [0.1, 0.2]`. Every row is repeated with each combination. Without
+    `rows`, each combination is a row."""
+    base: Layer = Layer()
+    """Changes that apply to every row."""
+    seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
+    """Seeds of the runs: each row is trained once per seed."""
+    plot: Plot | None = None
+    """Plot of the results. Null: the plot has one mark per row."""
+    early_stopping: EarlyStopping | None = None
+    """Early stopping of weak cells. Null: off. Not part of a cell's key, because it does not change the
+    results of finished cells."""
+    robustness: ProtocolName | None = None
+    """Protocol to measure on each trained cell; the table then shows the results of the protocol instead of accuracy."""
+
+
+PLACES = (
+    *("source", "root", "lists", "split", "val_split_per_class", "val_split_seed", "train_per_class"),
+    *("synthetic_classes", "synthetic_per_class"),
+)
+"""Fields of `data` that tell where images are and how they were chosen."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One cell of a grid: an immutable value that any machine can train, identified by a hash of everything it depends on."""
+
+    grid: str
+    profile: str
+    row: str
+    seed: int
+    config: TrialConfig
+    data_digest: str
+
+    @property
+    def name(self) -> str:
+        """Name for people; the default seed goes without saying."""
+        return self.row if self.seed == 0 else f"{self.row}-seed{self.seed}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The config as plain values, with every field of the model's record, whether it was written or is a default."""
+        return self.config.model_dump(mode="json") | {"model": asdict(self.config.model.spec())}
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs, number of
+        workers) do not count, nor how images were chosen: the digest names them. Options at their defaults do not count either,
+        so that a new one leaves finished runs as they are. The source of rows that users add to a registry counts."""
+        config, recipe = self.config, self.config.recipe
+        data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
+        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size"}) | {"lr": recipe.lr_used}
+        how = with_old_keys("recipe", how)
+        spec = config.model.spec()
+        content: list[object] = [_record(spec), data, how, self.seed, self.data_digest]
+        if code := custom_code(spec):
+            content.append(code)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _record(model: ModelSpec) -> dict[str, Any]:
+    """Only to be read. Large grids have few models, and a record takes as long as all else of a key."""
+    return with_old_keys("model", asdict(model))

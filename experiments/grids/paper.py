@@ -1,0 +1,100 @@
+"""The paper's printed numbers, what it says of them, and our counts at the paper's setting."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+import san
+from experiments.grids.config import ModelConfig, model_mistakes
+
+TABLES = Path(__file__).parent / "published" / "tables.yaml"
+CLAIMS = Path(__file__).parent / "published" / "claims.yaml"
+INPUT_SIZE, CLASSES, EPOCHS = 224, 1000, 100
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    """A printed line; None where the paper prints nothing. Percent, millions, 1e9 multiply-accumulates."""
+
+    top1: float | None = None
+    top5: float | None = None
+    params: float | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An ordering that the paper's text or only its table states: two rows of a table, and a sentence."""
+
+    better: str
+    worse: str
+    claim: str
+    source: Literal["text", "table"] = "text"
+
+
+@functools.cache
+def _content(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+def table_names() -> list[str]:
+    """The paper's tables of results."""
+    return list(_content(TABLES))
+
+
+def paper_rows(table: str) -> dict[str, PaperRow]:
+    """The rows of one table by id."""
+    rows = _content(TABLES)[table]["rows"]
+    return {row["id"]: PaperRow(**{key: row.get(key) for key in ("top1", "top5", "params", "flops")}) for row in rows}
+
+
+def unprinted(table: str | None, rows: Iterable[str]) -> str:
+    """Which of these rows a table lacks, to stand behind its name; empty where it has all, or there is no table."""
+    printed = paper_rows(table) if table else {}
+    lacking = [row for row in dict.fromkeys(rows) if table and row not in printed]
+    if not lacking:
+        return ""
+    return f" (which lacks {', '.join(lacking[:3])}{f' and {len(lacking) - 3} more rows' if lacking[3:] else ''})"
+
+
+def paper_numbers(table: str) -> dict[str, dict[str, float]]:
+    """A table that has columns of its own, by row: `n2_success` for a column of that name, and `cw90_top1` and `cw90_top5` for
+    a column `cw90` with two numbers."""
+    columns, rows = _content(TABLES)[table]["columns"], _content(TABLES)[table]["rows"]
+    if "values" in rows[0]:
+        return {row["id"]: dict(zip(columns, row["values"], strict=True)) for row in rows}
+    return {
+        row["id"]: {f"{column}_{number}": row[column][k] for column in columns for k, number in enumerate(("top1", "top5"))}
+        for row in rows
+    }
+
+
+def paper_claims() -> dict[str, list[Claim]]:
+    """What the paper states of its ablation tables, by table."""
+    return {table: [Claim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}
+
+
+def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:
+    """Parameters and FLOPs of every row for ImageNet at full size, whatever profile was trained; None where a model does
+    not fit that setting. Instant: meta device."""
+    counts: dict[str, san.Complexity | None] = {}  # large grids have few models
+    for model in models.values():
+        if repr(model) not in counts:
+            fits = not any(model_mistakes(model, INPUT_SIZE))
+            counts[repr(model)] = count(model, INPUT_SIZE) if fits else None
+    return {row: counts[repr(model)] for row, model in models.items()}
+
+
+def count(model: ModelConfig, size: int) -> san.Complexity:
+    """A model's counts for the paper's number of classes and images of `size` pixels, which it must take."""
+    with torch.device("meta"):
+        module = model.spec().build(CLASSES)
+    return san.complexity(module, size)

@@ -1,0 +1,95 @@
+"""What models cost, without training any: parameters and FLOPs of named variants and of a grid's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import san
+from experiments.errors import UserError
+from experiments.grids.config import ModelConfig, merged, model_mistakes
+from experiments.grids.expand import expand, parse_override
+from experiments.grids.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
+from experiments.report.text import aligned
+from san.complexity import Part
+
+HEADING = ("model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)")
+NOT_PRINTED = PaperRow()
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A model's counts for the paper's number of classes, beside what the paper prints."""
+
+    id: str
+    counts: san.Complexity
+    printed: PaperRow = NOT_PRINTED
+
+
+def of_variants(size: int) -> list[Counted]:
+    """Every named variant as it is, for images of `size` pixels.
+
+    Raises:
+        UserError: every variant that cannot take such images.
+    """
+    return _counted({name: ModelConfig(name=name) for name in san.list_models()}, size, {})
+
+
+def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:
+    """One named variant with fields replaced, such as `footprint=9`.
+
+    Raises:
+        UserError: unknown name or field, or numbers that do not fit together.
+    """
+    fields = merged({"name": name}, *map(parse_override, overrides))
+    if fields["name"] != name:
+        raise UserError(f"override name={fields['name']}: the model is already set to {name}; leave out this override")
+    return _counted({name: ModelConfig.model_validate(fields)}, size, {})
+
+
+def of_grid(path: Path, size: int) -> list[Counted]:
+    """Every row of a grid at full size; beside the printed numbers if these are for such images.
+
+    Raises:
+        UserError: all mistakes in the grid, with their places, or every row that cannot take such images.
+    """
+    expanded = expand(path, "imagenet", (), table_names())
+    table = expanded.grid.table
+    return _counted(expanded.full_size, size, paper_rows(table) if table and size == INPUT_SIZE else {})
+
+
+def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str, PaperRow]) -> list[Counted]:
+    wrong = []
+    for name, model in models.items():
+        for key, what in model_mistakes(model, size):
+            field, what = key.removeprefix("model").removeprefix("."), what.replace("`model.", "`")
+            wrong.append(what if field == "name" or what.startswith(name) else ": ".join(filter(None, (name, field, what))))
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return [Counted(name, count(model, size), printed.get(name, NOT_PRINTED)) for name, model in models.items()]
+
+
+def as_objects(lines: Iterable[Counted]) -> list[dict[str, Any]]:
+    """Plain values, for JSON."""
+    return [{"id": line.id} | asdict(line.counts) for line in lines]
+
+
+def as_text(lines: Iterable[Counted], stages: bool) -> str:
+    """Columns lined up for a terminal, without those that are empty; with `stages`, a line for each of them too."""
+    rows = [HEADING, *(row for line in lines for row in _rows(line, stages))]
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return aligned(list(zip(*columns, strict=True)))
+
+
+def _rows(line: Counted, stages: bool) -> Iterator[tuple[str, ...]]:
+    yield _row(line.id, line.counts, line.printed)
+    for part in line.counts.stages if stages else ():
+        yield _row(f"  {part.name}", part, NOT_PRINTED)
+
+
+def _row(name: str, counts: san.Complexity | Part, printed: PaperRow) -> tuple[str, ...]:
+    params, flops = ("" if number is None else f"{number:.1f}" for number in (printed.params, printed.flops))
+    ours = [f"{count:.3f}" for count in (counts.params / 1e6, counts.flops_paper / 1e9, counts.flops_actual / 1e9)]
+    return name, ours[0], params, ours[1], flops, ours[2]

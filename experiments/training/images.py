@@ -1,0 +1,203 @@
+"""The images of a trial: which they are, and how they come to the model."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from experiments.errors import UserError
+from experiments.grids.config import DataConfig, TrialConfig, base_folder, too_many_parts
+from experiments.grids.transform import transform
+from pipelines import DIGITS, DataError, Dataset, Loader, prepare_digits
+from pipelines.datasets.manifest import list_path
+from pipelines.datasets.shards import index_path
+from pipelines.loader import threads_of
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
+    """The training and validation images; an embedded set is written first where it is missing.
+
+    Raises:
+        DataError: a folder is missing, empty or has other classes, or a class is too small; the text names it.
+    """
+    _require_fitting(config)
+    if config.source == "synthetic":
+        made_up = functools.partial(Dataset.synthetic, classes=config.synthetic_classes, per_class=config.synthetic_per_class)
+        return made_up("train"), made_up("val")
+    root, lists = _folders(config)
+    held_out = config.val_split_per_class if config.split == "val-split" else None
+    names = _parts(config.source, root, lists) if config.split == "val-split" and held_out is None else ()
+    train, val = (_open_split(config.source, root, name, lists) for name in names or ("train", "val"))
+    train.require_same_classes(val)
+    if names:
+        train.require_disjoint(val)
+    try:
+        key = "data.val_split_per_class"
+        if held_out is not None:
+            train, val = train.hold_out(held_out, config.val_split_seed)
+        key = "data.train_per_class"
+        if config.train_per_class is not None:
+            train = train.first(config.train_per_class)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
+    return train, val
+
+
+def _require_fitting(config: DataConfig) -> None:
+    """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
+    if config.lists is not None and config.source != "folder":
+        raise DataError(f"data.lists: used only with data.source=folder, not {config.source}; leave out data.lists")
+    if config.train_per_class is not None and config.source == "synthetic":
+        raise DataError("data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead")
+
+
+def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
+    """The splits `train-split` and `val-split` where both are described, none where neither is."""
+    described = index_path if source == "shards" else list_path
+    names = ("train-split", "val-split")
+    there = [name for name in names if any(os.path.lexists(described(folder, name)) for folder in (lists or root, root))]
+    if len(there) == 1:
+        (missing,) = set(names) - set(there)
+        where, command = lists or root, "pack" if source == "shards" else "split"
+        raise DataError(
+            f"data.split: {where} has {described(where, there[0]).name} but not {described(where, missing).name}; "
+            f"create both with `san data {command}`, or remove {described(where, there[0]).name}"
+        )
+    return tuple(there)
+
+
+def _folders(config: DataConfig) -> tuple[Path, Path | None]:
+    """Of the images, and of their lists where that is another."""
+    if config.root is None:
+        raise DataError(f"data.root: missing; data.source={config.source} requires the folder of the images")
+    return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
+
+
+def open_split(config: DataConfig, name: str | None = None) -> Dataset:
+    """One split to evaluate on; without a name, the one that a trial with this config validates on.
+
+    `train` and `val-split` are the images that such a trial trains on, and those that val-split holds out of them; any other
+    name is that of a folder or a list in `root`, or of shards, such as `val`: of these nothing else needs to be there.
+
+    Raises:
+        DataError: as `open_data`.
+    """
+    name = name or ("val" if config.split == "val-original" else config.split)
+    if name == "train":
+        return open_data(config)[0]
+    if name == "val-split":
+        return open_data(config.model_copy(update={"split": name}))[1]
+    _require_fitting(config)
+    if config.source == "synthetic":
+        return Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class)
+    root, lists = _folders(config)
+    return _open_split(config.source, root, name, lists)
+
+
+@functools.cache
+def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Dataset:
+    if source == "shards":
+        return Dataset.open_shards(root, name)
+    try:
+        if source in DIGITS:
+            _require_digits(root, source)
+        return Dataset.open(root, name, lists, _listings())
+    except OSError as error:
+        where = f"{error.strerror}: {error.filename}"
+        raise DataError(f"{root}: cannot read or write images ({where}); set another data.root") from None
+
+
+def _listings() -> Path | None:
+    """The folder that keeps scans of large image folders; None for a user without a home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "san", "listings") if os.path.isabs(cache) else None
+
+
+def _require_digits(root: Path, name: str) -> None:
+    """Writes an embedded dataset where it is missing: where the profiles look for it, or into a folder that is there already.
+
+    Raises:
+        DataError: there is none, so it was hardly meant; or the folder holds something else.
+    """
+    is_ours = root.parent == base_folder() / "data"
+    is_missing = not (root.is_dir() and any(root.iterdir()))
+    if is_missing and not is_ours and not root.parent.is_dir():
+        raise DataError(
+            f"data.root={root}: no such folder, and its parent {root.parent} does not exist either; correct the path, or "
+            f"write the dataset there with `san data prepare {name} {root}`"
+        )
+    prepare_digits(root, name)
+    if is_missing and not is_ours:
+        print(f"wrote dataset {name} to {root}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def data_digest(config: DataConfig) -> str:
+    """Names the images that are trained on and those that are not: other files or sizes give another digest."""
+    return "-".join(dataset.digest() for dataset in open_data(config))
+
+
+def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch.device = CPU) -> tuple[Loader, Loader]:
+    """The training and validation loaders of one worker, whose batches go to `device`.
+
+    Raises:
+        DataError: images, transform or batch cannot be used.
+        UserError: a step has fewer images than the recipe wants to make parts of them.
+    """
+    train, val = (
+        _loader(config, dataset, is_train, seed, rank, world, device)
+        for dataset, is_train in zip(_broadcast_data(config.data, rank, world, device), (True, False), strict=True)
+    )
+    smallest = len(train.dataset) // train.steps // world
+    if smallest < config.recipe.grad_accum_steps:
+        raise UserError(f"recipe.grad_accum_steps: {too_many_parts(config, smallest)}")
+    return train, val
+
+
+def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.device) -> tuple[Dataset, Dataset]:
+    """`open_data`, by the first worker for all: a million files are not asked for by each."""
+    # Digits are written where they are missing, on every node.
+    if world == 1 or config.source not in ("folder", "shards") or not dist.is_initialized():
+        return open_data(config)
+    found: list[tuple[Dataset, Dataset] | DataError | None] = [None]
+    if rank == 0:
+        try:
+            found = [open_data(config)]
+        except DataError as error:
+            found = [error]
+    dist.broadcast_object_list(found, device=device)
+    if isinstance(found[0], DataError):
+        raise found[0]
+    assert found[0] is not None
+    root = found[0][0].root
+    if not root.is_dir():
+        raise DataError(
+            f"{root}: no such folder on node {platform.node()}; make the images available at the same path on every node"
+        )
+    return found[0]
+
+
+def _loader(
+    config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int, device: torch.device
+) -> Loader:
+    return Loader(
+        dataset,
+        transform(config.data),
+        train=train,
+        # In validation too, more images at a time than in training may not fit into a GPU.
+        batch=config.recipe.batch_size if train else -(-config.recipe.batch_size // config.recipe.grad_accum_steps),
+        rank=rank,
+        world=world,
+        seed=seed,
+        threads=threads_of(config.placement.cpus),
+        device=device,
+    )

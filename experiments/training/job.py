@@ -1,0 +1,169 @@
+"""A grid under a profile, checked: everything that is known of it before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from cluster import Placement
+from experiments.errors import UserError
+from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, base_folder
+from experiments.grids.expand import expand
+from experiments.grids.grid import Grid, Trial
+from experiments.grids.paper import table_names
+from experiments.runs import StorageError
+from experiments.runs.address import PATIENCE, PAUSE
+from experiments.runs.workspace import Workspace, open_workspace
+from experiments.tracking import Result, TrackerError
+from experiments.training.images import data_digest, loaders
+
+if TYPE_CHECKING:
+    from experiments.tracking.tracker import Tracker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A grid under a profile, checked and expanded: everything that is known before anything runs."""
+
+    name: str
+    profile: str
+    grid: Grid
+    trials: tuple[Trial, ...]
+    full_size: Mapping[str, ModelConfig]
+    """Each row's model at the paper's setting."""
+    workspace: Workspace
+    overrides: tuple[str, ...]
+    command: str
+    """The `san run` that was, or would be, asked for; wherever its runs are kept."""
+    runs: str | None = None
+    """`--runs` as it was given."""
+
+    def kept_there(self, command: str) -> str:
+        """A command for the same runs."""
+        return command if self.runs is None else f"{command} --runs {shlex.quote(self.runs)}"
+
+    @property
+    def tracker(self) -> Tracker:
+        from experiments.tracking.tracker import Tracker  # brings MLflow, which a plan without runs can do without
+
+        return Tracker(self.workspace.tracking_uri, self.name, self.profile)
+
+    @property
+    def placement(self) -> Placement:
+        """What each cell takes; a grid cannot change it from row to row."""
+        wanted = self.trials[0].config.placement
+        return Placement(wanted.workers, wanted.cpus, wanted.gpus)
+
+
+def has_store(uri: str) -> bool:
+    """Whether anything can have been tracked there: a server, or a database that exists."""
+    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
+
+
+def open_job(
+    path: Path, profile: str, overrides: Sequence[str], runs: str | Path | None = None, seeds: int | None = None
+) -> Job:
+    """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
+
+    With `seeds`, 0 to seeds - 1 come instead of the grid's.
+
+    Raises:
+        UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
+        DataError: images that cannot be used.
+        StorageError: the bucket is not there, does not answer or does not take our credentials.
+    """
+    workspace = open_workspace(runs)
+    if workspace.bucket is not None:
+        workspace.bucket.check()
+    expanded = expand(path, profile, overrides, table_names())
+    configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
+    # Once for the rows that differ in nothing that a loader looks at.
+    apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.placement): (row, c) for row, c in configs.items()}
+    for row, config in apart.values():
+        try:
+            loaders(config, seed=0, rank=0, world=config.placement.workers)
+        except UserError as error:
+            raise UserError(f"{path}: row {row}: {error}") from None
+    trials = tuple(
+        Trial(path.stem, profile, row, seed, config, data_digest(config.data))
+        for row, config in configs.items()
+        for seed in (expanded.grid.seeds if seeds is None else range(seeds))
+    )
+    for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
+        if scaling is not None:
+            say(scaling)
+    command = _run_command(path, profile, overrides, seeds)
+    given = None if runs is None else str(runs)
+    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command, given)
+
+
+def _placed(data: DataConfig) -> DataConfig:
+    """With folders that mean the same to workers, which have current folders of their own."""
+    if base_folder() == PROJECT_DIR:
+        return data
+    folders = {key: str(base_folder() / value) for key in ("root", "lists") if (value := getattr(data, key)) is not None}
+    return data.model_copy(update=folders)
+
+
+def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
+    """What to type in the project's folder, or in this one."""
+    whole = path.resolve()
+    grid = whole.relative_to(base_folder()) if whole.is_relative_to(base_folder()) else path
+    chosen = [] if seeds is None else ["--seeds", str(seeds)]
+    return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
+
+
+def known_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already; a local database that does not exist yet is not made by looking."""
+    if not has_store(job.workspace.tracking_uri):
+        return {}
+    job.tracker.check()
+    return job.tracker.results()
+
+
+def finished_results(job: Job) -> dict[str, Result]:
+    """What is in the tracker already.
+
+    Raises:
+        UserError: no cell is finished.
+    """
+    results = known_results(job)
+    if not any(is_finished(results, trial) for trial in job.trials):
+        raise UserError(
+            f"no finished cell of grid {job.name} with profile {job.profile} in {job.workspace.tracking_uri}; "
+            f"train the grid with `{job.kept_there(job.command)}`, or choose another store with --runs"
+        )
+    return results
+
+
+def is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
+    return trial.key in results and results[trial.key].finished
+
+
+def is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
+    """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
+    stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
+    return stops or is_finished(results, trial)
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """What the tracker or the bucket answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
+    limit = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return ask()
+        except (TrackerError, StorageError):
+            if time.monotonic() > limit:
+                raise
+            time.sleep(PAUSE)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

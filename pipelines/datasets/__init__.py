@@ -1,0 +1,1 @@
+"""Images on disk: folders, lists, shards and the embedded digits."""

@@ -1,0 +1,475 @@
+"""What a dataset is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
+
+import hashlib
+import os
+import stat
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.datasets.manifest import Indices, Paths, digest, encode, list_path, read_list, write_list
+from pipelines.datasets.shards import Shards, index_path, read_index
+from pipelines.errors import DataError, spelled
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+SYNTHETIC_AT_MOST = 5_000_000
+"""Images; their names take half a gigabyte."""
+PARTS_OF = {"train-split": "train", "val-split": "train"}
+"""Splits whose images lie in the folder of another."""
+LISTING_THREADS = 16
+"""Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
+KEPT_FROM = 10_000
+"""Images of a split whose scan is kept; fewer are scanned within seconds on any file system."""
+SAMPLED = 1000
+"""Files whose sizes are compared with a kept listing: a folder does not change when its files are overwritten."""
+SETTLED_NS = 60 * 10**9
+"""Age of a folder's latest change from which another change surely has another time; some file systems cache it so long."""
+
+
+class Source(NamedTuple):
+    """Where the bytes of an encoded image are."""
+
+    file: str
+    offset: int = 0
+    size: int = -1
+    """Bytes; -1: to the end of the file."""
+
+    def read(self) -> bytes:
+        """The encoded image. Raises OSError."""
+        with open(self.file, "rb") as file:
+            if self.offset:
+                file.seek(self.offset)
+            return file.read(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """One split: a list of images with a class each. Holds names and places only, no images."""
+
+    root: Path
+    split: str
+    classes: tuple[str, ...]
+    """Folder names, sorted; a label is an index into this tuple."""
+    paths: Paths = field(repr=False)
+    """Files relative to `root`, in class order, then by name. Packed images keep the names that they had."""
+    labels: Sequence[int] = field(repr=False)
+    """The class of each path."""
+    sizes: Sequence[int] = field(repr=False)
+    """Bytes of each file as it was listed; 0 where it cannot be reached."""
+    offsets: Sequence[int] = field(default=(), repr=False)
+    """Packed images: where each begins in `shards`."""
+    shards: Shards | None = field(default=None, repr=False, compare=False)
+    is_synthetic: bool = False
+    """There are no images; the loader makes some up."""
+
+    @classmethod
+    def open(cls, root: Path | str, split: str, lists: Path | str | None = None, listings: Path | None = None) -> "Dataset":
+        """The images that the list `<split>.txt` in the folder `lists`, or else in `root`, names; else what `scan` finds.
+
+        The folder `listings` keeps scans of many images; a scan is used again as long as no class folder was added, removed or
+        changed.
+
+        Raises:
+            DataError: as `scan`; or there is no folder `lists`, or the list is damaged or does not fit the class folders.
+        """
+        _require_name(split)
+        if lists is not None and not Path(lists).is_dir():
+            raise DataError(f"{lists}: no such folder of image lists; create it with `san data check {root} --lists {lists}`")
+        for folder in (root if lists is None else lists, root):
+            path = list_path(Path(folder), split)
+            if os.path.lexists(path):  # A link to nothing is a list that cannot be read.
+                return cls._listed(Path(root), split, path)
+        return cls.scan(root, split) if listings is None else cls._kept(Path(root), split, listings)
+
+    @classmethod
+    def scan(cls, root: Path | str, split: str) -> "Dataset":
+        """Lists `root/split/<class>/*` (JPEG and PNG, any case); names that begin with a dot are passed over.
+
+        Symbolic links are followed; one that leads nowhere is a file that cannot be decoded.
+
+        Raises:
+            DataError: root or split is missing or cannot be read, there is no class folder, or some hold no image.
+        """
+        _require_name(split)
+        root = Path(root)
+        with _readable(root):
+            folder = _split_folder(root, split)
+            names = _class_names(folder)
+            with ThreadPoolExecutor(LISTING_THREADS) as pool:
+                files = dict(zip(names, pool.map(_images, [folder / name for name in names]), strict=True))
+        _require_images(folder, files)
+        paths = Paths.of(f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed)
+        labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(files.values())))
+        sizes = array("q", (size for listed in files.values() for _, size in listed))
+        return cls(root, split, tuple(files), paths, labels, sizes)
+
+    @classmethod
+    def _kept(cls, root: Path, split: str, listings: Path) -> "Dataset":
+        with _readable(root):
+            folder = _split_folder(root, split)
+            names = _class_names(folder)
+            with ThreadPoolExecutor(LISTING_THREADS) as pool:
+                changed = list(pool.map(lambda name: (folder / name).stat().st_mtime_ns, names))
+        place = _short_hash([os.path.abspath(folder)])
+        path = list_path(listings, f"{place}-{_short_hash([*names, *map(str, changed)])}")
+        with suppress(DataError):  # It is not there, or damaged, or of other images.
+            kept = cls._listed(root, split, path)
+            some = range(0, len(kept), max(len(kept) // SAMPLED, 1))
+            with ThreadPoolExecutor(LISTING_THREADS) as pool, suppress(OSError):
+                if all(pool.map(lambda index: (root / kept.paths[index]).stat().st_size == kept.sizes[index], some)):
+                    return kept
+        data = cls.scan(root, split)
+        # A folder that changed just now may change again, and have the same time.
+        if len(data) >= KEPT_FROM and max(changed) < time.time_ns() - SETTLED_NS:
+            with suppress(DataError, OSError):
+                write_list(path, data.paths, data.sizes)
+                for old in listings.glob(f"{place}-*.txt"):
+                    if old != path:
+                        old.unlink()
+        return data
+
+    @classmethod
+    def open_shards(cls, root: Path | str, split: str) -> "Dataset":
+        """The packed images of the index `root/<split>.index`, in the order and with the names that they had in their folder.
+
+        Raises:
+            DataError: there is no such index, it is damaged, or a shard is missing or has another size.
+        """
+        _require_name(split)
+        root = Path(root)
+        path = index_path(root, split)
+        if not os.path.lexists(path):
+            raise DataError(f"{root}: no shards of {split!r}; expected {path}, in a folder that `san data pack` wrote")
+        index = read_index(path)
+        classes, labels = _classes_of(path, split, index.paths)
+        shards = Shards(root, index.shards)
+        return cls(root, split, classes, index.paths, labels, index.sizes, index.offsets, shards)
+
+    @classmethod
+    def of_image(cls, path: Path | str) -> "Dataset":
+        """One picture by itself, whatever folder it is in.
+
+        Raises:
+            DataError: there is no such file.
+        """
+        path = Path(path)
+        if not os.path.isfile(path):
+            what = "a folder" if os.path.isdir(path) else "not a regular file" if os.path.exists(path) else "no such file"
+            raise DataError(f"{path}: {what}; expected one JPEG or PNG image")
+        return cls(path.parent, "", ("",), Paths.of([path.name]), (0,), (path.stat().st_size,))
+
+    @classmethod
+    def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
+        """`per_class` images of each of so many classes, of which there are only the names.
+
+        Raises:
+            DataError: not even the names fit into memory.
+        """
+        if classes * per_class > SYNTHETIC_AT_MOST:
+            raise DataError(
+                f"{classes} classes with {per_class} synthetic images each make {classes * per_class} images; "
+                f"the maximum is {SYNTHETIC_AT_MOST}; lower data.synthetic_classes or data.synthetic_per_class"
+            )
+        names = tuple(f"{label:04d}" for label in range(classes))
+        paths = Paths.of(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
+        labels = array("q", chain.from_iterable(repeat(label, per_class) for label in range(classes)))
+        return cls(Path("synthetic"), split, names, paths, labels, array("q", bytes(8 * len(paths))), is_synthetic=True)
+
+    @classmethod
+    def _listed(cls, root: Path, split: str, path: Path) -> "Dataset":
+        rows = read_list(path)
+        classes, labels = _classes_of(path, split, rows.paths)
+        with _readable(root):
+            folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
+            found = _class_names(folder)
+        gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
+        lacks = [f"{where} has no {spelled(lost)}" for where, lost in gaps if lost]
+        if lacks:
+            raise DataError(
+                f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder that the list describes, "
+                "or regenerate the list with `san data check`"
+            )
+        return cls(root, split, classes, rows.paths, labels, rows.sizes)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def packed(self) -> bool:
+        """Whether images are parts of tar shards (`encoded`) instead of files `root / path`."""
+        return self.shards is not None
+
+    def encoded(self, index: int) -> NDArray[np.uint8]:
+        """The bytes of a packed image.
+
+        Raises:
+            DataError: the shard cannot be read, or has become too short.
+        """
+        assert self.shards is not None, "only packed images are read by the dataset"
+        return self.shards.read(self.offsets[index], self.sizes[index])
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """These packed images will be read soon: the disk is told to bring them, all at the same time."""
+        assert self.shards is not None, "only packed images are read by the dataset"
+        for index in indices:
+            self.shards.announce(self.offsets[index], self.sizes[index])
+
+    def source(self, index: int) -> Source:
+        """Where the bytes of an image are, packed or not."""
+        if self.shards is None:
+            return Source(str(self.root / self.paths[index]))
+        file, offset = self.shards.find(self.offsets[index])
+        return Source(str(file), offset, self.sizes[index])
+
+    def require_sizes(self, indices: Iterable[int], sizes: Iterable[int]) -> None:
+        """Raises `DataError` where files that were read have other sizes (bytes) than they were listed with: the digest, by
+        which results are known, would be of other images."""
+        for index, size in zip(indices, sizes, strict=True):
+            if size != self.sizes[index]:
+                raise DataError(
+                    f"{self.name_of(index)}: {size} bytes, but {self.sizes[index]} when the file was listed; "
+                    f"restore the old file, or {self.renewal}"
+                )
+
+    @property
+    def renewal(self) -> str:
+        """How to leave an image out of this dataset."""
+        if self.packed:
+            return "run `san data check` on the source folder, then pack the folder again"
+        check = f"run `san data check {self.root}`"
+        again = (
+            f" and `san data split {self.root}` again"
+            if self.split in PARTS_OF
+            else ", which leaves such images out of the list"
+        )
+        return f"{check}{again} (if you set data.lists, add --lists)"
+
+    def name_of(self, index: int) -> str:
+        """How an error names an image: its path, or its shard and its names in there and before."""
+        if self.shards is None:
+            return str(self.root / self.paths[index])
+        offset = self.offsets[index]
+        return f"{self.shards.find(offset)[0]}: {self.shards.member(offset)} ({self.paths[index]})"
+
+    def first(self, per_class: int, seed: int = 0) -> "Dataset":
+        """The same data with `per_class` (>= 1) images of each class: those whose hash of seed and name is smallest.
+
+        The name is `class/image`, without the folder of the split. So the choice is the same from a folder, a list or shards; a
+        smaller choice is part of a larger one; and an image that goes or comes changes one pick at most.
+
+        Raises:
+            DataError: a class has fewer images; the sentence names it.
+        """
+        self._require_per_class(per_class, kept=0)
+        return self.only(self._first(per_class, seed))
+
+    def _first(self, per_class: int, seed: int) -> Indices:
+        labels = np.asarray(self.labels)
+        order = np.lexsort((_hashes(self.paths, seed), labels))
+        place_in_class = np.arange(len(self)) - np.searchsorted(labels[order], labels[order])
+        return order[place_in_class < per_class]
+
+    def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
+        """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
+
+        Raises:
+            DataError: a class has no more images than that; the sentence names it.
+        """
+        self._require_per_class(per_class, kept=1)
+        held = self._first(per_class, seed)
+        return self.only(np.delete(np.arange(len(self)), held)), self.only(held)
+
+    def without(self, indices: Iterable[int]) -> "Dataset":
+        """All images but these.
+
+        Raises:
+            DataError: of a class nothing is left; the sentence names it.
+        """
+        left = self.only(np.delete(np.arange(len(self)), np.array(list(indices), np.int64)))
+        kept = set(left.labels)
+        empty = {name for label, name in enumerate(self.classes) if label not in kept}
+        if empty:
+            raise DataError(
+                f"{self.root / self.split}: no readable image left in {spelled(empty)}; add images that can be decoded, "
+                "or remove the class from all splits"
+            )
+        return left
+
+    def _require_per_class(self, per_class: int, kept: int) -> None:
+        """Whether so many can be taken of each class and `kept` are left."""
+        counts = Counter(self.labels)
+        small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
+        if small:
+            listed = spelled({f"{name} has {count}" for name, count in small.items()})
+            left = f" plus {kept} to keep" if kept else ""
+            most = min(small.values()) - kept
+            remedy = f"use at most {most}, or add images" if most > 0 else "add images, or remove the class from all splits"
+            raise DataError(f"{self.root / self.split}: too few images for {per_class} per class{left}: {listed}; {remedy}")
+
+    def only(self, indices: Iterable[int]) -> "Dataset":
+        """The same data with these images alone, in their order here."""
+        chosen = np.sort(np.array(indices if isinstance(indices, np.ndarray) else list(indices), np.int64))
+
+        def of(column: Sequence[int]) -> "array[int]":
+            return array("q", np.asarray(column, np.int64)[chosen].tobytes())
+
+        offsets = of(self.offsets) if self.packed else ()
+        return replace(self, paths=self.paths.take(chosen), labels=of(self.labels), sizes=of(self.sizes), offsets=offsets)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits over all relative names and file sizes (bytes) as they were listed; asks no disk.
+
+        The same images have the same digest whether they are packed, listed or scanned.
+        """
+        return digest(self.paths, self.sizes)
+
+    def require_disjoint(self, other: "Dataset") -> None:
+        """Raises `DataError` where `other` has an image of this one."""
+        if shared := set(self.paths) & set(other.paths):
+            raise DataError(
+                f"splits {self.split} and {other.split} share {len(shared)} "
+                f"{'image' if len(shared) == 1 else 'images'}, such as {min(shared)}; "
+                "regenerate both lists with a single `san data split` command"
+            )
+
+    def require_same_classes(self, other: "Dataset") -> None:
+        """Raises `DataError` unless `other` has the same classes, and so the same labels."""
+        if self.classes == other.classes:
+            return
+        mine, theirs = set(self.classes), set(other.classes)
+        gaps = ((other, mine - theirs), (self, theirs - mine))
+        lacks = [f"{data.root / data.split} has no {spelled(lost)}" for data, lost in gaps if lost]
+        raise DataError(
+            f"both splits must have the same class folders, but {' and '.join(lacks)}; "
+            "add the missing folders or remove the others"
+        )
+
+
+def passed_over(root: Path, split: str) -> list[str]:
+    """Files that `Dataset.scan` takes for no images of a class, as paths relative to `root`: those that lie beside the class
+    folders, then those in them that are not named as images.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    with _readable(root):
+        with os.scandir(root / split) as entries:
+            found = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
+        for name in _class_names(root / split):
+            with os.scandir(root / split / name) as entries:
+                found.append(sorted(f"{split}/{name}/{entry.name}" for entry in entries if not _named_as_image(entry.name)))
+    return [path for paths in found for path in paths]
+
+
+def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:
+    """A number for each path `split/class/image`, which depends on the seed, the class and the image's name alone."""
+    prefix = encode(f"{seed}/")
+    names = (prefix + path.partition(b"/")[2] for path in paths.encoded())
+    return np.frombuffer(b"".join([hashlib.sha256(name).digest()[:8] for name in names]), "<u8")
+
+
+def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], "array[int]"]:
+    """The sorted classes of paths `split/class/image`, and the label of each path."""
+    numbers: dict[str, int] = {}
+    first_seen = np.array([numbers.setdefault(path.rpartition("/")[0], len(numbers)) for path in paths])
+    folders = sorted(numbers)
+    if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
+        raise DataError(
+            f"{listing}: expected rows of the form <folder>/<class>/<image>, all with one folder; regenerate the list"
+        )
+    of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
+    if of not in (split, expected):
+        raise DataError(
+            f"{listing}: lists images of {of}/, but {split} needs images of {expected}/; "
+            "the list belongs to another split; regenerate it"
+        )
+    labels = np.argsort([numbers[folder] for folder in folders])[first_seen]
+    return tuple(folder.split("/")[1] for folder in folders), array("q", labels.tobytes())
+
+
+def _short_hash(names: Iterable[str]) -> str:
+    """16 hexadecimal digits over names without a zero byte."""
+    return hashlib.sha256(encode("\0".join(names))).hexdigest()[:16]
+
+
+def _require_name(split: str) -> None:
+    if split in ("", ".", "..") or set(split) & set("/\n"):
+        raise DataError(f"{split!r} is not a valid split; expected the name of a folder of classes, such as train or val")
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """Turns what the system says into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{root}: cannot read this data folder ({error.strerror}: {error.filename}); "
+            "change its permissions or use another data folder"
+        ) from None
+
+
+def _split_folder(root: Path, split: str) -> Path:
+    if not root.is_dir():
+        raise DataError(
+            f"{root}: no such data folder; expected {root}/{split}/<class>/<image>; set data.root to the folder that "
+            f"contains {split}/"
+        )
+    folder = root / split
+    if not folder.is_dir():
+        raise DataError(
+            f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create this folder, "
+            f"provide a list {split}.txt, or use another data folder"
+        )
+    return folder
+
+
+def _class_names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if os.path.isdir(entry.path) and not entry.name.startswith("."))
+    if not names:
+        raise DataError(
+            f"{folder}: no class folders; expected {folder}/<class>/<image>; "
+            "put the images of each class into a separate folder"
+        )
+    return names
+
+
+def _images(folder: Path) -> list[tuple[str, int]]:
+    """Names and sizes in bytes, by name."""
+    with os.scandir(folder) as entries:
+        named = [entry for entry in entries if _named_as_image(entry.name)]
+    return sorted((entry.name, size) for entry in named if (size := _size(entry)) is not None)
+
+
+def _named_as_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """Bytes; 0 where a link leads nowhere, None for what is no file, which may only be named like one."""
+    try:
+        found = entry.stat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
+    empty = [name for name, listed in files.items() if not listed]
+    if empty:
+        raise DataError(
+            f"{folder}: {len(empty)} class {'folder' if len(empty) == 1 else 'folders'} "
+            f"without an image ({', '.join(SUFFIXES)}): {spelled(empty)}; "
+            "add images or remove the folders"
+        )

@@ -1,0 +1,227 @@
+"""Early stopping: who may have it, how a cell ends that is stopped, and what becomes of it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster import Node, Resources
+from cluster.halving import Halving, Rungs
+from cluster.session import available_cpus
+from cluster.sweep import Outcome
+from experiments.cli.plan import plan, plan_in_words
+from experiments.cli.run import run
+from experiments.runs.summary import write_summary
+from experiments.runs.workspace import Workspace
+from experiments.tracking.listing import list_runs
+from experiments.tracking.tracker import Tracker
+from experiments.training.checkpoint import only_writer
+from experiments.training.job import Job, known_results, open_job
+from tests.experiments.drivers import Driver
+from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.processes import ended, reports, start
+from tests.experiments.training.test_training import EPOCH
+
+SHORT = ("recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20")
+GRID = """
+    question: Which is best?
+    base: {{model: {{name: san10_pairwise}}, recipe: {{epochs: 9}}}}
+    rows: [{{id: good, model: {{footprint: 3}}}}, {{id: bad, model: {{footprint: 5}}}}, {{id: fair}}]
+    {last}
+"""
+STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "table: footprint, rows: [{id: pairwise_3, model: {name: resnet26}}], early_stopping: {grace_epochs: 1}",
+            "early_stopping: cannot be combined with table 'footprint', which compares complete trainings; "
+            "leave out `early_stopping` or `table`",
+        ),
+        (
+            "product: {model.name: [resnet26], recipe.epochs: [4, 8]}, early_stopping: {grace_epochs: 1}",
+            "early_stopping: requires the same recipe.epochs in every row, but the value is 4 in row "
+            "nameresnet26-epochs4 and 8 in row nameresnet26-epochs8; use one value, or leave out early_stopping",
+        ),
+        (
+            "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 18}",
+            "early_stopping.grace_epochs: must be less than recipe.epochs=18, not 18",
+        ),
+        (
+            "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 0, reduction: 1, metric: loss}",
+            [
+                "early_stopping.grace_epochs: must be an integer of at least 1, not 0",
+                "early_stopping.reduction: must be an integer of at least 2, not 1",
+                "early_stopping.metric: unknown key; allowed: grace_epochs, reduction",
+            ],
+        ),
+    ],
+)
+def test_rejects_early_stopping_that_makes_no_sense(
+    text: str, message: str | list[str], write_grid: Callable[[str], Path]
+) -> None:
+    path = write_grid(f"{{question: q, {text}}}")
+    messages = [message] if isinstance(message, str) else message
+    assert told(lambda: expand(path)) == "\n".join(f"{path}: {line}" for line in messages)
+
+
+def test_early_stopping_is_no_part_of_a_key(write_grid: Callable[[str], Path]) -> None:
+    plain = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=""))).items()}
+    stopping = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=STOPPING))).items()}
+    assert plain == stopping
+
+
+def until_the_second(key: str, top1: Sequence[float]) -> bool:
+    assert all(0 <= value <= 100 for value in top1)
+    return len(top1) < 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_cell_that_is_stopped_ends_well_and_can_go_on(
+    world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
+) -> None:
+    """Its run and checkpoints have all epochs, its lock is free; without early stopping it trains the rest."""
+    trial = open_small_job(*SHORT, f"placement.workers={world}").trials[1]
+    workspace = place("here")
+    tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
+    assert ended(start(workspace, trial, world, goes_on=until_the_second)) == [0] * world
+
+    result = tracker.results()[trial.key]
+    assert (result.finished, result.stopped_at) == (False, 2)
+    assert Tracker(workspace.tracking_uri, trial.grid, "other").results().get(trial.key) is None, "others have not stopped it"
+    (listed,) = list_runs(workspace.tracking_uri, None)
+    assert (listed.state, listed.epoch, listed.epochs) == ("stopped", 2, 3)
+    for rank in range(world):
+        last = reports(workspace, rank)[-1]
+        assert (last["stopped"], last["epoch"], last["epochs"]) == (1, 2, 3)
+    folder = workspace.checkpoints(trial)
+    assert sorted(path.name for path in folder.glob("*.pt")) == [f"epoch-000{n}-step-0000000.pt" for n in (1, 2)]
+    assert "stopped at epoch 2 of 3 by early stopping" in workspace.log(trial).read_text()
+    with only_writer(folder, seconds=0):
+        pass
+
+    assert ended(start(workspace, trial, world)) == [0] * world
+    result = tracker.results()[trial.key]
+    assert (result.finished, result.stopped_at) == (True, None)
+    history = tracker.client.get_metric_history(result.run_id, "val/top1")
+    assert sorted(metric.step for metric in history) == [0, 1, 2]
+    assert "resuming from epoch-0002" in workspace.log(trial).read_text()
+
+
+TOP1 = {"good": 60.0, "bad": 20.0, "fair": 55.0}
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cells that were trained, by a cluster that trains nothing: each has top-1 of `TOP1` after each of its epochs."""
+    names: list[str] = []
+
+    @contextmanager
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
+
+    @contextmanager
+    def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
+        yield Rungs(halving, known).goes_on
+
+    def sweep(train: functools.partial[object], trials: Mapping[str, object], *_: object, observer: object, **__: object):  # type: ignore[no-untyped-def]
+        (workspace,), goes_on = train.args, train.keywords["goes_on"]
+        for key, trial in trials.items():
+            names.append(trial.name)
+            observer.started(key)
+            run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+            history = []
+            while len(history) < 9 and (goes_on is None or not history or goes_on(key, [e.top1 for e in history])):
+                history.append(replace(EPOCH, epoch=len(history), top1=TOP1[trial.row]))
+            ended = {epoch.epoch: 1_000 for epoch in history}
+            write_summary(workspace.checkpoints(trial) / "summary.csv", history, ended)
+            run.log(history, ended)
+            stopped = {} if len(history) == 9 else {"stopped": 1}
+            observer.progress(key, {"epoch": len(history), "epochs": 9} | stopped | history[-1].metrics())
+            if stopped:
+                run.stop(f"{trial.grid}-{trial.profile}", len(history))
+            else:
+                run.finish()
+            observer.finished(Outcome(key))
+        return {key: Outcome(key) for key in trials}
+
+    for name, fake in (("session.session", session), ("halving.judge", judge), ("sweep.sweep", sweep)):
+        monkeypatch.setattr(f"cluster.{name}", fake)
+    return names
+
+
+def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
+    write_grid: Callable[..., Path],
+    tmp_path: Path,
+    empty_database: Path,
+    trained: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    shutil.copy(empty_database, runs / "mlflow.db")
+
+    def open_it(last: str, name: str = "which.yaml") -> Job:
+        return open_job(write_grid(GRID.format(last=last), name), "digits", (), runs)
+
+    stopping = open_it(STOPPING)
+    assert run(stopping, None)
+    assert trained == ["good", "bad", "fair"]  # the smallest first
+    out, err = capsys.readouterr()
+    assert "bad stopped at epoch 1 of 9 by early stopping, top-1 20.0 %, after " in err
+    assert "trained 3 cells" in err
+    assert "stopped early: bad, fair; to train these cells fully, remove early_stopping and run the grid again" in err
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("good", "bad", "fair"))}
+    assert lines["bad"].split()[1] == "-" and lines["bad"].endswith("  stopped at epoch 1 of 9 by early stopping")
+    assert lines["good"].split()[1] == "60.0" and lines["good"].endswith("  -")
+
+    assert run(stopping, None)
+    assert len(trained) == 3
+    assert "3 cells, 1 already finished, 2 already stopped early, 0 to train" in capsys.readouterr().err
+    cells = plan(stopping)
+    assert {cell.row: (cell.finished, cell.stopped_at) for cell in cells} == {
+        "good": (True, None),
+        "bad": (False, 1),
+        "fair": (False, 3),
+    }
+    assert plan_in_words(stopping, cells, None) == ["grid which, profile digits: 3 cells, 0 to train"]
+
+    other = open_it(STOPPING, "other.yaml")  # what one grid has stopped is another's to judge
+    assert run(other, None)
+    assert trained[3:] == ["bad", "fair"]
+    assert known_results(stopping)[stopping.trials[1].key].stopped_at == 1
+
+    assert run(open_it(""), None)
+    assert trained[5:] == ["bad", "fair"]
+    assert all(result.finished for result in known_results(stopping).values())
+    assert run(stopping, None) and len(trained) == 7
+
+
+@pytest.mark.long
+def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+    """Real cells, two at a time: two that learn, then two that do not."""
+    path = write_grid("""
+        question: Which learning rate?
+        base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
+        product: {recipe.lr: [0.1, 1e-9]}
+        seeds: [0, 1]
+        early_stopping: {grace_epochs: 2, reduction: 2}
+    """)
+    given = (f"placement.cpus={max(available_cpus() // 2, 1)}",)
+    first = Driver(path, tmp_path / "runs", given)
+    assert first.finish() == 0, first.said
+    behind = [f"lr1e-9{seed}" for seed in ("", "-seed1")]
+    for name in behind:
+        assert f"{name} stopped at epoch 2 of 4 by early stopping" in first.said, first.said
+    assert f"stopped early: {', '.join(behind)}" in first.said
+    again = Driver(path, tmp_path / "runs", given)
+    assert again.finish() == 0, again.said
+    assert "4 cells, 2 already finished, 2 already stopped early, 0 to train" in again.said

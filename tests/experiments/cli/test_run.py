@@ -1,0 +1,460 @@
+"""A grid, from plan to table, on a cluster that trains nothing: what is trained, what is left alone, what is said."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, tzinfo
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.entities import Metric, Param, Run
+from mlflow.tracking import MlflowClient
+
+from cluster import Node, Resources
+from cluster.sweep import Outcome
+from experiments.cli.options import duration
+from experiments.cli.plan import plan, plan_in_words
+from experiments.cli.run import run, study
+from experiments.errors import UserError
+from experiments.grids import expand as expanding
+from experiments.grids.config import ModelConfig, flat, model_mistakes
+from experiments.grids.grid import Trial
+from experiments.report.answer import LONGEST_NOTE, note, table_of, tables
+from experiments.tracking.tracker import Tracker
+from experiments.training import job as jobs
+from experiments.training.job import Job, known_results, open_job
+from tests.experiments.training.test_training import EPOCH
+
+EQUAL_ROWS = """
+    question: Is it the same?
+    rows:
+      - {id: plain, model: {name: san10_pairwise}}
+      - {id: other, model: {name: san10_pairwise, footprint: 5}}
+      - {id: written_out, model: {name: san10_pairwise, footprint: 7, relation: subtraction}}
+"""
+
+
+@pytest.fixture
+def open_text(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
+    """A job on the text of a grid, with a tracker's database."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    shutil.copy(empty_database, runs / "mlflow.db")
+
+    def open_it(text: str, name: str = "first", **options: object) -> Job:
+        return open_job(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
+
+    return open_it
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cells that the cluster was given, as `grid/name`; it finishes each at once, with a top-1 of its own."""
+    names: list[str] = []
+
+    @contextmanager
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
+
+    def sweep(
+        train: functools.partial[object],
+        trials: Mapping[str, Trial],
+        placement: object,
+        *,
+        storage: object,
+        observer: object,
+        progress: object,
+        final: object,
+        fatal: object,
+    ) -> dict[str, Outcome]:
+        (workspace,) = train.args
+        for trial in trials.values():
+            names.append(f"{trial.grid}/{trial.name}")
+            tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+            tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
+            tracked.finish()
+        return {key: Outcome(key) for key in trials}
+
+    monkeypatch.setattr("cluster.session.session", session)
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
+    return names
+
+
+def test_equal_rows_are_trained_once_and_both_are_shown(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_text(EQUAL_ROWS)
+    assert run(job, None)
+    assert trained == ["first/other", "first/plain"]
+    out, err = capsys.readouterr()
+    assert "grid first, profile digits: 3 cells, 1 identical to another cell, 2 to train" in err
+    assert "trained 2 cells" in err
+    assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 1.0, 2.0]
+    assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
+        ["plain", "2.0"],
+        ["other", "1.0"],
+        ["written_out", "2.0"],
+    ]
+    assert run(job, None)
+    assert "3 cells, 3 already finished, 0 to train" in capsys.readouterr().err
+
+
+def test_a_cell_of_another_grid_is_not_trained_again(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(open_text(EQUAL_ROWS), None)
+    job = open_text("{question: q, product: {model.name: [san10_pairwise], model.footprint: [5, 3]}}", "second")
+    assert [cell.finished for cell in plan(job)] == [True, False]
+    assert run(job, None)
+    assert trained == ["first/other", "first/plain", "second/namesan10_pairwise-footprint3"]
+    assert "grid second, profile digits: 2 cells, 1 already finished, 1 to train" in capsys.readouterr().err
+    assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 3.0]
+
+
+def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
+    """The description of a grid's experiment, the grid's own run, and what that keeps: files by name, as text."""
+    client = job.tracker.client
+    experiment = client.get_experiment_by_name(job.name)
+    assert experiment is not None
+    (parent,) = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    assert parent.data.tags["mlflow.note.content"] == experiment.tags["mlflow.note.content"]
+    folder = Path(parent.info.artifact_uri.removeprefix("file://"))
+    kept = {path.name: path.read_text(errors="replace") for path in folder.glob("*")}
+    return experiment.tags["mlflow.note.content"].replace("&nbsp;", ""), parent, kept
+
+
+def test_what_is_finished_stays_on_mlflows_page_while_more_is_trained(
+    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
+    job = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
+    told: list[tuple[str, str]] = []
+    sweep = importlib.import_module("cluster.sweep").sweep
+
+    def looking(*arguments: Any, **options: Any) -> dict[str, Outcome]:
+        note, parent, _ = shown_by_mlflow(job)
+        told.append((note, parent.info.status))
+        return dict(sweep(*arguments, **options))
+
+    monkeypatch.setattr("cluster.sweep.sweep", looking)
+    assert run(job, None)
+    ((before, status),) = told
+    assert status == "RUNNING"
+    assert re.search(r"^\| a \| 1\.0 \|", before, re.MULTILINE) and re.search(r"^\| b \| - \|", before, re.MULTILINE)
+    after, parent, _ = shown_by_mlflow(job)
+    assert re.search(r"^\| b \| 2\.0 \|", after, re.MULTILINE)
+    assert parent.info.status == "FINISHED"
+
+
+class Yesterday(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Yesterday:
+        return cls(2000, 1, 1, tzinfo=tz)
+
+
+WRITES = ("create_run", "log_artifact", "log_batch", "set_experiment_tag", "set_tag", "set_terminated", "update_run")
+
+
+def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
+    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `san run`, which has nothing else to do, and writes nothing where nothing differs, at any time."""
+    job = open_text(EQUAL_ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr("experiments.report.page.document.datetime", Yesterday)
+        assert run(job, None)
+    note, parent, kept = shown_by_mlflow(job)
+    written: list[str] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        call = getattr(MlflowClient, name)
+
+        def write(*arguments: Any, **options: Any) -> object:
+            written.append(name)
+            return call(*arguments, **options)
+
+        return write
+
+    for name in WRITES:
+        monkeypatch.setattr(MlflowClient, name, counted(name))
+    assert run(job, None)
+    assert written == []
+    assert shown_by_mlflow(job)[1].info.end_time == parent.info.end_time
+
+    result = job.tracker.results()[job.trials[0].key]
+    job.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)  # as another version of the program might count
+    written.clear()
+    assert run(job, None)
+    assert written.count("log_artifact") == len(kept)
+    now, _, files = shown_by_mlflow(job)
+    assert note != now == note.replace("| 2.0 |", "| 77.0 |")
+    assert "77.0" in files["table.md"] and "77.0" in files["report.html"] != kept["report.html"]
+
+
+def test_a_grid_whose_cells_others_have_trained_has_a_page_too(open_text: Callable[..., Job], trained: list[str]) -> None:
+    assert run(open_text(EQUAL_ROWS), None)
+    job = open_text("{question: These too, rows: [{id: mine, model: {name: san10_pairwise, footprint: 5}}]}", "second")
+    assert run(job, None)
+    assert len(trained) == 2
+    note, parent, kept = shown_by_mlflow(job)
+    assert "| mine | 1.0 |" in note
+    first = job.tracker.client.get_experiment_by_name("first")
+    assert first is not None
+    place = f"#/experiments/{first.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
+    assert note.startswith(f"Cells: 1 of 1 in [first]({place}). **These too** Ours: ")
+    assert parent.info.status == "FINISHED"
+    assert kept.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
+
+
+def test_mlflows_page_tells_where_cells_are_that_others_have_trained(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """In several grids, and equal ones; nothing of its own, and nothing where all are its own."""
+    first = open_text(EQUAL_ROWS)
+    second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
+    assert run(first, None) and run(second, None)
+    for job in (first, second):
+        assert "Cells: " not in shown_by_mlflow(job)[0]
+    more = "      - {id: mine, model: {name: resnet26}}\n      - {id: new, model: {name: resnet38}}\n"
+    third = open_text(EQUAL_ROWS + more, "third")
+    assert run(third, None)
+    assert len(trained) == 4
+    links = re.findall(r"(\d) of 5 in \[(\w+)\]\(#/experiments/(\d+)/", shown_by_mlflow(third)[0])
+    ids = {job.name: job.tracker.client.get_experiment_by_name(job.name) for job in (first, second)}
+    assert links == [("3", "first", ids["first"].experiment_id), ("1", "second", ids["second"].experiment_id)]  # type: ignore[union-attr]
+
+
+def test_whoever_may_only_read_has_the_table_of_a_finished_grid(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(open_text(EQUAL_ROWS), None)
+    job = open_text(EQUAL_ROWS.replace("Is it the same?", "Is it?"))
+    with sqlite3.connect(job.workspace.runs / "mlflow.db") as database:
+        refuse = "BEGIN SELECT RAISE(ABORT, 'you may only read'); END"
+        database.execute(f"CREATE TRIGGER refuse BEFORE INSERT ON experiment_tags {refuse}")
+        database.execute(f"CREATE TRIGGER refuse_too BEFORE UPDATE ON experiment_tags {refuse}")
+    capsys.readouterr()
+    assert run(job, None)
+    out, err = capsys.readouterr()
+    assert "Is it?" in out and "written_out" in out
+    assert re.search("MLflow's pages of the grid were not updated: cannot use MLflow at sqlite:.*: .*you may only read", err)
+
+
+def test_a_table_that_is_too_long_for_a_description_is_cut_between_rows(open_text: Callable[..., Job]) -> None:
+    rates = [round(0.001 * (i + 1), 3) for i in range(300)]
+    job = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
+    whole, short = tables(job, {})["markdown"].splitlines(), note(job, {}).splitlines()
+    assert len("\n".join(short)) <= LONGEST_NOTE < len("\n".join(whole))
+    rows, rest = [re.split(r"(?:&nbsp;)? \| ", line)[0] for line in short[2:-2]], short[-1]
+    assert rows == [line.split(" | ")[0] for line in whole[: len(rows)]]
+    assert rest == f"{len(whole) - len(rows)} more rows are in `table.md`."
+
+
+def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_text: Callable[..., Job]) -> None:
+    first = open_text("{question: q, rows: [{id: cell, model: {name: san10_pairwise}}]}")
+    (trial,) = first.trials
+    first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
+    finish(first, trial, **{"summary/images_per_second": 100.0})
+
+    rows = [
+        "{id: cell}",
+        "{id: longer, recipe: {epochs: 36, lr: 0.1}}",
+        "{id: equal, recipe: {epochs: 36, lr: 0.1}}",
+        "{id: other, model: {footprint: 5}}",
+    ]
+    job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}", "second")
+    cells = plan(job)
+    assert [cell.finished for cell in cells] == [True, False, False, False]
+    hours = {cell.row: cell.hours for cell in cells}
+    done, longer, equal, other = (hours[row] for row in ("cell", "longer", "equal", "other"))
+    assert longer is not None
+    assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
+    assert (longer.cpu, longer.gpu, longer.basis) == (longer.wall, 0, "like")
+    assert other is not None and other.basis == "guess"
+    assert done is equal is None
+
+    said = plan_in_words(job, cells, None)
+    assert said[0] == "grid second, profile digits: 4 cells, 2 to train in the order above"
+    assert said[1].endswith("cells at a time, 1 worker with 1 CPU per cell")
+    cpu, wall = longer.cpu + other.cpu, max((longer.wall + other.wall) / 2, longer.wall, other.wall)
+    assert said[2] == f"training time: {duration(3600 * wall)} with 2 cells at a time (CPU time {duration(3600 * cpu)})"
+    assert said[3:] == [
+        "  1 cells: estimated from finished runs with the same model and settings",
+        "  1 cells: rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
+    ]
+
+
+def finish(job: Job, trial: Trial, **metrics: float) -> None:
+    """Marks a trial as finished, with what its run would tell."""
+    run = job.tracker.open(trial)
+    params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
+    run.client.log_batch(run.run_id, [Metric(key, value, 0, 0) for key, value in metrics.items()], params)
+    run.finish()
+
+
+def test_what_takes_least_starts_first(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """By FLOPs, images and epochs; where speeds were measured, by those."""
+    rows = [
+        "{id: large}",
+        "{id: small, model: {footprint: 3}}",
+        "{id: small_and_long, model: {footprint: 3}, recipe: {epochs: 36}}",
+        "{id: few_images, data: {train_per_class: 8}}",
+        "{id: as_small, model: {footprint: 3}, recipe: {lr: 0.3}}",
+    ]
+    text = f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}"
+    job = open_text(text)
+    planned = [cell.row for cell in plan(job)]
+    assert planned == ["few_images", "small", "as_small", "large", "small_and_long"]
+
+    # Measured otherwise: small cells are slow, and the FLOPs of the others are taken for as slow as that.
+    small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
+    measured = open_text(f"{{question: q, rows: [{small}]}}", "measured")
+    measured.tracker.prepare(measured.grid, measured.workspace.runs / "artifacts")
+    (trial,) = measured.trials
+    finish(measured, trial, **{"summary/images_per_second": 1.0, "flops_paper": 1e3})
+    planned = [cell.row for cell in plan(job)]
+    assert planned == ["small", "as_small", "small_and_long", "few_images", "large"]
+
+    assert run(job, None)
+    assert trained == [f"first/{row}" for row in planned]
+    assert [cell.row for cell in plan(job)] == [trial.row for trial in job.trials]
+
+
+def test_a_plan_of_many_cells_builds_each_model_once(open_text: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+
+    def looking(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
+        looked.append(model)
+        return model_mistakes(model, size)
+
+    monkeypatch.setattr(expanding, "model_mistakes", looking)
+    axes = f"model.footprint: [3, 5], recipe.lr: {[0.01 * (i + 1) for i in range(50)]}"
+    job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, product: {{{axes}}}}}")
+    assert (len(job.trials), len(looked)) == (100, 2)
+
+
+def test_a_cell_that_another_process_trains_is_left_to_it(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_text(EQUAL_ROWS)
+    claim = """
+import sys
+from pathlib import Path
+from experiments.runs.claims import _claimed
+with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+    arguments = [sys.executable, "-c", claim, str(job.workspace.runs / "cells.lock"), job.trials[0].key]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        assert not run(job, None)
+        assert trained == ["first/other"]
+        other.communicate("")
+    err = capsys.readouterr().err
+    assert "skipped, because another `san run` is training the same cells: plain" in err
+    assert "trained 1 cell in " in err
+    assert "not finished: plain, written_out; to resume, run `" in err
+    assert run(job, None)
+    assert trained == ["first/other", "first/plain"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_the_tracker_lacks_after_training_is_told(
+    answers: bool,
+    open_text: Callable[..., Job],
+    trained: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The tracker was away at the trial's end, and is back, or still away, at the grid's."""
+    job = open_text(EQUAL_ROWS)
+    database = job.workspace.runs / "mlflow.db"
+
+    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
+        if not answers:
+            database.write_bytes(b"these bytes are no database" * 100)
+        return {key: Outcome(key) for key in trials}
+
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
+    monkeypatch.setattr(jobs, "PATIENCE", 0.1)
+    monkeypatch.setattr(jobs, "PAUSE", 0.01)
+    if answers:
+        assert not run(job, None)
+        said = "other, plain: trained, but MLflow did not accept all results; run the same command again to send the rest"
+        assert said in capsys.readouterr().err
+        return
+    with pytest.raises(UserError, match=r"cannot use MLflow at .*\ntrained cells are kept; run the same command again"):
+        run(job, None)
+
+
+def test_cells_that_failed_are_not_counted_as_trained(
+    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
+        first, *others = trials
+        return {first: Outcome(first, "it broke"), **{key: Outcome(key) for key in others}}
+
+    monkeypatch.setattr("cluster.sweep.sweep", sweep)
+    assert not run(open_text(EQUAL_ROWS), None)
+    assert "trained 1 of 2 cells in " in capsys.readouterr().err
+
+
+def test_a_question_without_a_table_has_no_numbers_of_the_paper(
+    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = open_text(EQUAL_ROWS)
+    assert run(job, None)
+    out = capsys.readouterr().out
+    assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs for 224 x 224 images and 1000 classes." in out
+    assert "top-1 paper" not in out
+    assert (job.workspace.runs / "first-digits" / "table.md").read_text().startswith("Is it the same? Ours:")
+    assert [line.paper_top1 for line in table_of(job, known_results(job))] == [None] * 3
+
+
+def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
+    text = "{question: q, seeds: [7], rows: [{id: a, model: {name: resnet26}}]}"
+    assert [trial.name for trial in open_text(text).trials] == ["a-seed7"]
+    job = open_text(text, seeds=3)
+    assert [trial.name for trial in job.trials] == ["a", "a-seed1", "a-seed2"]
+    assert run(job, None)
+    (line,) = table_of(job, known_results(job))
+    assert (line.seeds, line.top1) == (3, 2.0)
+
+
+@pytest.mark.long
+def test_the_study_trains_every_cell_once_and_writes_its_page(
+    trained: list[str], tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "docs" / "page.md"
+    runs.mkdir()
+    shutil.copy(empty_database, runs / "mlflow.db")
+    assert study("study", 2, runs, None, page)
+    assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
+    text = " ".join(page.read_text().split())
+    assert "1,437 training and 360 validation images of" in text
+    assert "The 58 distinct cells took" in text
+    assert {path.name for path in page.parent.iterdir()} == {
+        "page.md",
+        *(f"study-{table}.png" for table in ("relation", "mapping", "transformation", "footprint", "position")),
+    }
+    assert study("study", 2, runs, None, page)
+    assert len(trained) == 58
+
+
+@pytest.mark.parametrize("where", ["folder", "a/file/page.md"])
+def test_the_study_asks_for_its_page_before_it_trains(where: str, trained: list[str], tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        study("study", 2, tmp_path / "runs", None, tmp_path / where)
+    assert not trained

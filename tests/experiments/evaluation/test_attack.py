@@ -1,0 +1,139 @@
+"""The attack: as foolbox has it, exactly within its bound, with the gradients of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import san
+from experiments.evaluation.attack import Attack, OnPixels, predictions, targets, within
+from experiments.evaluation.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.evaluation.protocols import PROTOCOLS
+from experiments.grids.transform import transform
+from experiments.training.checkpoint import last_of
+from san import ops
+from tests.experiments.conftest import Trained
+
+LARGE = Attack(epsilon=64, step=32, steps=3)
+"""Succeeds with images on which two epochs of training are not fooled by eight levels of grey."""
+ATTACKS = [*(c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)), LARGE]
+
+
+def opened(trained: Trained) -> Opened:
+    found = open_checkpoint(last_of(trained.folder, 2))
+    found.model.requires_grad_(False)
+    return found
+
+
+def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
+    """The trained network on pixels, the 120 images, their labels and their targets."""
+    found = opened(trained)
+    how = transform(found.config.data)
+    plain = replace(how, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    (batch,) = evaluation_loader(found, open_images(found), plain, 120).epoch(0)
+    wanted = targets(batch.labels_N.numpy(), 10, found.seed)
+    return OnPixels(found.model, how).eval(), batch.images_NCHW, batch.labels_N, wanted
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=str)
+def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
+    """Success and accuracy within one point (one of the 120 images is 0.83), and nearly every pixel the same: where a gradient
+    is almost zero, a rounding may give it the other sign."""
+    foolbox = pytest.importorskip("foolbox", reason="foolbox is not installed: it is in requirements.txt")
+    network, pixels, labels, wanted = pixels_of(trained)
+    how = transform(opened(trained).config.data)
+    theirs = foolbox.PyTorchModel(
+        network.network, bounds=(0, 1), device="cpu", preprocessing={"mean": how.mean, "std": how.std, "axis": -3}
+    )
+    steps = foolbox.attacks.LinfPGD(abs_stepsize=attack.step / 255, steps=attack.steps, random_start=False)
+    goal = foolbox.criteria.TargetedMisclassification(wanted)
+    found = steps.run(theirs, pixels, goal, epsilon=attack.epsilon / 255)
+    ours = attack.attacked(network, pixels, wanted)
+    assert ((ours - found).abs() > 1e-6).double().mean() < 1e-4
+    for answer in (wanted, labels):
+        agree = [100 * (predictions(network, images) == answer).double().mean().item() for images in (ours, found)]
+        assert agree[0] == pytest.approx(agree[1], abs=1)
+    if attack is LARGE:
+        assert (predictions(network, ours) == wanted).double().mean() > 0.3  # there is something to agree on
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 99),
+    attack=st.builds(Attack, epsilon=st.integers(1, 255), step=st.integers(1, 255), steps=st.integers(1, 4)),
+    levels=st.booleans(),
+)
+def test_attacked_pixels_stay_in_range_and_within_epsilon(seed: int, attack: Attack, levels: bool) -> None:
+    """Exactly: differences of float32 are exact in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.rand(2, 3, 4, 4, generator=generator)
+    pixels = (pixels * 255).round() * torch.tensor(1 / 255) if levels else pixels
+    pixels[0, 0, 0] = torch.tensor([0.0, 1.0, 1e-30, 1 - 2**-24])
+    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 5))
+    before = pixels.clone()
+    after = attack.attacked(network.requires_grad_(False), pixels, torch.tensor([1, 4]))
+    assert torch.equal(pixels, before)
+    assert after.dtype == torch.float32 and not after.requires_grad
+    assert after.min() >= 0 and after.max() <= 1
+    assert (after.double() - pixels.double()).abs().max() <= attack.epsilon / 255
+
+
+@given(pixel=st.floats(0, 1, width=32), epsilon=st.integers(1, 255))
+def test_within_leaves_out_nothing_that_is_allowed(pixel: float, epsilon: int) -> None:
+    pixels, bound = torch.tensor([pixel]), epsilon / 255
+    for edge, end in zip(within(pixels, bound), (0.0, 1.0), strict=True):
+        next_one = torch.nextafter(edge, torch.tensor([2 * end - 0.5]))
+        assert edge == end or (next_one.double() - pixels.double()).abs() > bound
+
+
+@given(classes=st.integers(2, 1000), seed=st.integers(0, 99), count=st.integers(1, 40), shorter=st.integers(1, 40))
+def test_targets_are_other_classes_by_seed_and_place(classes: int, seed: int, count: int, shorter: int) -> None:
+    labels = np.random.default_rng(seed).integers(0, classes, count)
+    found = targets(labels, classes, seed)
+    assert found.dtype == torch.int64
+    assert ((found >= 0) & (found < classes) & (found != torch.from_numpy(labels))).all()
+    assert torch.equal(found[:shorter], targets(labels[:shorter], classes, seed))
+
+
+def test_targets_are_all_other_classes_alike_and_change_with_the_seed() -> None:
+    labels = np.full(9000, 3)
+    counts = torch.bincount(targets(labels, 10, 0), minlength=10)
+    assert counts[3] == 0
+    assert ((counts[counts > 0] - 1000).abs() < 150).all() and (counts > 0).sum() == 9
+    assert not torch.equal(targets(labels, 10, 0), targets(labels, 10, 1))
+
+
+@pytest.mark.parametrize("fields", [(0, 1, 1), (256, 1, 1), (8, 0, 1), (8, 256, 1), (8, 2, 0)])
+def test_rejects_an_attack_out_of_range(fields: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"an attack needs 0 < epsilon <= 255, 0 < step <= 255 and at least one step"):
+        Attack(*fields)
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
+def test_input_gradient_in_evaluation_matches_reference(name: str) -> None:
+    """With parameters that want no gradients, through the fused kernels."""
+    torch.manual_seed(0)
+    model = san.create_model(name, num_classes=5, num_stages=2, width_mult=0.5).double().eval().requires_grad_(False)
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if "running_var" in key:
+                value.uniform_(0.5, 2)
+            elif value.is_floating_point():
+                value.add_(0.1 * torch.randn_like(value))
+
+    def gradient() -> Tensor:
+        x = torch.linspace(0, 1, 2 * 3 * 24 * 24, dtype=torch.float64).sin().view(2, 3, 24, 24).requires_grad_()
+        loss = nn.functional.cross_entropy(model(x), torch.tensor([1, 4]), reduction="sum")
+        return torch.autograd.grad(loss, x)[0]
+
+    found = gradient()
+    with ops.backend("reference"):
+        wanted = gradient()
+    assert found.abs().max() > 1e-6
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

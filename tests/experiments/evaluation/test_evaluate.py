@@ -1,0 +1,342 @@
+"""`san evaluate`: the very accuracy that the run tells, for each kind of checkpoint and on each split."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import san
+from experiments.cli import main
+from experiments.evaluation import evaluate
+from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.grids.config import PROJECT_DIR
+from experiments.grids.transform import transform
+from experiments.training.checkpoint import Checkpoint, best_in
+from experiments.training.engine import validated_weights
+from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Trained
+from tests.experiments.training.test_reliability import kept, of_step
+
+DIGITS = PROJECT_DIR / "data" / "digits"
+MODEL = "small-digits-pairwise_3"
+PAIRWISE = ("model.name=san10_pairwise", "model.footprint=3")
+
+
+def evaluated(path: Path, *overrides: str, profile: str | None = None, split: str | None = None) -> Evaluation:
+    opened = open_checkpoint(path, overrides, profile)
+    return evaluate_checkpoint(opened, open_images(opened, split), transform(opened.config.data))
+
+
+def measured(found: Evaluation) -> tuple[float, float, float, int]:
+    return found.top1, found.top5, found.loss, found.images
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_each_epochs_checkpoint_gives_what_its_validation_gave(epoch: int, trained: Trained) -> None:
+    found = evaluated(trained.folder / f"epoch-{epoch:04d}-step-0000000.pt")
+    history = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history
+    validated = history[epoch - 1]
+    assert measured(found) == (validated.top1, validated.top5, validated.val_loss, 120)
+    assert (found.model, found.epoch, found.split, found.classes) == ("san10_pairwise", epoch, "train", 10)
+    assert found.own_images
+
+
+def run_of(trained: Trained) -> str:
+    return trained.job.tracker.results()[trained.job.trials[0].key].run_id
+
+
+def alias_of(trained: Trained) -> str:
+    trained.job.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
+    return f"models:/{MODEL}@champion"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda trained: str(trained.folder),
+        lambda trained: trained.job.trials[0].key,
+        run_of,
+        lambda trained: f"models:/{MODEL}/1",
+        alias_of,
+    ],
+    ids=["folder", "key", "run", "model", "alias"],
+)
+def test_what_names_a_trial_gives_the_best_epoch_of_the_runs_table(
+    named: Callable[[Trained], str], trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["evaluate", named(trained), "--runs", str(trained.job.workspace.runs)]
+    metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
+    monkeypatch.setattr(sys, "argv", ["san", *arguments, "--json"])
+    main()
+    told = json.loads(capsys.readouterr().out)
+    best = (metrics["summary/best_top1"], metrics["summary/best_top5"], metrics["summary/best_epoch"])
+    assert (told["top1"], told["top5"], told["epoch"]) == best
+    monkeypatch.setattr(sys, "argv", ["san", *arguments])
+    main()
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{told['checkpoint']}: san10_pairwise, after epoch {told['epoch']}\ntop-1 {told['top1']:.4f} %")
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("save", "tells"), [(san.save_checkpoint, ()), (san.save_released_checkpoint, PAIRWISE)], ids=["ours", "the authors'"]
+)
+def test_a_file_of_weights_gives_what_the_trials_checkpoint_gives(
+    save: Callable[..., None], tells: Sequence[str], trained: Trained, tmp_path: Path
+) -> None:
+    save(trained.best.model(), tmp_path / "weights.pt")
+    found = evaluated(tmp_path / "weights.pt", *HELD_OUT, *tells, profile="digits")
+    assert measured(found) == measured(evaluated(trained.folder))
+    assert (found.epoch, found.own_images) == (None, None)
+
+
+@pytest.mark.parametrize(("form", "tells"), [("san", ()), ("released", PAIRWISE)])
+def test_a_trials_checkpoint_is_converted(
+    form: str,
+    tells: Sequence[str],
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "weights.pt"
+    where = ["--runs", str(trained.job.workspace.runs)]
+    monkeypatch.setattr(sys, "argv", ["san", "convert", trained.job.trials[0].key, str(out), "--to", form, *where])
+    main()
+    assert capsys.readouterr().out.startswith(f"{out}: san10_pairwise ")
+    found = evaluated(out, *HELD_OUT, *tells, profile="digits")
+    assert measured(found) == measured(evaluated(trained.folder))
+
+
+@pytest.mark.parametrize(("split", "images", "own"), [("train", 1317, True), ("val-split", 120, True), ("val", 360, False)])
+def test_every_split(split: str, images: int, own: bool, trained: Trained) -> None:
+    found = evaluated(trained.folder, split=split)
+    assert (found.images, found.own_images) == (images, own)
+
+
+def test_a_folder_of_other_images_needs_no_other(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "test").symlink_to(DIGITS / "val")
+    found = evaluated(trained.folder, "data.source=folder", f"data.root={tmp_path}", split="test")
+    assert measured(found) == measured(evaluated(trained.folder, split="val"))
+
+
+def test_images_may_be_turned(trained: Trained) -> None:
+    opened = open_checkpoint(trained.folder)
+    turned = replace(transform(opened.config.data), manipulation="rotate180")
+    found = evaluate_checkpoint(opened, open_images(opened), turned)
+    assert found.images == 120
+    assert found.loss != evaluated(trained.folder).loss
+
+
+def test_other_images_than_the_trials_are_told(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train").symlink_to(DIGITS / "val")
+    (tmp_path / "val").symlink_to(DIGITS / "val")
+    monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
+    main()
+    assert capsys.readouterr().err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
+
+
+def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with evaluate.shown(5, 2) as ended:
+        ended()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(evaluate, "SECONDS_BETWEEN_LINES", 0.0)
+    with evaluate.shown(5, 2) as ended:
+        ended()
+    assert capsys.readouterr().err == "[   0 s] 1 of 3 batches\n"
+
+
+def test_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
+    checkpoints = kept(tmp_path, keep=1)
+    for number in range(1, 4):  # the first is the best
+        checkpoints.save(of_step(number))
+    checkpoints.save(of_step(3, step=5))
+    assert [best.name for best in [best_in(checkpoints.folder)] if best] == ["epoch-0001-step-0000000.pt"]
+    checkpoints.save(of_step(4))
+    (checkpoints.folder / "epoch-0001-step-0000000.pt").write_bytes(b"damaged")
+    assert [best.name for best in [best_in(checkpoints.folder)] if best] == ["epoch-0004-step-0000000.pt"]
+    assert best_in(tmp_path) is None
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_validation_sees_the_mean_of_the_workers_statistics(averaged: bool) -> None:
+    """Of the average of the weights where the recipe keeps one, else of the weights that are trained."""
+    third, trained = torch.tensor([1 / 3]), [{"mean": torch.tensor([-9.0])}] * averaged
+    means, counts = [torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([5.0])], [torch.tensor(7)] * 3
+    validated = [{"mean": m, "var": third, "count": c} for m, c in zip(means, counts, strict=True)]
+    kept = {"w": third, "mean": means[0], "var": third}
+    state = {"model": {"w": -third} if averaged else kept, "average": kept if averaged else None}
+    weights = validated_weights(state | {"workers": [{"buffers": [*trained, buffers]} for buffers in validated]})
+    expected = {"w": third, "mean": torch.tensor([2.0]), "var": third, "count": torch.tensor(7)}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def other_classes(tmp: Path, count: int) -> str:
+    for label in range(count):
+        (tmp / "images" / "val" / f"class{label}").mkdir(parents=True)
+        (tmp / "images" / "val" / f"class{label}" / "1.png").write_bytes(b"never decoded here")
+    return f"data.root={tmp / 'images'}"
+
+
+def written(path: Path, content: object) -> str:
+    torch.save(content, path)
+    return str(path)
+
+
+def cut(trained: Trained, tmp: Path) -> str:
+    """A checkpoint with one bit flipped in its weights."""
+    content = bytearray(next(trained.folder.glob("epoch-*.pt")).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp / "epoch-0001-step-0000000.pt").write_bytes(content)
+    return str(tmp / "epoch-0001-step-0000000.pt")
+
+
+def grey(tmp_path: Path) -> str:
+    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1), tmp_path / "grey.pt")
+    return str(tmp_path / "grey.pt")
+
+
+def ours(trained: Trained, tmp: Path) -> str:
+    san.save_checkpoint(trained.best.model(), tmp / "ours.pt")
+    return str(tmp / "ours.pt")
+
+
+def store_of(trained: Trained) -> list[str]:
+    return ["--runs", str(trained.job.workspace.runs)]
+
+
+MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
+    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
+    "no trial of that key": (
+        lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
+        "0123456789ab: no such file, and no cell with this key in ",
+    ),
+    "no key": (lambda *_: ["ac2f"], "ac2f: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs`"),
+    "no such run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
+    "no store that could have a run": (
+        lambda _, tmp: [32 * "0", "--runs", str(tmp)],
+        f"{32 * '0'}: no runs in sqlite:///",
+    ),
+    "no such model": (
+        lambda trained, _: ["models:/none/1", *store_of(trained)],
+        "no such registered model; see the Models page of `san ui`",
+    ),
+    "no such version": (
+        lambda trained, _: [f"models:/{MODEL}/9", *store_of(trained)],
+        f"models:/{MODEL}/9: MLflow at sqlite:///",
+    ),
+    "no such alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such registered model"),
+    "a model without a version": (
+        lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
+        f"models:/{MODEL}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS",
+    ),
+    "a folder of something else": (
+        lambda _, tmp: [str(tmp)],
+        "no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder",
+    ),
+    "a text": (lambda _, tmp: [str(SMALL_GRID)], "not a file written by torch.save, or damaged"),
+    "one flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
+    "a tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "expected a dict of weights, not Tensor"),
+    "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
+    "an older checkpoint": (
+        lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})],
+        "checkpoint damaged or written by an older version (KeyError",
+    ),
+    "a trial's model changed": (
+        lambda trained, tmp: [str(trained.folder), "model.footprint=5"],
+        "this checkpoint already stores its model; leave out model.footprint",
+    ),
+    "our file's model changed": (
+        lambda trained, tmp: [ours(trained, tmp), "model.footprint=5"],
+        "ours.pt: this checkpoint already stores its model; leave out model.footprint",
+    ),
+    "a profile for a trial": (
+        lambda trained, tmp: [str(trained.folder), "--profile", "digits"],
+        "this checkpoint stores its own preprocessing; leave out --profile",
+    ),
+    "an unknown profile": (
+        lambda trained, tmp: [ours(trained, tmp), "--profile", "x"],
+        "unknown profile 'x'; profiles: digits",
+    ),
+    "an override without a use": (
+        lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
+        "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for "
+        "released files, model.*",
+    ),
+    "an unknown override": (
+        lambda trained, tmp: [str(trained.folder), "data.rot=x"],
+        "data.rot: unknown key; did you mean `data.root`?",
+    ),
+    "a field that is none": (
+        lambda trained, tmp: [
+            written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
+            "model.path=x",
+        ],
+        "san10_pairwise has no field path; its fields: depths",
+    ),
+    "a network of grey images": (
+        lambda trained, tmp: [grey(tmp)],
+        "grey.pt: this model takes 1-channel images, but the dataset is RGB",
+    ),
+    "images too small": (
+        lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
+        "model: stage 1 of san10_pairwise with images of 2 x 2 pixels: ",
+    ),
+    "no images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], ": no such data folder; "),
+    "no such split": (lambda trained, tmp: [str(trained.folder), "--split", "test"], "has no folder test/"),
+    "another number of classes": (
+        lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)],
+        "ours.pt: the model has 10 classes, but ",
+    ),
+    "other classes": (
+        lambda trained, tmp: [str(trained.folder), "data.source=folder", "data.split=val-original", other_classes(tmp, 10)],
+        "for example '0' instead of 'class0'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_rejects(
+    what: str, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, sentence = MISTAKES[what]
+    monkeypatch.setattr(sys, "argv", ["san", "evaluate", *arguments(trained, tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("san: ")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("named", [run_of, lambda trained: f"models:/{MODEL}/1"], ids=["run", "model"])
+def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
+    named: Callable[[Trained], str],
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = named(trained)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.job.workspace.tracking_uri)
+    monkeypatch.setattr(sys, "argv", ["san", "evaluate", name, "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    (said,) = capsys.readouterr().err.splitlines()
+    key = trained.job.trials[0].key
+    assert said == f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs"
+
+
+def test_a_file_with_the_name_of_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "0123456789ab").write_text("")
+    assert checkpoint_path("0123456789ab", tmp_path) == Path("0123456789ab")

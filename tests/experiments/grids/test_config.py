@@ -1,0 +1,101 @@
+"""The typed configs, over every field of theirs: a boolean is no number."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import san
+from experiments.errors import UserError
+from experiments.grids.config import ModelConfig, Strict, TrialConfig, model_mistakes
+from experiments.grids.expand import expand
+from experiments.grids.grid import Grid
+from san.models import model_spec
+
+
+def schemas(base: type[BaseModel] = Strict) -> Iterator[type[BaseModel]]:
+    for schema in base.__subclasses__():
+        yield schema
+        yield from schemas(schema)
+
+
+def leaves(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of, and the values of a literal."""
+    parts = typing.get_args(annotation)
+    return {annotation}.union(*map(leaves, parts)) if parts else {annotation}
+
+
+def with_booleans() -> Iterator[Any]:
+    """Alone, and at each place of lists of numbers."""
+    for wrong in (True, False):
+        yield wrong
+        for length in (1, 2, 3):
+            for place, other in itertools.product(range(length), (1, 0.5)):
+                yield [wrong if index == place else other for index in range(length)]
+
+
+FIELDS = {f"{schema.__name__}.{name}": (schema, name) for schema in schemas() for name in schema.model_fields}
+
+
+def test_all_fields_are_found() -> None:
+    assert {schema.__name__ for schema in (Grid, TrialConfig)} < {name.partition(".")[0] for name in FIELDS}
+    assert {"RecipeConfig.epochs", "DataConfig.crop_area", "Grid.seeds", "EarlyStopping.grace_epochs"} < FIELDS.keys()
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_boolean_is_no_number(field: str) -> None:
+    schema, name = FIELDS[field]
+    if leaves(schema.model_fields[name].annotation) & {bool, Any}:
+        return
+    for value in with_booleans():
+        with pytest.raises(ValidationError) as wrong:
+            schema.model_validate({name: value})
+        assert [error for error in wrong.value.errors() if error["loc"][0] == name], value
+
+
+@pytest.mark.parametrize("variant", san.list_models())
+def test_a_boolean_is_no_number_of_a_model(variant: str) -> None:
+    spec = model_spec(variant)
+    for field in spec.__dataclass_fields__.keys() - {"name"}:
+        for value in with_booleans():
+            model = ModelConfig.model_validate({"name": variant, field: value})
+            assert [path for path, _ in model_mistakes(model, 224)] == [f"model.{field}"], (field, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("early_stopping: {grace_epochs: true}", "early_stopping.grace_epochs: must be an integer of at least 1, not true"),
+        ("seeds: [0, true]", "seeds[1]: must be an integer of at least 0 and less than 9223372036854775808, not true"),
+        ("base: {recipe: {mixup_alpha: true}}", "row a: recipe.mixup_alpha: must be a number of at least 0, not true"),
+        ("base: {model: {footprint: true}}", "row a: model.footprint: must be an integer, not true"),
+        ("base: {model: {depths: [2, true, 2, 4]}}", "row a: model.depths: must be a list of numbers, not [2, true, 2, 4]"),
+    ],
+)
+def test_a_grid_tells_where_a_number_was_expected(key: str, told: str, write_grid: Callable[[str], Path]) -> None:
+    path = write_grid(f"{{question: q, rows: [{{id: a, model: {{name: resnet26}}}}], {key}}}")
+    with pytest.raises(UserError) as wrong:
+        expand(path, "digits", (), ())
+    assert str(wrong.value) == f"{path}: {told}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("placement.workers=true", "an integer of at least 1, not true"),
+        ("engine.zero_stage=yes", "a number, not true"),
+        ("recipe.lr=on", "a number greater than 0, not true"),
+        ("data.val_split_seed=false", "an integer of at least 0, not false"),
+    ],
+)
+def test_an_override_that_is_a_boolean_is_told(text: str, expected: str, small_grid: Path) -> None:
+    key = text.partition("=")[0]
+    with pytest.raises(UserError) as wrong:
+        expand(small_grid, "digits", (text,), ("footprint",))
+    assert str(wrong.value) == f"override {text!r}: {key}: must be {expected}"

@@ -1,0 +1,447 @@
+"""Grids: expansion is pure, every mistake is named with its path, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments.errors import UserError
+from experiments.grids.expand import Expanded, parse_override
+from experiments.grids.expand import expand as expand_grid
+from experiments.grids.grid import Trial
+from experiments.grids.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
+
+GRIDS = sorted((Path(__file__).parents[3] / "experiments" / "grids").glob("*.yaml"))
+
+
+def told(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+def expand(path: Path, *overrides: str, profile: str = "digits") -> dict[str, Trial]:
+    checked = expanded(path, *overrides, profile=profile).configs
+    return {row: Trial(path.stem, profile, row, 0, config, "digest") for row, config in checked.items()}
+
+
+def expanded(path: Path, *overrides: str, profile: str = "digits") -> Expanded:
+    return expand_grid(path, profile, overrides, table_names())
+
+
+@pytest.mark.parametrize("profile", ["digits", "imagenet", "imagenet-1gpu", "imagenet-fast"])
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_every_grid_has_the_rows_of_its_table(path: Path, profile: str) -> None:
+    assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
+
+
+def test_layers_profile_base_row_override(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Which layer wins?
+        table: footprint
+        base: {model: {name: san10_pairwise, footprint: 5}, recipe: {lr: 0.2, momentum: 0.5}}
+        rows:
+          - {id: a}
+          - {id: b, model: {footprint: 3}, recipe: {lr: 0.4}}
+    """)
+    a, b = expand(path, "recipe.momentum=0.25").values()
+    assert (a.config.model.overrides["footprint"], b.config.model.overrides["footprint"]) == (5, 3)
+    assert (a.config.recipe.lr, b.config.recipe.lr) == (0.2, 0.4)
+    assert a.config.recipe.momentum == b.config.recipe.momentum == 0.25
+    assert a.config.data.size == 24  # the profile's
+
+
+def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
+    keys = {row: trial.key for row, trial in expand(small_grid).items()}
+    assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
+    assert len(set(keys.values())) == 3
+    assert expand(small_grid, "data.source=shards", "data.root=elsewhere")["pairwise_3"].key == keys["pairwise_3"]
+    places = ("data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
+    hows = ("placement.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
+    for same in (*places, *hows, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
+        assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
+    for other in ("recipe.lr=0.01", "data.flip=true", "model.width_mult=1"):
+        assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
+    first = expand(small_grid)["pairwise_3"]
+    seeds = [Trial(first.grid, first.profile, first.row, seed, first.config, "digest") for seed in (0, 1)]
+    assert [seed.name for seed in seeds] == ["pairwise_3", "pairwise_3-seed1"]
+    assert seeds[0].key != seeds[1].key
+    assert Trial(first.grid, first.profile, first.row, 0, first.config, "other images").key != first.key
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("name: san10_pairwise", "name: san10_pairwise, footprint: 7, relation: subtraction, position: relative"),
+        ("name: resnet26, footprint: 3", "name: resnet26, footprint: '3', width_mult: 0.5, num_stages: 2"),  # the profile's
+        ("name: san10_patchwise, depths: [2, 1, 2, 4, 1]", "depths: [2, 1, 2, 4, 1], name: san10_patchwise, mapping: LRL"),
+    ],
+)
+def test_equal_models_have_equal_keys_however_they_are_written(one: str, other: str, write_grid: Callable[[str], Path]) -> None:
+    path = write_grid(f"{{question: q, rows: [{{id: a, model: {{{one}}}}}, {{id: b, model: {{{other}}}}}]}}")
+    a, b = expand(path).values()
+    assert a.key == b.key
+    assert a.record["model"] == b.record["model"]
+
+
+def test_tables_share_their_cells() -> None:
+    keys = {f"{path.stem}/{row}": trial.key for path in GRIDS for row, trial in expand(path).items()}
+    for shared in (
+        ["comparison/san10_pairwise", "relation/pairwise_subtraction", "mapping/pairwise_LRL", "position/pairwise_relative"],
+        ["comparison/san10_patchwise", "relation/patchwise_concatenation", "mapping/patchwise_LRL", "footprint/patchwise_7"],
+        ["comparison/resnet26", "relation/resnet26", "footprint/resnet26_3"],
+        ["transformation/pairwise_distinct", "footprint/pairwise_7"],
+        *([f"{table}/{row}" for table in ("comparison", "rotation", "attack")] for row in paper_rows("comparison")),
+    ):
+        assert len({keys[name] for name in shared}) == 1, shared
+    for path in GRIDS:
+        mine = [key for name, key in keys.items() if name.startswith(f"{path.stem}/")]
+        assert len(set(mine)) == len(mine), path
+
+
+def test_the_papers_setting() -> None:
+    assert {path.stem for path in GRIDS} == {
+        "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
+        "rotation", "attack",
+    }  # fmt: skip
+    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS}
+    assert sum(map(len, rows.values())) == 47 + 2 * 9
+    for name, trials in rows.items():
+        for trial in trials.values():
+            data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.placement
+            assert data.split == ("val-original" if name in ("comparison", "rotation", "attack") else "val-split")
+            assert (data.val_split_per_class, data.train_per_class) == (50, None)
+            assert (data.size, data.resize, data.crop_area, data.flip) == (INPUT_SIZE, 256, (0.08, 1.0), True)
+            assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))
+            assert (recipe.epochs, recipe.batch_size, recipe.lr, recipe.momentum) == (EPOCHS, 256, 0.1, 0.9)
+            assert (recipe.weight_decay, recipe.label_smoothing) == (1e-4, 0.1)
+            assert (placement.workers, placement.gpus) == (8, 1)
+            assert trial.config.model.spec().num_stages is None and trial.config.model.spec().width_mult == 1
+
+
+def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
+    text = told(lambda: expand(path, "recipe.lr=0.5"))
+    assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change the values in that file"
+
+
+def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
+    trials = expand(small_grid, "recipe.epochs=1", "recipe.epochs=2", "recipe.epochs=1")
+    assert {trial.config.recipe.epochs for trial in trials.values()} == {1}
+
+
+def test_an_override_of_a_section_is_blamed_for_itself(small_grid: Path) -> None:
+    assert told(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: must be a mapping of keys, not 3"
+
+
+def test_a_row_that_is_wrong_is_told_once(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
+    assert told(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
+
+
+def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: q
+        plot: {x: model.footprint, series: model.name, label: footprint}
+        rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
+    """)
+    assert told(lambda: expand(path)) == (
+        f"{path}: plot: rows a and b would be at the same point; set plot.series to a key in which the rows differ"
+    )
+
+
+def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Does the best learning rate depend on the footprint?
+        base: {recipe: {lr: 9.0, momentum: 0.5}}
+        rows:
+          - {id: pairwise, model: {name: san10_pairwise}}
+          - {id: resnet, model: {name: resnet26, width_mult: 1}}
+        product:
+          model.footprint: [3, 5]
+          recipe.lr: [0.1, 0.2]
+    """)
+    configs = expanded(path).configs
+    assert list(configs) == [
+        f"{row}-footprint{footprint}-lr{lr}" for row in ("pairwise", "resnet") for footprint in (3, 5) for lr in (0.1, 0.2)
+    ]
+    config = configs["resnet-footprint5-lr0.1"]
+    assert (config.model.name, config.model.overrides["footprint"], config.recipe.lr) == ("resnet26", 5, 0.1)
+    assert (config.model.overrides["width_mult"], config.recipe.momentum) == (1, 0.5)
+    assert list(expanded(path).full_size) == [row.id for row in expanded(path).grid.rows] == list(configs)
+
+
+@pytest.mark.parametrize(
+    ("product", "ids"),
+    [
+        ("model.name: [resnet26, resnet38]", ["nameresnet26", "nameresnet38"]),
+        ("model.name: [resnet26], recipe.lr: [0.1, 1e-3, '0.2']", [f"nameresnet26-lr{lr}" for lr in ("0.1", "1e-3", "0.2")]),
+        ("model.name: [resnet26], data.flip: [false, true]", ["nameresnet26-flipfalse", "nameresnet26-fliptrue"]),
+        ("model.name: [resnet26], model.depths: [[1, 1, 1, 1]]", ["nameresnet26-depths1-1-1-1"]),
+        ("model.name: [resnet26], model.num_stages: [1, 2]", ["nameresnet26-num_stages1", "nameresnet26-num_stages2"]),
+    ],
+)
+def test_product_stands_without_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
+    assert list(expand(write_grid(f"{{question: q, product: {{{product}}}}}"))) == ids
+
+
+def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: What is wrong?
+        rows:
+          - {id: a, model: {name: resnet26, footprint: 3}}
+          - {id: b, model: {name: resnet26}, recipe: {epoch: 3}}
+        product:
+          lr: [0.1]
+          placement.workers: [1, 2]
+          recipe.lr.x: [1]
+          data.flip: []
+          recipe.momentum: 0.9
+          model: {num_stages: [1, 2]}
+          model.footprint: [3, 5]
+          model.width_facto: [0.5]
+          recipe.batch_size: [0, 32]
+    """)
+    lines = told(lambda: expand(path)).splitlines()
+    cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
+    wanted = [
+        "product.recipe.momentum: must be a list, not 0.9",
+        'product.model: must be a list, not {"num_stages": [1, 2]}',
+        "product.lr: not a key of section model, data, recipe; an example is recipe.lr",
+        "product.placement.workers: not a key of section model, data, recipe; an example is recipe.lr",
+        "product.recipe.lr.x: not a key of section model, data, recipe; an example is recipe.lr",
+        "product.data.flip: empty list; give at least one value",
+        "product.model.footprint: also set in row a; set the key in only one of the two places",
+        f"row {cells[0]}, {cells[2]}: recipe.batch_size: must be an integer of at least 1, not 0",
+        "every row: model.width_facto: unknown key; did you mean `model.width_mult`?",
+        f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
+    ]
+    for start in wanted:
+        assert sum(line.startswith(f"{path}: {start}") for line in lines) == 1, start
+    assert len(lines) == len(wanted)
+
+
+def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: What is wrong?
+        table: footprint
+        rows:
+          - {id: a, model: {name: san10_pairwize}}
+          - {id: b, model: {name: resnet26, footprnt: 3}}
+          - {id: c, model: {name: san10_pairwise, footprint: 13}}
+          - {id: d, model: {name: san10_pairwise, footprint: seven}}
+          - {id: e, model: {name: resnet26}, recipe: {epoch: 3, lr: fast}, data: {source: cloud}}
+    """)
+    lines = told(lambda: expand(path)).splitlines()
+    assert len(lines) == 7
+    for line, parts in zip(
+        lines,
+        [
+            ["row a: model.name:", "unknown model 'san10_pairwize'", "did you mean 'san10_pairwise'?"],
+            ["row b: model.footprnt:", "unknown key; did you mean `model.footprint`?", "Allowed: depths, footprint"],
+            ["row c: model:", "stage 2 of san10_pairwise with images of 24", "at least 7x7, not 6x6"],
+            ["row d: model.footprint:", "integer", "'seven'"],
+            ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
+            ["row e: recipe.lr:", "number", "'fast'"],
+            [
+                "row e: recipe.epoch:",
+                "unknown key; did you mean `recipe.epochs`?",
+                "Allowed: batch_size, ema_decay, epochs, grad_accum_steps",
+            ],
+        ],
+        strict=True,
+    ):
+        assert line.startswith(str(path))
+        assert all(part in line for part in parts), line
+
+
+def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: What is wrong?
+        table: footprints
+        foo: 1
+        rows:
+          - {id: a, model: {name: resnet26, footprnt: 3}}
+          - {id: b, modl: {}}
+    """)
+    lines = told(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
+    wanted = [
+        "override 'recipe.lr': not KEY=VALUE; an example is recipe.epochs=3",
+        f"{path}: foo: unknown key",
+        f"{path}: rows[1].modl: unknown key; did you mean `rows[1].model`?",
+        f"{path}: table: unknown table 'footprints'",
+        "override 'data.flip=perhaps': data.flip: must be true or false, not 'perhaps'",
+        "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0",
+        f"{path}: row a: model.footprnt: unknown key",
+    ]
+    for start in wanted:
+        assert sum(line.startswith(start) for line in lines) == 1, start
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("table: footprint, robustness: rotation", "table: 'footprint' has no results for `robustness: rotation`"),
+        ("table: attack, robustness: rotation", "table: 'attack' has no results for `robustness: rotation`"),
+        ("table: rotation", "robustness: missing; table 'rotation' requires `robustness: rotation`"),
+    ],
+)
+def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:
+    path = write_grid(f"{{question: q, {keys}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
+    with pytest.raises(UserError, match=f"{path}: {message}"):
+        expand(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{name: resnet26, footprint: 4}", "the footprint must be odd and positive"),
+        ("{name: resnet26, footprint: -3}", "the footprint must be odd and positive"),
+        ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: must be a number, not '0.5x'"),
+        ("{name: resnet26, width_mult: .inf}", "width_mult must be positive, not inf"),
+        ("{name: resnet26, num_stages: two}", "model.num_stages: must be an integer, not 'two'"),
+        ("{name: resnet26, widths: 5}", "model.widths: must be a list, not 5"),
+        ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* are not divisible by group_size=8"),
+        ("{name: san10_pairwise, r1: 0}", "r1 must be an integer of at least 1, not 0"),
+        ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
+        ("{}", "model.name: missing; this key is required"),
+        ("3", r"rows\[0\].model: must be a mapping of keys, not 3"),
+    ],
+)
+def test_rejects_a_model_that_cannot_be_built(row: str, message: str, write_grid: Callable[[str], Path]) -> None:
+    path = write_grid(f"{{question: q, table: footprint, rows: [{{id: a, model: {row}}}]}}")
+    with pytest.raises(UserError, match=message):
+        expand(path)
+
+
+def test_a_number_written_as_text_is_a_number(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("{question: q, table: footprint, rows: [{id: a, model: {name: resnet26, footprint: '5'}}]}")
+    assert expand(path)["a"].config.model.spec().footprint == 5  # type: ignore[attr-defined]
+
+
+def test_full_size_models_follow_row_and_override_not_profile(small_grid: Path) -> None:
+    spec = expanded(small_grid, "model.footprint=5").full_size["pairwise_3"].spec()
+    assert (spec.footprint, spec.num_stages, spec.width_mult) == (5, None, 1.0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("x", "model.footprnt"), ("x", "model.name"), ("series", "nowhere.at.all")])
+def test_rejects_a_plot_of_nothing(key: str, wrong: str, write_grid: Callable[[str], Path]) -> None:
+    plot = {"x": "model.footprint", "series": "model.name", "label": "l"} | {key: wrong}
+    path = write_grid(f"{{question: q, table: footprint, plot: {plot}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
+    with pytest.raises(UserError, match=f"plot.{key}: row a has no .* at `{wrong}`"):
+        expand(path)
+
+
+def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
+    text = told(lambda: expand(small_grid, "recipe.epochs=0"))
+    assert text.count("\n") == 0
+    assert text == "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question: [", r"grid.yaml:\d: not valid YAML"),
+        ("- a list", "must be a mapping of keys at the top level, not list"),
+        ("question: q\nquestion: q", "grid.yaml:1: not valid YAML: duplicate key 'question'"),
+        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*duplicate key 'x'"),
+        ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: not valid YAML: expected a mapping"),
+        ("question: 2020-13-45", "not valid YAML: month must be in 1..12"),
+        ("question: " + 3000 * "[", "not valid YAML"),
+        (
+            "question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]",
+            r"seeds\[0\]: must be an integer of at least 0 and less than 9223372036854775808, not -1",
+        ),
+        (
+            "question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]",
+            "each seed must be unique, but these occur more than once: 1",
+        ),
+        ("question: q\ntable: t\nrows: []", "rows: .*at least 1"),
+        ("question: q\ntable: t\nrows: [{id: a, modl: {}}]", r"rows\[0\].modl: unknown key; did you mean `rows\[0\].model`\?"),
+        ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),
+        ("question: q\ntable: t\nrows: [{id: 'a b'}]", r"rows\[0\].id: .*'a b'"),
+        ("question: q\ntable: [t]\nrows: [{id: a}]", r"table: must be text, not \[\"t\"\]"),
+        ("question: q", "rows: missing; give rows, a product, or both"),
+        ("question: q\nproduct: {}", "product: .*at least 1"),
+        ("question: q\nproduct: [model.name]", "product: must be a mapping of keys, not "),
+        ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
+        (
+            "question: q\nrows: [{id: a, model: {name: resnet26}}, {id: a-lr1}]\nproduct: {recipe.lr: [1, 2, 1]}",
+            "each id must be unique, but these occur more than once: a-lr1, a-lr1-lr1",
+        ),
+        ("question: q\ntable: t\nseed: [1]\nrows: [{id: a}]", r"seed: unknown key; did you mean `seeds`\?"),
+    ],
+)
+def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        expand(path)
+
+
+def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("""
+        question: Who repeats it?
+        rows:
+          - {id: a, model: &plain {name: san10_pairwise, footprint: 5}}
+          - {id: b, model: &wide {<<: *plain, footprint: 7}}
+          - {id: c, model: {<<: *wide, relation: dot}}
+          - {id: d, model: {footprint: 3, <<: [*wide, *plain]}}
+    """)
+    values = {
+        row: (trial.config.model.name, trial.config.model.overrides) for row, trial in expand(path, profile="imagenet").items()
+    }
+    assert values == {
+        "a": ("san10_pairwise", {"footprint": 5}),
+        "b": ("san10_pairwise", {"footprint": 7}),
+        "c": ("san10_pairwise", {"footprint": 7, "relation": "dot"}),
+        "d": ("san10_pairwise", {"footprint": 3}),
+    }
+
+
+def test_rejects_a_missing_file(tmp_path: Path) -> None:
+    assert "none.yaml: cannot read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
+
+
+def test_a_profile_extends_another(small_grid: Path) -> None:
+    paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
+    assert one.data == paper.data
+    assert (one.placement.workers, one.recipe.grad_accum_steps) == (1, 8)
+    assert one.recipe.batch_size // one.recipe.grad_accum_steps == paper.recipe.batch_size // paper.placement.workers == 32
+    fast = expand(small_grid, profile="imagenet-fast")["pairwise_3"].config.recipe
+    assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
+
+
+@pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
+def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
+    text = told(lambda: expand(small_grid, profile=name))
+    assert text == f"unknown profile {name!r}; profiles: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
+
+
+@pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])
+def test_rejects_a_broken_override(text: str) -> None:
+    assert text in told(lambda: parse_override(text))
+
+
+def test_override_values_are_yaml() -> None:
+    assert parse_override("data.crop_area=[0.5, 1]") == {"data": {"crop_area": [0.5, 1]}}
+
+
+@pytest.mark.parametrize("place", ["grid", "override"])
+def test_a_folder_of_images_must_be_named(place: str, write_grid: Callable[[str], Path]) -> None:
+    """Else the digits of the profile would be trained on without a word."""
+    base = "base: {data: {source: folder}}" if place == "grid" else ""
+    path = write_grid(
+        f"question: q\n{base}\nrows: [{{id: a, model: {{name: resnet26}}}}, {{id: b, model: {{name: resnet38}}}}]"
+    )
+    asked = ["data.source=folder"] if place == "override" else []
+    (line,) = told(lambda: expand(path, *asked)).splitlines()
+    where = f"{path}: every row" if place == "grid" else "override 'data.source=folder'"
+    assert (
+        line
+        == f"{where}: data.source: folder needs data.root; add the folder of your images, such as data.root=/path/to/images"
+    )
+    assert expand(path, *asked, "data.root=/images")["a"].config.data.root == "/images"

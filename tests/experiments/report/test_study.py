@@ -1,0 +1,135 @@
+"""The study: the paper's claims are the paper's, verdicts follow from intervals alone, the page has everything."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from experiments.grids.paper import Claim, paper_claims, paper_rows
+from experiments.report.interval import Interval
+from experiments.report.study import Finding, Section, findings, section_of, write_study
+from experiments.tracking import Result
+from experiments.training.images import open_data
+from experiments.training.job import Job, open_job
+from pipelines import DataError
+from tests.experiments.grids.test_grid import GRIDS
+
+TABLES = ("relation", "mapping", "transformation", "footprint", "position")
+
+
+def opened(table: str, runs: Path, *overrides: str) -> Job:
+    (path,) = (path for path in GRIDS if path.stem == table)
+    return open_job(path, "study", overrides, runs, 3)
+
+
+def invented(job: Job, tops: dict[str, list[float]]) -> Section:
+    """The section of a job whose named rows have finished with these top-1, seed by seed."""
+    results = {
+        trial.key: Result("run", True, {"val/top1": tops[trial.row][trial.seed], "val/top5": 99.0})
+        for trial in job.trials
+        if trial.seed < len(tops.get(trial.row, []))
+    }
+    return section_of(job.grid, job.trials, results)
+
+
+def test_the_study_trains_on_few_images_and_judges_on_all(tmp_path: Path) -> None:
+    usual, few = (opened("position", tmp_path, *overrides).trials[0] for overrides in ((), ("data.train_per_class=30",)))
+    train, val = open_data(few.config.data)
+    assert (len(train), len(val)) == (300, 360)
+    assert set(train.paths) < set(open_data(usual.config.data)[0].paths)
+    assert few.data_digest != usual.data_digest and few.key != usual.key
+    with pytest.raises(DataError, match=r"data\.train_per_class: .*train: too few images for 200 per class: 0 has 142"):
+        opened("position", tmp_path, "data.train_per_class=200")
+
+
+def test_claims_are_about_the_papers_tables() -> None:
+    assert tuple(paper_claims()) == TABLES
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_claim_is_what_the_papers_numbers_say(table: str) -> None:
+    rows, claims = paper_rows(table), paper_claims()[table]
+    pairs = [(claim.better, claim.worse) for claim in claims]
+    assert len(set(pairs)) == len(pairs) == len({claim.claim for claim in claims})
+    for claim in claims:
+        better, worse = rows[claim.better].top1, rows[claim.worse].top1
+        assert better is not None and worse is not None and better > worse, claim
+        assert claim.claim.endswith(".") and "|" not in claim.claim
+
+
+@pytest.mark.parametrize(
+    ("gap", "verdict"),
+    [
+        (Interval(0.5, 0.4), "confirmed"),
+        (Interval(-0.5, 0.4), "reversed"),
+        (Interval(0.5, 0.5), "inconclusive"),
+        (Interval(-0.5, 0.5), "inconclusive"),
+        (Interval(0.1, 3.0), "inconclusive"),
+        (Interval(0.0, 0.0), "inconclusive"),
+        (None, "inconclusive"),
+    ],
+)
+def test_the_verdict_follows_from_the_interval(gap: Interval | None, verdict: str) -> None:
+    assert Finding(Claim("a", "b", "A is better."), 1.0, gap).verdict == verdict
+
+
+def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
+    tops = {"pairwise_none": [80.0, 81.0, 82.0], "pairwise_absolute": [78.0, 78.5, 79.0], "pairwise_relative": [90.0]}
+    section = invented(opened("position", tmp_path), tops)
+    assert section.top1 == tops
+    assert [line.seeds for line in section.lines] == [3, 3, 1]
+    absolute, relative, drop = findings(section)
+    assert (absolute.claim.better, absolute.claim.worse) == ("pairwise_absolute", "pairwise_none")
+    assert absolute.paper_gap == pytest.approx(74.7 - 72.3)
+    assert absolute.gap is not None and absolute.gap.middle == pytest.approx(-2.5)
+    assert absolute.verdict == "reversed"
+    assert relative.gap is drop.gap is None  # one seed has no spread
+
+
+def test_the_page_has_every_table(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    jobs = [opened(table, tmp_path / "runs") for table in TABLES]
+    sections = [
+        invented(job, {row.id: [chance.gauss(90, 1) for _ in range(3)] for row in job.grid.rows if row.id != "pairwise_11"})
+        for job in jobs
+    ]
+    path = tmp_path / "docs" / "study.md"
+    files = write_study(sections, path, train_images=600, val_images=360)
+    assert files == [path, *(path.with_name(f"study-{table}.png") for table in TABLES)]
+    assert all(file.stat().st_size > 1000 for file in files)
+    page = path.read_text()
+    cells = sum(len(job.trials) for job in jobs)
+    words = " ".join(page.split())
+    assert "600 training and 360 validation images" in words
+    assert f"3 of {cells} cells have not been trained yet" in words
+    assert "`san study --profile study --seeds 3`" in words
+    assert "have only 2 of the paper's five stages" in words and "The last feature map is 6 pixels wide" in words
+    for job, section in zip(jobs, sections, strict=True):
+        assert f"## {section.table.capitalize()}\n\n{job.grid.question}\n\n![" in page
+        assert f"](study-{section.table}.png)" in page
+        for row in job.grid.rows:
+            assert f"| {row.id} | {paper_rows(section.table)[row.id].top1} | " in page
+        for finding in findings(section):
+            told = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
+            assert f"| {' | '.join(told)} | " in page
+            assert f"- {section.table}: {finding.claim.claim} (" in page
+    found = [finding.verdict for section in sections for finding in findings(section)]
+    text = sum(claim.source == "text" for claims in paper_claims().values() for claim in claims)
+    assert f"{len(found)} orderings: {text} from the text of the paper and {len(found) - text} only from its tables." in page
+    assert f"Confirmed: {found.count('confirmed')}." in page
+    assert f"Reversed: {found.count('reversed')}." in page
+    assert f"Inconclusive: {found.count('inconclusive')}." in page
+    assert max(map(len, page.split("## ")[0].splitlines())) <= 128
+
+
+def test_a_page_of_nothing_says_so(tmp_path: Path) -> None:
+    job = opened("position", tmp_path)
+    path = tmp_path / "study.md"
+    assert write_study([invented(job, {})], path, 600, 360) == [path]
+    page = path.read_text()
+    assert "9 of 9 cells have not been trained yet." in " ".join(page.split())
+    assert "Inconclusive: 3." in page
+    assert page.count("not enough seeds") == 6
+    assert "| pairwise_none | 72.3 |" in page

@@ -1,0 +1,157 @@
+"""The best weights as a registered model: loadable, told of, and there once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+import san
+from experiments.tracking.registry import model_name
+from experiments.training import sender
+from experiments.training.checkpoint import Checkpoint, Origin, best_in
+from experiments.training.job import Job
+from experiments.training.trainer import run_trial
+from tests.experiments.training.test_training import silent
+
+SHORT = ("recipe.epochs=1", "recipe.batch_size=240")
+
+
+def versions(job: Job) -> list[Any]:
+    return list(job.tracker.client.search_model_versions())
+
+
+def best_of(job: Job, trial: int) -> Checkpoint:
+    best = best_in(job.workspace.checkpoints(job.trials[trial]))
+    assert best is not None
+    return best
+
+
+@pytest.mark.parametrize("recipe", [(), ("recipe.ema_decay=0.5",)], ids=["trained", "averaged"])
+def test_the_best_weights_are_a_registered_model(
+    recipe: tuple[str, ...],
+    open_small_job: Callable[..., Job],
+    process_group: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    job = open_small_job(*SHORT, *recipe)
+    trial = job.trials[2]
+    validated = run_trial(job.workspace, trial, silent).eval()
+    (version,) = versions(job)
+    best = best_of(job, 2)
+    assert (version.name, version.version) == ("small-digits-patchwise_3", 1)
+    assert version.run_id == job.tracker.results()[trial.key].run_id
+    assert version.tags == {
+        "san.trial": trial.key,
+        "san.grid": "small",
+        "san.profile": "digits",
+        "san.row": "patchwise_3",
+        "san.seed": "0",
+        "san.data_digest": trial.data_digest,
+        "san.epoch": "1",
+        "san.top1": str(best.history[-1].top1),
+        "san.top5": str(best.history[-1].top5),
+    }
+    assert (
+        "[N, 3, 24, 24]: values from 0 to 1, normalized with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5]"
+        in version.description
+    )
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", job.workspace.tracking_uri)
+    model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}", dst_path=str(tmp_path))
+    assert model.metadata.metadata == {"classes": [str(digit) for digit in range(10)]}
+    schemas = model.metadata.get_input_schema(), model.metadata.get_output_schema()
+    assert [[(spec.type, spec.shape) for spec in schema.inputs] for schema in schemas] == [
+        [(np.dtype("float32"), (-1, 3, 24, 24))],
+        [(np.dtype("float32"), (-1, 10))],
+    ]
+    images = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    weights = next(tmp_path.rglob("weights.pt"))
+    with torch.no_grad():
+        expected = validated(images)
+        assert torch.equal(best.model()(images), expected)
+        assert torch.equal(san.load_checkpoint(weights)(images), expected)
+    logits = model.predict(images.numpy())
+    assert logits.dtype == np.float32
+    assert np.array_equal(logits, expected.numpy())
+    with pytest.raises(MlflowException, match="shape"):
+        model.predict(images[:, :, :20].numpy())
+
+
+@pytest.mark.parametrize("call", ["create_registered_model", "create_model_version", "set_terminated"])
+@pytest.mark.parametrize("done", [True, False], ids=["answer lost", "request lost"])
+def test_a_trial_is_registered_once(
+    call: str, done: bool, open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tracker goes away in the middle of it; the thread asks again, and so does another start of the trial."""
+    job = open_small_job(*SHORT, "data.train_per_class=30")
+    request, fails = getattr(MlflowClient, call), [True]
+
+    def lossy(*arguments: Any, **named: Any) -> Any:
+        answer = request(*arguments, **named) if done or not fails else None
+        if fails:
+            fails.clear()
+            raise ConnectionError
+        return answer
+
+    monkeypatch.setattr(sender, "PAUSE", 0.01)
+    monkeypatch.setattr(MlflowClient, call, lossy)
+    for _ in range(2):
+        run_trial(job.workspace, job.trials[1], silent)
+        assert job.tracker.results()[job.trials[1].key].finished
+        assert [(version.name, version.version) for version in versions(job)] == [("small-digits-resnet26_3", 1)]
+
+
+def test_another_seed_is_another_version(open_small_job: Callable[..., Job], process_group: None) -> None:
+    for overrides in (SHORT, (*SHORT, "recipe.lr=0.1")):  # as a seed, another trial of the row
+        job = open_small_job(*overrides, "data.train_per_class=30")
+        run_trial(job.workspace, job.trials[1], silent)
+    assert {(version.name, version.version) for version in versions(job)} == {
+        ("small-digits-resnet26_3", 1),
+        ("small-digits-resnet26_3", 2),
+    }
+
+
+def test_a_store_without_a_registry_is_left_without(
+    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = open_small_job(*SHORT, "data.train_per_class=30")
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "foo://nowhere")
+    run_trial(job.workspace, job.trials[1], silent)
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI")
+    assert job.tracker.results()[job.trials[1].key].finished
+    assert versions(job) == []
+    assert "the model was not registered: " in job.workspace.log(job.trials[1]).read_text()
+
+
+def test_lost_checkpoints_leave_nothing_to_register(
+    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = open_small_job(*SHORT, "data.train_per_class=30")
+    folder = job.workspace.checkpoints(job.trials[1])
+
+    def lose(metrics: object) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+    run_trial(job.workspace, job.trials[1], lose)
+    assert job.tracker.results()[job.trials[1].key].finished
+    assert versions(job) == []
+    said = job.workspace.log(job.trials[1]).read_text()
+    assert "cannot read the checkpoint of the best epoch; registered instead: no checkpoint" in said
+
+
+@pytest.mark.parametrize(
+    ("grid", "name"), [("mine", "mine-digits-a_b.3"), ("a b:c/d'e", "a-b-c-d-e-digits-a_b.3"), ("x" * 300, "x" * 250)]
+)
+def test_a_name_that_mlflow_takes(grid: str, name: str) -> None:
+    assert model_name(Origin(grid, "digits", "a_b.3", 0, {}, "", ())) == name

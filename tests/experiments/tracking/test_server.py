@@ -1,0 +1,164 @@
+"""A tracking server as a group runs it: basic auth, PostgreSQL, cells that write at once; and no secret anywhere."""
+
+from __future__ import annotations
+
+import csv
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+
+from experiments.cli import main
+from experiments.grids.config import PROJECT_DIR
+from experiments.runs.summary import Epoch
+from experiments.training.job import open_job
+from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.servers import POOL, Server, commands, postgres
+
+OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
+TRAIN = """
+import sys
+from pathlib import Path
+from experiments.training.job import open_job
+from experiments.training.trainer import run_trial
+job = open_job(Path(sys.argv[1]), "digits", sys.argv[4:], Path(sys.argv[2]))
+run_trial(job.workspace, job.trials[int(sys.argv[3])], lambda metrics: None)
+"""
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A server that asks for a password."""
+
+    server: Server
+    password: str
+    secrets: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("server")
+    ours, database, key = (secrets.token_hex(16) for _ in range(3))
+    defaults = (Path(mlflow.__file__).parent / "server" / "auth" / "basic_auth.ini").read_text()
+    config = folder / "auth.ini"
+    config.write_text(defaults.replace("sqlite:///basic_auth.db", f"sqlite:///{folder / 'users.db'}"))
+    environment = {
+        **POOL,
+        "PGPASSWORD": database,
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": key,
+        "MLFLOW_AUTH_CONFIG_PATH": str(config),
+    }
+    environment |= {**POOL, "MLFLOW_AUTH_ADMIN_USERNAME": "admin", "MLFLOW_AUTH_ADMIN_PASSWORD": ours}
+    with postgres(database) as uri:
+        server = Server(folder, uri, "--app-name", "basic-auth", environment=environment)
+        server.launch()
+        try:
+            server.wait()
+            yield Guarded(server, ours, (ours, database, key))
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_two_cells_write_at_once_and_no_secret_is_kept(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri, runs = guarded.server.uri, tmp_path / "runs"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"not {guarded.password}")
+    for command in (["run", str(SMALL_GRID)], ["ui"]):
+        monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", str(runs)])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert capsys.readouterr().err.splitlines() == [
+            f"san: MLflow at {uri} rejected the user name and password; check MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        ]
+
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
+    job = open_job(SMALL_GRID, "digits", OVERRIDES, runs)
+    job.tracker.check()
+    job.tracker.prepare(job.grid, runs / "artifacts")
+    main()  # `san ui`
+    told, page = capsys.readouterr().out.splitlines()
+    assert told == f"{uri}  (the server in MLFLOW_TRACKING_URI; log in as admin)"
+    assert page.startswith(f"small  {uri}/#/experiments/")
+    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, where a test has made one
+    environment = {key: value for key, value in os.environ.items() if key not in group}
+    cells = range(2)
+    with open(tmp_path / "cells.log", "w") as log:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", TRAIN, str(SMALL_GRID), str(runs), str(cell), *OVERRIDES],
+                cwd=PROJECT_DIR,
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
+            for cell in cells
+        ]
+    seen = ""
+    while any(process.poll() is None for process in processes):
+        seen += commands()
+        time.sleep(0.5)
+    said = (tmp_path / "cells.log").read_text()
+    assert [process.returncode for process in processes] == [0, 0], said
+
+    results, client = job.tracker.results(), job.tracker.client
+    assert results.keys() == {job.trials[cell].key for cell in cells}
+    for trial in (job.trials[cell] for cell in cells):
+        run = client.get_run(results[trial.key].run_id)
+        assert run.info.status == "FINISHED"
+        assert run.data.params["model.name"] == trial.config.model.name
+        with open(job.workspace.checkpoints(trial) / "summary.csv", newline="") as file:
+            rows = [{key: value for key, value in row.items() if key != "ended"} for row in csv.DictReader(file)]
+        epochs = [Epoch(int(row.pop("epoch")), **{key: float(value) for key, value in row.items()}) for row in rows]
+        assert len(epochs) == 3
+        for name in epochs[0].metrics():
+            history = client.get_metric_history(run.info.run_id, name)
+            assert {metric.step: metric.value for metric in history} == {e.epoch: e.metrics()[name] for e in epochs}
+            assert len(history) == 3
+
+    registered = {version.tags["san.trial"]: version for version in client.search_model_versions()}
+    assert registered.keys() == results.keys()
+    for version in registered.values():
+        model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}")
+        assert model.predict(np.zeros((2, 3, 24, 24), np.float32)).shape == (2, 10)
+
+    assert f"--port {guarded.server.port}" in seen  # the list is read
+    kept = [path for folder in (tmp_path, guarded.server.folder) for path in folder.rglob("*") if path.is_file()]
+    assert {"config.yaml", "environment.txt", "server.log", "summary.csv"} <= {path.name for path in kept}
+    stored = [str((run.data.tags, run.data.params)) for run in client.search_runs([run.info.experiment_id])]
+    for secret in guarded.secrets:
+        assert secret not in seen + said + "".join(stored)
+        assert not [path for path in kept if secret.encode() in path.read_bytes()]
+
+
+def test_more_requests_at_once_than_a_pool_has_connections_are_answered(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With MLflow's own pool of 15 each holds a connection and waits half a minute for the second one that MLflow takes."""
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    client, threads = MlflowClient(guarded.server.uri), 25
+    runs = [client.create_run("0").info.run_id for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        for step in range(2):
+            list(pool.map(lambda run, step=step: client.log_batch(run, [Metric("top1", 50.0, 0, step)]), runs))
+    for run in runs:
+        assert len(client.get_metric_history(run, "top1")) == 2

@@ -1,0 +1,368 @@
+"""Every kind of dirt that folders of images hold: what is decoded all the same, and what is told as broken, with its reason."""
+
+import os
+import re
+import resource
+import signal
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from io import BytesIO
+from multiprocessing import active_children, resource_tracker
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, ImageOps
+
+from pipelines import DataError, Dataset, Loader, Transform
+from pipelines.datasets.check import Broken, _Worker, broken_images, check
+from pipelines.datasets.manifest import list_path, write_list
+from pipelines.datasets.pack import pack
+
+Make = Callable[[Path], object]
+
+
+def picture(height: int = 24, width: int = 32) -> Image.Image:
+    row, column = np.mgrid[0:height, 0:width]
+    red, green = 40 + 180 * column / width, 30 + 200 * row / height
+    return Image.fromarray(np.stack([red, green, 255 - (red + green) / 2], axis=-1).astype(np.uint8))
+
+
+def encoded(form: str) -> bytes:
+    file = BytesIO()
+    picture().save(file, form)
+    return file.getvalue()
+
+
+def rotated(path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright
+    picture().save(path, exif=exif, quality=95)
+
+
+def deep_png(path: Path) -> None:
+    """16 bits per colour, which Pillow cannot write."""
+    pixels_HW3 = np.asarray(picture(), np.uint16) * 257
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels_HW3)
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", pixels_HW3.shape[1], pixels_HW3.shape[0], 16, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    )
+    parts = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+def without_end(form: str, part: float) -> Make:
+    whole = encoded(form)
+    return lambda path: path.write_bytes(whole[: int(len(whole) * part)])
+
+
+def with_other_bytes(form: str) -> Make:
+    content = bytearray(encoded(form))
+    middle = len(content) // 2
+    content[middle : middle + 8] = b"\xff" * 8
+    return lambda path: path.write_bytes(content)
+
+
+SOUND: dict[str, Make] = {
+    "plain.jpg": lambda path: picture().save(path, quality=95),
+    "capitals.JPEG": lambda path: picture().save(path, quality=95),
+    "progressive.jpg": lambda path: picture().save(path, progressive=True, quality=95),
+    "cmyk.jpg": lambda path: picture().convert("CMYK").save(path, quality=95),
+    "grey.jpg": lambda path: picture().convert("L").save(path, quality=95),
+    "really_png.JPEG": lambda path: path.write_bytes(encoded("PNG")),
+    "upright.jpg": rotated,
+    "palette.png": lambda path: picture().convert("P").save(path),
+    "alpha.png": lambda path: picture().convert("RGBA").save(path),
+    "grey_alpha.png": lambda path: picture().convert("LA").save(path),
+    "black_white.png": lambda path: picture().convert("1", dither=Image.Dither.NONE).save(path),
+    "deep.png": deep_png,
+    "dot.jpg": lambda path: picture(1, 1).save(path),
+    "dot.png": lambda path: picture(1, 1).save(path),
+    "column.jpg": lambda path: picture(57, 1).save(path),
+    "row.png": lambda path: picture(1, 93).save(path),
+    "odd.jpg": lambda path: picture(13, 7).save(path),
+    "junk_after.jpg": lambda path: path.write_bytes(encoded("JPEG") + b"junk" * 9),
+    "link.jpg": lambda path: path.symlink_to("plain.jpg"),
+    "with spaces,\tand.dots.jpg": lambda path: picture().save(path),
+    "caf\udce9.jpg": lambda path: picture().save(path),  # Latin-1, as from an old archive
+}
+LINES = "two\nlines.jpg"
+"""Can be decoded, but a list cannot hold its name."""
+BROKEN: dict[str, tuple[Make, str]] = {
+    "empty.jpg": (lambda path: path.touch(), "empty file"),
+    "text.jpg": (lambda path: path.write_text("hello"), "not a JPEG or PNG image"),
+    "thumbs.jpg": (lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0" * 99), "not a JPEG or PNG image"),
+    "header_only.jpg": (without_end("JPEG", 0.2), "damaged: "),
+    "half.jpg": (without_end("JPEG", 0.95), "damaged: image file is truncated"),
+    "half.png": (without_end("PNG", 0.8), "damaged: "),
+    "other_bytes.png": (with_other_bytes("PNG"), "damaged: "),
+    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "a GIF image, which DALI cannot decode"),
+    "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "broken symbolic link"),
+    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "cannot read this file (Too many levels of symbolic links)"),
+    LINES: (
+        lambda path: picture().save(path),
+        "the file name contains a line break, which image lists cannot store; rename the file",
+    ),
+}
+NO_IMAGES: dict[str, Make] = {
+    "notes.txt": lambda path: path.write_text("hello"),
+    "Thumbs.db": lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0"),
+    ".DS_Store": lambda path: path.write_bytes(b"\0"),
+    "._plain.jpg": lambda path: path.write_bytes(b"\0"),
+    "folder.jpg": lambda path: path.mkdir(),
+    "pipe.jpg": lambda path: os.mkfifo(path),
+}
+
+
+def make_dirty(root: Path) -> Path:
+    """A data folder with every kind of dirt in `train/dirty`, and a clean class beside it."""
+    for name in ("clean", "dirty"):
+        (root / "train" / name).mkdir(parents=True)
+    picture().save(root / "train/clean/1.png")
+    for name, make in (*SOUND.items(), *((name, make) for name, (make, _) in BROKEN.items()), *NO_IMAGES.items()):
+        make(root / "train/dirty" / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def dirty(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return Dataset.scan(make_dirty(tmp_path_factory.mktemp("dirty")), "train")
+
+
+def found_in(data: Dataset, workers: int) -> dict[str, str]:
+    """The broken images by name; checks the count on the way."""
+    pieces = list(check(data, workers))
+    assert sum(count for count, _ in pieces) == len(data)
+    assert not active_children()
+    return {Path(data.paths[one.index]).name: one.reason for _, broken in pieces for one in broken}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_check_tells_what_is_broken(dirty: Dataset, workers: int) -> None:
+    found = found_in(dirty, workers)
+    assert found.keys() == BROKEN.keys()
+    for name, (_, reason) in BROKEN.items():
+        assert found[name].startswith(reason), name
+        assert reason.endswith(": ") or found[name] == reason or reason.startswith("damaged"), name
+
+
+def test_broken_images_are_the_same_in_this_process(dirty: Dataset) -> None:
+    indices = range(len(dirty))[::-1]
+    found = list(broken_images(dirty, indices))
+    assert [one.index for one in found] == sorted((one.index for one in found), reverse=True)
+    reasons = {Path(dirty.paths[one.index]).name: one.reason for one in found}
+    assert reasons.keys() | {LINES} == BROKEN.keys()
+    assert all(reason.startswith(BROKEN[name][1]) for name, reason in reasons.items())
+    assert list(broken_images(dirty, [])) == []
+
+
+def test_decoders_are_silent_where_we_tell_what_is_broken(dirty: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(list(broken_images(dirty, range(len(dirty))))) == len(BROKEN) - 1  # all but LINES, which can be decoded
+    assert capfd.readouterr() == ("", "")
+
+
+def test_decoders_words_are_kept_where_they_alone_know_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # an image with which only DALI has a difficulty
+    without_end("JPEG", 0.95)(tmp_path / "half.jpg")
+    (broken,) = broken_images(Dataset.of_image(tmp_path / "half.jpg"), [0])
+    assert broken.reason == "DALI cannot decode this image, but Pillow can"
+    assert "Input file read error" in capfd.readouterr().err
+
+
+WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
+
+
+def square(path: Path) -> NDArray[np.float64]:
+    """What validation makes of an image, by Pillow: CHW."""
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    width, height = (int(WHOLE.resize * side / min(upright.size)) for side in upright.size)
+    left, top = round((width - WHOLE.size) / 2), round((height - WHOLE.size) / 2)
+    resized = upright.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(resized.crop((left, top, left + 20, top + 20)), np.float64).transpose(2, 0, 1)
+
+
+def test_what_is_sound_looks_as_in_pillow(dirty: Dataset) -> None:
+    """So CMYK colours are right, pictures stand upright, and a lone pixel becomes a square."""
+    sound = dirty.without(one.index for one in broken_images(dirty, range(len(dirty))))
+    assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png", LINES}
+    images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch=7).epoch(0)]).numpy()
+    for path, image in zip(sound.paths, images, strict=True):
+        assert np.abs(image - square(sound.root / path)).mean() < 2, path
+
+
+def test_training_stops_at_the_first_broken_image_with_its_name(dirty: Dataset) -> None:
+    with pytest.raises(
+        DataError, match=rf"{dirty.root}/train/dirty/.*: cannot use this image: .*`san data check {dirty.root}`"
+    ) as stop:
+        list(Loader(dirty, WHOLE, train=True, batch=4).epoch(0))
+    assert any(name in str(stop.value) for name in BROKEN)
+
+
+def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
+    data = Dataset.scan(make_dirty(tmp_path), "train")
+    sound = data.without(one.index for _, broken in check(data, 2) for one in broken)
+    write_list(list_path(tmp_path, "train"), sound.paths, sound.sizes)
+    listed = Dataset.open(tmp_path, "train")
+    assert listed == sound
+    labels = [batch.labels_N for batch in Loader(listed, WHOLE, train=True, batch=4).epoch(0)]
+    assert sorted(torch.cat(labels).tolist()) == [0] + [1] * len(SOUND)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path: path.unlink(), "missing file; replace or remove the image"),
+        (lambda path: path.write_bytes(b""), "empty file; replace"),
+        (lambda path: path.write_text("hello"), "not a JPEG or PNG image; replace"),
+        (
+            lambda path: (path.unlink(), path.symlink_to(path)),
+            r"cannot read this file \(Too many levels of symbolic links\); replace",
+        ),
+    ],
+)
+def test_training_on_a_list_names_a_file_and_what_is_wrong_with_it(tmp_path: Path, change: Make, reason: str) -> None:
+    for index in range(3):
+        (tmp_path / "train/a").mkdir(parents=True, exist_ok=True)
+        picture().save(tmp_path / f"train/a/{index}.jpg")
+    data = Dataset.scan(tmp_path, "train")
+    write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
+    change(tmp_path / "train/a/1.jpg")
+    with pytest.raises(
+        DataError,
+        match=rf"train/a/1\.jpg: cannot use this image: {reason}.*`san data check .*, which leaves such images out of the list",
+    ):
+        list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch=2).epoch(0))
+
+
+def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
+    names = {"half.jpg": BROKEN["half.jpg"], "text.jpg": BROKEN["text.jpg"]}
+    kept = [index for index, path in enumerate(dirty.paths) if Path(path).name in (*SOUND, *names, "1.png")]
+    packable = dirty.without(set(range(len(dirty))) - set(kept))
+    list(pack(packable, tmp_path, 10**5, 1))
+    packed = Dataset.open_shards(tmp_path, "train")
+    assert found_in(packed, 2).keys() == names.keys()
+    broken = list(broken_images(packed, range(len(packed))))
+    assert {Path(packed.paths[one.index]).name for one in broken} == names.keys()
+    assert re.fullmatch(
+        rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0].index)
+    )
+    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0].index))}: cannot use this image: damaged"):
+        list(Loader(packed, WHOLE, train=False, batch=40).epoch(0))
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Dataset:
+    """400 images, the last of which is broken."""
+    (tmp_path / "train/a").mkdir(parents=True)
+    content = encoded("JPEG")
+    for index in range(400):
+        (tmp_path / f"train/a/{index:03d}.jpg").write_bytes(content if index < 399 else content[:99])
+    return Dataset.scan(tmp_path, "train")
+
+
+def test_processes_that_die_cost_nothing(many: Dataset) -> None:
+    pieces: list[tuple[int, list[Broken]]] = []
+    for number, piece in enumerate(check(many, 2)):
+        pieces.append(piece)
+        for process in active_children() if number == 0 else ():
+            process.kill()
+    assert sum(count for count, _ in pieces) == 400
+    assert [one.index for _, broken in pieces for one in broken] == [399]
+    assert not active_children()
+
+
+def test_leaving_early_ends_the_processes(many: Dataset) -> None:
+    pieces = check(many, 2)
+    next(pieces)
+    assert len(active_children()) == 2
+    pieces.close()
+    assert not active_children()
+
+
+def test_a_line_break_in_the_path_of_the_folder_is_no_fault_of_the_images(tmp_path: Path) -> None:
+    (tmp_path / "two\nlines/train/a").mkdir(parents=True)
+    picture().save(tmp_path / "two\nlines/train/a/1.jpg")
+    assert found_in(Dataset.scan(tmp_path / "two\nlines", "train"), 1) == {}
+
+
+def fed(pipe: Path) -> int:
+    """Waits until somebody reads from a named pipe; returns its other end."""
+    for _ in range(300):
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # Nobody yet.
+            time.sleep(0.1)
+    raise TimeoutError(f"nobody reads {pipe}")
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_an_image_whose_process_is_killed_gets_a_second_try(tmp_path: Path, kills: int) -> None:
+    """It waits for its bytes from a named pipe, so that the process can be killed while it has the image."""
+    (tmp_path / "train/a").mkdir(parents=True)
+    pipe = tmp_path / "train/a/1.jpg"
+    pipe.touch()
+    data = Dataset.scan(tmp_path, "train")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: list(check(data, 1)))
+        for _ in range(kills):
+            end = fed(pipe)
+            (process,) = active_children()
+            process.kill()
+            with suppress(ChildProcessError):  # It is gone altogether.
+                os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
+            os.close(end)
+        if kills == 1:
+            end = fed(pipe)
+            os.write(end, encoded("JPEG"))
+            os.close(end)
+        ((count, broken),) = found.result()
+    assert count == 1
+    assert [one.reason for one in broken] == ["decoding this file crashes the process (exit code -9)"] * (kills - 1)
+
+
+def test_processes_that_cannot_begin_are_no_fault_of_the_images(many: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(DataError, match=r"decoding processes exit before they start \(exit code 1\); free some"):
+        list(check(many, 2))
+    assert not active_children()
+
+
+def test_processes_that_cannot_be_started_are_no_fault_of_the_images(many: Dataset) -> None:
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                files.append(os.dup(files[0]))
+        for _ in range(8):  # enough for two processes, not for seven
+            os.close(files.pop())
+        with pytest.raises(DataError, match=r"cannot start a decoding process \(Too many open files\); lower --workers"):
+            list(check(many, 7))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for file in files:
+            os.close(file)
+    assert not active_children()
+
+
+def test_interrupts_are_blocked_in_the_first_process_too() -> None:
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    worker = _Worker()
+    status = Path(f"/proc/{active_children()[0].pid}/status").read_text()
+    worker.end()
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
+    assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1

@@ -1,0 +1,154 @@
+"""The embedded dataset: complete, always the same, safe to prepare from many processes."""
+
+import multiprocessing
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+
+from pipelines import DIGITS, DataError, Dataset, prepare_digits
+from pipelines.datasets.digits import Drawing
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every embedded dataset."""
+    return {name: prepare_digits(tmp_path_factory.mktemp("data") / "new" / name, name) for name in DIGITS}
+
+
+@pytest.fixture(params=DIGITS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def digits(folders: dict[str, Path], name: str) -> Path:
+    return folders[name]
+
+
+@pytest.fixture
+def copy(digits: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(digits, tmp_path / "digits"))
+
+
+def pixels(folder: Path, index: int) -> NDArray[np.float64]:
+    with Image.open(next(folder.glob(f"*/*/{index:04d}.jpg"))) as image:
+        assert image.mode == "L"
+        return np.asarray(image, np.float64)
+
+
+def test_counts(digits: Path) -> None:
+    train, val = Dataset.scan(digits, "train"), Dataset.scan(digits, "val")
+    assert train.classes == val.classes == tuple("0123456789")
+    assert (len(train), len(val)) == (1437, 360)
+    assert set(Counter(val.labels).values()) == {36}
+
+
+def test_every_image_once_under_its_digit(digits: Path) -> None:
+    files = sorted(digits.glob("*/*/*.jpg"), key=lambda file: file.name)
+    assert [int(file.stem) for file in files] == list(range(1797))
+    assert [int(file.parent.name) for file in files] == load_digits().target.tolist()
+
+
+def small(digit: NDArray[np.float64]) -> NDArray[np.float64]:
+    """As large as the originals, values 0..16."""
+    image = Image.fromarray(digit.astype(np.uint8)).resize((8, 8), Image.Resampling.BOX)
+    return np.asarray(image, np.float64) * (16 / 255)
+
+
+def test_images_show_the_originals(folders: dict[str, Path]) -> None:
+    image = pixels(folders["digits"], 42)
+    assert image.shape == (32, 32)
+    assert np.abs(small(image) - load_digits().images[42]).mean() < 0.8
+
+
+def test_shifted_digits_lie_whole_on_black(folders: dict[str, Path]) -> None:
+    drawing, originals = DIGITS["shifted_digits"], load_digits().images
+    places = set()
+    for index in range(0, 1797, 6):
+        left, top = drawing.place(index)
+        canvas = pixels(folders["shifted_digits"], index).copy()
+        assert canvas.shape == (drawing.canvas, drawing.canvas)
+        inside = np.s_[top : top + drawing.digit, left : left + drawing.digit]
+        assert canvas[inside].shape == (drawing.digit, drawing.digit)
+        assert np.abs(small(canvas[inside]) - originals[index]).mean() < 1, index
+        canvas[inside] = 0
+        assert canvas.max() < 60, index  # what JPEG adds around an edge
+        places.add((left, top))
+    side = range(drawing.canvas - drawing.digit + 1)
+    assert {left for left, _ in places} == {top for _, top in places} == set(side)  # everywhere on the canvas
+    assert len(places) > len(side) ** 2 / 2
+
+
+def test_same_split_and_bytes_every_time(digits: Path, name: str, tmp_path: Path) -> None:
+    again = prepare_digits(tmp_path / "digits", name)
+    for split in ("train", "val"):
+        assert Dataset.scan(again, split).digest() == Dataset.scan(digits, split).digest()
+    assert all((again / file.relative_to(digits)).read_bytes() == file.read_bytes() for file in digits.glob("val/*/*.jpg"))
+    # Pinned, so that results stay comparable over the years: the first validation images of digit 0, and some places.
+    assert [file.stem for file in sorted((digits / "val/0").iterdir())][:4] == [
+        "0048",
+        "0079",
+        "0335",
+        "0386",
+    ]
+    assert [Drawing(digit=16, canvas=24).place(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
+    assert {DIGITS["digits"].place(index) for index in range(9)} == {(0, 0)}
+
+
+def test_second_call_touches_nothing(copy: Path, name: str) -> None:
+    before = {file: file.stat().st_mtime_ns for file in copy.rglob("*")}
+    assert prepare_digits(copy, name) == copy
+    assert {file: file.stat().st_mtime_ns for file in copy.rglob("*")} == before
+
+
+def test_concurrent_callers_agree(tmp_path: Path) -> None:
+    root = tmp_path / "digits"
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        assert pool.map(prepare_digits, [root] * 3) == [root] * 3
+    assert len(Dataset.scan(root, "val")) == 360
+    assert [entry.name for entry in tmp_path.iterdir()] == ["digits"]
+
+
+def test_fills_an_empty_folder(tmp_path: Path) -> None:
+    assert len(Dataset.scan(prepare_digits(tmp_path), "train")) == 1437
+
+
+@pytest.mark.parametrize("damage", ["train/3", "val", "{name}.json"])
+def test_rejects_incomplete_folder(copy: Path, name: str, damage: str) -> None:
+    victim = copy / damage.format(name=name)
+    victim.unlink() if victim.is_file() else shutil.rmtree(victim)
+    with pytest.raises(DataError, match=rf"does not hold the complete {name} dataset .* remove this folder or choose another"):
+        prepare_digits(copy, name)
+    assert not victim.exists()
+
+
+def test_rejects_another_drawing(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIGITS, name, Drawing(digit=8, canvas=11))
+    with pytest.raises(DataError, match=f"does not hold the complete {name} dataset"):
+        prepare_digits(copy, name)
+
+
+def test_places_are_always_the_same() -> None:
+    assert [DIGITS["shifted_digits"].place(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
+
+
+def test_rejects_the_other_data_set(folders: dict[str, Path]) -> None:
+    with pytest.raises(
+        DataError, match=r"does not hold the complete shifted_digits dataset that shifted_digits\.json describes"
+    ):
+        prepare_digits(folders["digits"], "shifted_digits")
+    with pytest.raises(DataError, match="does not hold the complete digits dataset"):
+        prepare_digits(folders["shifted_digits"])
+
+
+def test_rejects_foreign_folder(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("do not lose this")
+    with pytest.raises(DataError, match="does not hold the complete digits dataset"):
+        prepare_digits(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]

@@ -1,0 +1,165 @@
+"""File lists: they tell what a scan would, without one, and no damage goes unnoticed."""
+
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelines import DataError, Dataset
+from pipelines.datasets.manifest import list_path, read_list, write_list
+from tests.pipelines.datasets.test_dataset import put
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n/"), min_size=1, max_size=8)
+ROWS = st.lists(st.tuples(st.builds("train/{}/{}".format, NAMES, NAMES), st.integers(0, 10**12)), min_size=1, max_size=6)
+# One folder for all examples: each writes the file anew.
+shared_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def listed(root: Path, split: str, folder: Path | None = None) -> Dataset:
+    """Scans a split and writes its list."""
+    data = Dataset.scan(root, split)
+    write_list(list_path(folder or root, split), data.paths, data.sizes)
+    return data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    put(tmp_path, *(f"train/{name}/{index}.jpg" for name in "abc" for index in range(3)), "val/a/1.jpg")
+    return tmp_path
+
+
+@shared_folder
+@given(rows=ROWS)
+def test_what_is_written_is_read(tmp_path: Path, rows: list[tuple[str, int]]) -> None:
+    paths, sizes = map(list, zip(*rows, strict=True))
+    write_list(tmp_path / "train.txt", paths, sizes)
+    assert list(map(list, read_list(tmp_path / "train.txt"))) == [paths, sizes]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["train.txt"]
+
+
+def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    write_list(path, ["train/a/1.jpg", "train/b/20.jpg"], [17, 2048])
+    written = path.read_bytes()
+    for place, right in enumerate(written):
+        for wrong in {right ^ 1, right ^ 128, *b" \t\n\r\v_09#x"} - {right}:
+            path.write_bytes(written[:place] + bytes([wrong]) + written[place + 1 :])
+            with pytest.raises(DataError, match=r"train\.txt: (not an image list|damaged or edited by hand)"):
+                read_list(path)
+
+
+NO_LIST = ": not an image list; expected a digest .*; move the file away, or keep lists in another folder"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", NO_LIST),
+        ("\n", NO_LIST),
+        ("n01440764/1.JPEG 0\nn01440764/2.JPEG 0\n", NO_LIST),
+        ("# digest e3b0c44298fc1c14\n", ": damaged or edited by hand.*; regenerate the list with `san data check`"),
+    ],
+)
+def test_rejects_what_is_no_list_and_replaces_only_what_was_one(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"train\.txt{sentence}"):
+        read_list(path)
+    if sentence == NO_LIST:
+        with pytest.raises(DataError, match=r"already exists and is not an image list; keep lists in another folder"):
+            write_list(path, ["train/a/1.jpg"], [1])
+        assert path.read_text() == text
+    else:
+        write_list(path, ["train/a/1.jpg"], [1])
+        assert list(read_list(path).sizes) == [1]
+
+
+@pytest.mark.parametrize("size", ["abc", "", "-1", "1.5", "1_0", " 1", "\N{ARABIC-INDIC DIGIT ONE}"])
+def test_rejects_rows_without_a_size(tmp_path: Path, size: str) -> None:
+    rows = [("train/a/1.jpg", "10"), ("train/a/2.jpg", size)]
+    header = "# digest " + sha256("".join(f"{path}\0{size}\n" for path, size in rows).encode()).hexdigest()[:16]
+    (tmp_path / "train.txt").write_text("\n".join([header, *map("\t".join, rows), ""]))
+    with pytest.raises(DataError, match=r"train\.txt: row 'train/a/2\.jpg\\t.*' must end with a size in bytes"):
+        read_list(tmp_path / "train.txt")
+
+
+def test_rejects_names_that_a_row_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"'train/a/1\\n\.jpg': this file name contains a line break.*; rename the file, or leave"
+    ):
+        write_list(tmp_path / "train.txt", ["train/a/1\n.jpg"], [1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing_is_no_missing_list(folder: Path) -> None:
+    (folder / "train.txt").symlink_to("lists/train.txt")
+    with pytest.raises(DataError, match=r"train\.txt: cannot read this file \(No such file or directory\); .* or remove it"):
+        Dataset.open(folder, "train")
+
+
+@pytest.mark.parametrize(("split", "whose"), [("train", "val"), ("val", "train"), ("val-split", "val"), ("train-split", "val")])
+def test_rejects_the_list_of_another_split(folder: Path, split: str, whose: str) -> None:
+    data = Dataset.scan(folder, whose)
+    write_list(list_path(folder, split), data.paths, data.sizes)
+    own = "val" if split == "val" else "train"
+    with pytest.raises(DataError, match=rf"{split}\.txt: lists images of {whose}/, but {split} needs images of {own}/"):
+        Dataset.open(folder, split)
+
+
+def test_names_need_not_be_utf8(tmp_path: Path) -> None:
+    name = b"caf\xe9.jpg".decode(errors="surrogateescape")
+    (tmp_path / "train/a").mkdir(parents=True)
+    (tmp_path / "train/a" / name).write_bytes(b"image")
+    assert listed(tmp_path, "train") == Dataset.open(tmp_path, "train")
+    assert Dataset.open(tmp_path, "train").paths == (f"train/a/{name}",)
+
+
+def test_open_takes_the_list_or_scans(folder: Path) -> None:
+    scanned = listed(folder, "train")
+    shutil.move(folder / "train/b/1.jpg", folder / "train/b/9.jpg")
+    assert Dataset.open(folder, "train") == scanned  # as it was
+    assert Dataset.open(folder, "val") == Dataset.scan(folder, "val")
+
+
+def test_a_list_in_the_folder_of_lists_comes_first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    lists = tmp_path_factory.mktemp("lists")
+    scanned = listed(folder, "train")
+    assert Dataset.open(folder, "train", lists) == scanned
+    few = scanned.first(1)
+    write_list(list_path(lists, "train"), few.paths, few.sizes)
+    assert Dataset.open(folder, "train", lists) == few
+    assert Dataset.open(folder, "train") == scanned
+    with pytest.raises(DataError, match=r".*/nowhere: no such folder of image lists; create it with `san data check"):
+        Dataset.open(folder, "train", lists / "nowhere")
+
+
+def test_a_list_may_have_another_name_than_its_folder(folder: Path) -> None:
+    train, val = Dataset.scan(folder, "train").hold_out(1)
+    write_list(list_path(folder, "val-split"), val.paths, val.sizes)
+    opened = Dataset.open(folder, "val-split")
+    assert (opened.paths, opened.labels, opened.digest()) == (val.paths, val.labels, val.digest())
+    assert not set(opened.paths) & set(train.paths)
+
+
+def test_rejects_a_list_of_other_classes(folder: Path) -> None:
+    listed(folder, "train")
+    shutil.move(folder / "train/b", folder / "train/d")
+    with pytest.raises(DataError, match=r"the list has no d and .*/train has no b; use the folder"):
+        Dataset.open(folder, "train")
+
+
+def test_rejects_a_list_without_its_folder(folder: Path) -> None:
+    listed(folder, "train")
+    shutil.rmtree(folder / "train")
+    with pytest.raises(DataError, match="has no folder train/"):
+        Dataset.open(folder, "train")
+
+
+@pytest.mark.parametrize("path", ["1.jpg", "train/1.jpg", "train/a/b/1.jpg"])
+def test_rejects_paths_of_another_layout(folder: Path, path: str) -> None:
+    write_list(folder / "train.txt", ["train/a/1.jpg", path], [1, 1])
+    with pytest.raises(DataError, match=r"train\.txt: expected rows of the form <folder>/<class>/<image>"):
+        Dataset.open(folder, "train")

@@ -1,0 +1,429 @@
+"""Tar shards: any tool reads them, what was begun is continued, damage is told, and training sees what it saw in the folder."""
+
+import fcntl
+import hashlib
+import os
+import pickle
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelines import DataError, Dataset, Loader, Transform
+from pipelines.datasets.pack import Packed, pack
+from pipelines.datasets.shards import index_path
+from tests.pipelines.datasets.test_check import picture
+from tests.pipelines.datasets.test_dataset import put
+
+SIZES = st.lists(st.integers(1, 4000), min_size=1, max_size=12)
+
+
+def folder_of(root: Path, sizes: list[int]) -> Dataset:
+    """A split of three classes with files of these sizes, any bytes in them."""
+    for index, size in enumerate([1, 1, 1, *sizes]):
+        path = root / f"train/{'abc'[index % 3]}/{index:02d}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(np.random.default_rng(index).bytes(size))
+    return Dataset.scan(root, "train")
+
+
+def packed(data: Dataset, out: Path, shard_bytes: int = 6000, workers: int = 2) -> list[Packed]:
+    return sorted(pack(data, out, shard_bytes, workers), key=lambda one: one.shard.name)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    return folder_of(tmp_path / "images", [700 * (index % 5) + 90 for index in range(20)])
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@settings(max_examples=25)
+@given(sizes=SIZES, shard_bytes=st.integers(1, 20_000), workers=st.integers(1, 3))
+def test_shards_hold_every_image_once_and_in_order(sizes: list[int], shard_bytes: int, workers: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = folder_of(Path(folder) / "images", sizes)
+        shards = packed(data, Path(folder) / "out", shard_bytes, workers)
+        opened = Dataset.open_shards(Path(folder) / "out", "train")
+        assert (opened.classes, opened.paths, opened.labels, opened.sizes) == (
+            data.classes,
+            data.paths,
+            data.labels,
+            data.sizes,
+        )
+        assert opened.digest() == data.digest()
+        for index in range(len(data)):
+            assert opened.encoded(index).tobytes() == opened.source(index).read() == data.source(index).read()
+        assert sum(one.images for one in shards) == len(data)
+        for one in shards:
+            path = Path(folder) / "out" / one.shard.name
+            assert path.stat().st_size == one.shard.bytes <= max(shard_bytes, 0 if one.images > 1 else 10**9)
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == one.shard.sha256
+
+
+def test_standard_tools_read_them(data: Dataset, out: Path) -> None:
+    shards = packed(data, out)
+    assert len(shards) > 3
+    index = 0
+    for one in shards:
+        with tarfile.open(out / one.shard.name) as tar:
+            members = tar.getmembers()
+            for image, label in zip(members[::2], members[1::2], strict=True):
+                assert (image.name, label.name) == (f"{index:08d}.jpeg", f"{index:08d}.cls")
+                assert tar.extractfile(image).read() == data.source(index).read()  # type: ignore[union-attr]
+                assert int(tar.extractfile(label).read()) == data.labels[index]  # type: ignore[union-attr]
+                index += 1
+    assert index == len(data)
+
+
+def test_images_are_named_by_shard_and_member(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    opened = Dataset.open_shards(out, "train")
+    assert opened.packed
+    last = len(data) - 1
+    assert opened.name_of(0) == f"{out}/train-00000.tar: 00000000.jpeg (train/a/00.JPEG)"
+    assert opened.name_of(last).endswith(f".tar: {last:08d}.jpeg ({data.paths[last]})")
+    _, held = opened.hold_out(1)
+    assert [held.encoded(index).tobytes() for index in range(3)] == [held.source(index).read() for index in range(3)]
+    assert held.paths == data.hold_out(1)[1].paths and held.digest() == data.hold_out(1)[1].digest()
+
+
+def test_another_process_opens_the_shards_itself(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    opened = Dataset.open_shards(out, "train")
+    opened.encoded(5)
+    copied = pickle.loads(pickle.dumps(opened))
+    assert copied == opened
+    assert copied.encoded(5).tobytes() == opened.encoded(5).tobytes()
+
+
+def test_threads_read_the_same_and_files_are_closed(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    before = len(os.listdir("/proc/self/fd"))
+    opened = Dataset.open_shards(out, "train")
+    opened.announce(range(len(data)))
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(opened.encoded, [*range(len(data))] * 20))
+    assert [image.tobytes() for image in read] == [data.source(index).read() for index in range(len(data))] * 20
+    assert len(os.listdir("/proc/self/fd")) == before + len(list(out.glob("*.tar")))
+    del opened
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def times(out: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+
+
+def test_the_same_images_give_the_same_bytes(data: Dataset, out: Path, tmp_path: Path) -> None:
+    packed(data, out, workers=1)
+    packed(data, tmp_path / "again", workers=3)
+    files = sorted(path.name for path in out.iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in files)
+
+
+def test_what_is_complete_is_kept(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    before = times(out)
+    assert all(one.kept for one in packed(data, out))
+    assert times(out) == before
+
+
+def test_an_interrupted_packing_goes_on(data: Dataset, out: Path) -> None:
+    begun = pack(data, out, 6000, 1)
+    first = next(begun)
+    begun.close()
+    assert not index_path(out, "train").exists()
+    assert not list(out.glob("*.tar.part"))
+    with pytest.raises(DataError, match=r": no shards of 'train'; expected .*train\.index, in a folder that"):
+        Dataset.open_shards(out, "train")
+    before = times(out)
+    again = packed(data, out)
+    assert {one.shard.name for one in again if one.kept} == before.keys() >= {first.shard.name}
+    assert {name: time for name, time in times(out).items() if name in before} == before
+    assert sorted(path.name for path in out.iterdir() if path.suffix != ".tar") == ["train.index"]
+
+
+def test_a_killed_packing_goes_on(data: Dataset, out: Path) -> None:
+    """Whatever it was doing: a line of its journal half-written, a shard without its name, a shard that is not whole."""
+    packed(data, out)
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    lines = [line for line in whole["train.index"].split(b"\n") if line.startswith(b"# shard ")]
+    (out / "train.index").rename(out / "train.index.part")
+    (out / "train.index.part").write_bytes(b"\n".join([*lines[:4], lines[4][:30]]))
+    (out / "train-00000.tar").rename(out / "train-00000.tar.part")
+    (out / "train-00001.tar").write_bytes(whole["train-00001.tar"][:100])
+    (out / "train-00002.tar").write_bytes(whole["train-00002.tar"][:-1] + b"x")
+    for path in out.glob("*.tar"):
+        if path.name > "train-00003.tar":
+            path.unlink()
+    assert [one.shard.name for one in packed(data, out) if one.kept] == ["train-00003.tar"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+
+
+def replaced_in_place(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def replaced_by_an_older_file(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[::-1])
+    os.utime(other, ns=(0, 0))
+    other.rename(path)
+
+
+def replaced_by_a_link(path: Path) -> None:
+    """The file that it leads to was there before."""
+    path.with_name("link").symlink_to(path.parents[2] / "twin")
+    path.with_name("link").rename(path)
+
+
+@pytest.mark.parametrize("replace", [replaced_in_place, replaced_by_an_older_file, replaced_by_a_link])
+def test_a_replaced_image_of_the_same_size_is_packed_anew(data: Dataset, out: Path, replace: Callable[[Path], None]) -> None:
+    (data.root / "twin").write_bytes(data.source(12).read()[::-1])
+    shards = packed(data, out)
+    time.sleep(0.02)  # the clock of a file system has coarse steps
+    replace(data.root / data.paths[12])
+    again = packed(data, out)
+    (anew,) = [number for number, one in enumerate(again) if not one.kept]
+    assert [one.shard.name for one in again] == [one.shard.name for one in shards]
+    opened = Dataset.open_shards(out, "train")
+    assert opened.encoded(12).tobytes() == data.source(12).read()
+    assert opened.shards is not None and not any(complaint for _, complaint in opened.shards.damaged(1))
+    assert opened.shards.find(opened.offsets[12])[0].name == again[anew].shard.name
+    assert all(one.kept for one in packed(data, out))
+
+
+def test_an_image_that_is_replaced_while_packing_goes_on_is_packed_anew(data: Dataset, out: Path) -> None:
+    begun = pack(data, out, 6000, 1)
+    next(begun)
+    time.sleep(0.02)
+    replaced_in_place(data.root / data.paths[0])
+    list(begun)
+    first, *others = [one.kept for one in packed(data, out)]
+    assert not first and all(others)
+    assert Dataset.open_shards(out, "train").encoded(0).tobytes() == data.source(0).read()
+
+
+def test_splits_share_a_folder(data: Dataset, out: Path) -> None:
+    put(data.root, "train-split/a/1.jpg", "val/a/1.jpg")
+    others = [Dataset.scan(data.root, split) for split in ("train-split", "val")]
+    for one in (data, *others, data):
+        packed(one, out)
+    assert [len(Dataset.open_shards(out, split)) for split in ("train", "train-split", "val")] == [23, 1, 1]
+
+
+def test_refuses_to_mix_packings(data: Dataset, out: Path) -> None:
+    shards = packed(data, out)
+    before = times(out)
+    sentence = f"holds {len(shards)} shards? of train made from other images or with another --shard-size"
+    for other, size in ((data, 20_000), (data.without([0]), 6000)):
+        with pytest.raises(DataError, match=sentence):
+            packed(other, out, size)
+    assert times(out) == before
+    assert len(Dataset.open_shards(out, "train")) == len(data)
+
+
+def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
+    out.mkdir()
+    with open(out / "train.index.part", "w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(
+            DataError, match=r"another process is already packing train here; wait until that process ends, or stop it"
+        ):
+            packed(data, out)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda path: path.unlink(),
+            r"train/b/04\.JPEG: cannot read this image \(No such file or directory\); .*`san data check`",
+        ),
+        (
+            lambda path: path.write_bytes(b"x"),
+            r"train/b/04\.JPEG: 1 bytes, but 790 when the file was listed; .*`san data check`",
+        ),
+        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when the file was listed"),
+    ],
+)
+def test_an_image_that_is_not_as_listed_stops_it(
+    data: Dataset, out: Path, change: Callable[[Path], object], sentence: str
+) -> None:
+    change(data.root / "train/b/04.JPEG")
+    with pytest.raises(DataError, match=sentence):
+        packed(data, out, 10**6)
+    assert not list(out.iterdir())
+
+
+def test_a_name_that_an_index_cannot_hold_is_told_before_packing(data: Dataset, out: Path) -> None:
+    (data.root / "train/c/9\n9.JPEG").write_bytes(b"image")
+    with pytest.raises(DataError, match=r"'train/c/9\\n9\.JPEG': this file name contains a line break"):
+        packed(Dataset.scan(data.root, "train"), out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("row", ["\t".join(map(str, one)) for one in (
+    ("x", 0, 512), ("x", 9, 0), ("x", 9, 0, "abc"), ("x", -9, 0, 512), ("x", 9, 99, 512), ("x", 9, 0, 10**9), ("x", 9, 0, 0),
+)])  # fmt: skip
+def test_refuses_an_index_with_other_rows(data: Dataset, out: Path, row: str) -> None:
+    packed(data, out)
+    _, *lines = (out / "train.index").read_text().splitlines()
+    lines[-1] = f"train/c/1.jpg{row}".replace("x", "", 1)
+    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    (out / "train.index").write_text("\n".join([f"# shards {checksum}", *lines, ""]))
+    with pytest.raises(DataError, match=r"train\.index: row 'train/c/1\.jpg.*' of this index does not point into its shards"):
+        Dataset.open_shards(out, "train")
+
+
+def test_refuses_the_index_of_another_split(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    shutil.copy(out / "train.index", out / "val.index")
+    with pytest.raises(DataError, match=r"val\.index: lists images of train/, but val needs images of val/"):
+        Dataset.open_shards(out, "val")
+
+
+def test_refuses_a_folder_that_cannot_be_made(data: Dataset) -> None:
+    with pytest.raises(
+        DataError, match=r"00\.JPEG/out: cannot write to this folder \(Not a directory\); .* use another folder"
+    ):
+        packed(data, data.root / "train/a/00.JPEG" / "out")
+
+
+def test_refuses_what_does_not_fit_on_the_disk(data: Dataset, out: Path) -> None:
+    endless = Dataset(data.root, data.split, data.classes, data.paths, data.labels, (2**60,) * len(data))
+    with pytest.raises(DataError, match=r"\d+ bytes are free, but the shards need \d+; free some space"):
+        packed(endless, out)
+
+
+def lost_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes().rstrip(b"\n")[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "sentence"),
+    [
+        (
+            "train-00001.tar",
+            Path.unlink,
+            r"shards changed since they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
+        ),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack these shards again"),
+        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy the index again"),
+        ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
+    ],
+)
+def test_refuses_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object], sentence: str) -> None:
+    packed(data, out)
+    damage(out / name)
+    with pytest.raises(DataError, match=sentence):
+        Dataset.open_shards(out, "train")
+
+
+def test_all_damaged_shards_are_named(data: Dataset, out: Path) -> None:
+    shards = packed(data, out, 1)
+    assert len(shards) == 23
+    for one in shards[2:14]:
+        (out / one.shard.name).write_bytes(b"")
+    with pytest.raises(
+        DataError, match=r"packed: train-00002\.tar \(0 bytes instead of \d+\), .*train-00011.* and 2 more; copy"
+    ):
+        Dataset.open_shards(out, "train")
+
+
+@pytest.mark.parametrize("length", [0, 700])
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_shard_that_is_cut_off_later_is_named(data: Dataset, out: Path, length: int, read_before: bool) -> None:
+    packed(data, out, 10**6)
+    opened = Dataset.open_shards(out, "train")
+    if read_before:
+        opened.encoded(0)
+    os.truncate(out / "train-00000.tar", length)
+    with pytest.raises(
+        DataError, match=rf"{out}: shards changed since .*: train-00000\.tar \({length} bytes instead of \d+\); copy"
+    ):
+        opened.encoded(20)
+
+
+def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> None:
+    shards = packed(data, out)
+    content = bytearray((out / "train-00001.tar").read_bytes())
+    content[700] ^= 1
+    (out / "train-00001.tar").write_bytes(content)
+    opened = Dataset.open_shards(out, "train")
+    assert opened.shards is not None
+    found = dict(opened.shards.damaged(2))
+    assert list(found) == [one.shard.name for one in shards]
+    assert [name for name, complaint in found.items() if complaint] == ["train-00001.tar"]
+    assert f"instead of {shards[1].shard.sha256}; copy or pack the shard again" in str(found["train-00001.tar"])
+
+
+PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
+    """The same 13 images, JPEG and PNG of many sizes, as a folder and in shards."""
+    root = tmp_path_factory.mktemp("both")
+    for index in range(13):
+        path = root / f"train/{'abc'[index % 3]}/{index:02d}.{'jpg' if index % 2 else 'png'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(17 + 3 * index, 60 - 4 * index).rotate(20 * index).save(path)
+    data = Dataset.scan(root, "train")
+    packed(data, root / "out", 8000)
+    return data, Dataset.open_shards(root / "out", "train")
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    train=st.booleans(),
+    world=st.integers(1, 3),
+    batch=st.integers(4, 13),  # then every rank has an image in every step
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 99),
+    threads=st.integers(1, 2),
+)
+def test_training_from_shards_is_training_from_the_folder(
+    both: tuple[Dataset, Dataset], train: bool, world: int, batch: int, seed: int, epoch: int, threads: int
+) -> None:
+    seen = 0
+    for rank in range(world):
+        loaders = [
+            Loader(data, PIXELS, train=train, batch=batch, rank=rank, world=world, seed=seed, threads=threads) for data in both
+        ]
+        for folder, shards in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
+            assert torch.equal(folder.images_NCHW, shards.images_NCHW)
+            assert torch.equal(folder.labels_N, shards.labels_N)
+            seen += len(folder.labels_N)
+    assert seen == len(both[0])
+
+
+def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    """A memory map would end the process."""
+    root = Path(shutil.copytree(both[1].root, tmp_path / "cut"))
+    batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch=1).epoch(0)
+    next(batches)
+    for shard in root.glob("*.tar"):
+        os.truncate(shard, 100)
+    with pytest.raises(
+        DataError, match=r"shards changed since they were packed: train-0000\d\.tar \(100 bytes instead of \d+\)"
+    ):
+        list(batches)
+
+
+def test_shards_may_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(both[1].root, tmp_path / "moved"))
+    assert Dataset.open_shards(moved, "train").digest() == both[0].digest()

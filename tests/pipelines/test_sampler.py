@@ -1,0 +1,115 @@
+"""The arithmetic of who sees what: every image once, evenly, whatever the number of ranks."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines import DataError, sampler
+
+counts = st.integers(min_value=0, max_value=300)
+batches = st.integers(min_value=1, max_value=70)
+worlds = st.integers(min_value=1, max_value=9)
+quick = settings(max_examples=60)
+
+
+def all_shares(count: int, batch: int, world: int) -> list[list[sampler.Indices]]:
+    """Shares as [rank][step]."""
+    return shares_after(0, count, batch, world)
+
+
+def shares_after(seen: int, count: int, batch: int, world: int) -> list[list[sampler.Indices]]:
+    """Shares of what is left of the same epoch."""
+    rest = sampler.epoch_order(count, seed=3, epoch=5)[seen:]
+    return [sampler.share(rest, sampler.steps(len(rest), batch), rank, world) for rank in range(world)]
+
+
+def together(shares: list[list[sampler.Indices]]) -> list[list[int]]:
+    """The global batches: what all ranks see in each step."""
+    return [np.concatenate(parts).tolist() for parts in zip(*shares, strict=True)]
+
+
+@quick
+@given(counts, batches, worlds)
+def test_each_image_exactly_once(count: int, batch: int, world: int) -> None:
+    seen = [share for shares in all_shares(count, batch, world) for share in shares]
+    assert sorted(np.concatenate([np.empty(0, np.int64), *seen]).tolist()) == list(range(count))
+
+
+@quick
+@given(counts, batches, worlds)
+def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
+    shares = all_shares(count, batch, world)
+    assert {len(of_rank) for of_rank in shares} == {sampler.steps(count, batch)}
+    sizes = np.array([[len(share) for share in of_rank] for of_rank in shares])
+    whole = sizes.sum(axis=0)
+    if len(whole):
+        assert whole.max() <= batch and np.ptp(whole) <= 1
+        assert np.ptp(sizes) <= 1, "a compiled model meets two sizes of batch at most"
+
+
+def test_few_shares_of_imagenet_are_smaller() -> None:
+    sizes = [len(share) for rank in range(8) for share in sampler.share(np.arange(1_281_167), 5005, rank, 8)]
+    assert [sizes.count(size) for size in (31, 32)] == [113, len(sizes) - 113]
+
+
+@quick
+@given(counts, batches, worlds)
+def test_global_batches_are_the_same_for_any_world(count: int, batch: int, world: int) -> None:
+    assert together(all_shares(count, batch, world)) == together(all_shares(count, batch, 1))
+
+
+@quick
+@given(counts, batches, worlds, worlds, st.data())
+def test_rest_after_a_stop_is_what_was_still_to_come(
+    count: int, batch: int, before: int, after: int, data: st.DataObject
+) -> None:
+    """After a stop at any step, with the same number of ranks and with another."""
+    whole = together(all_shares(count, batch, before))
+    done = data.draw(st.integers(0, len(whole)))
+    seen = sampler.seen_after(count, batch, done)
+    assert seen == sum(map(len, whole[:done]))
+    rest = shares_after(seen, count, batch, after)
+    assert together(rest) == whole[done:]
+
+
+@quick
+@given(counts, batches, batches, worlds, worlds, st.data())
+def test_rest_with_another_batch_is_complete(
+    count: int, batch: int, other: int, before: int, after: int, data: st.DataObject
+) -> None:
+    whole = together(all_shares(count, batch, before))
+    seen = list(chain.from_iterable(whole[: data.draw(st.integers(0, len(whole)))]))
+    left = chain.from_iterable(together(shares_after(len(seen), count, other, after)))
+    assert sorted([*seen, *left]) == list(range(count))
+
+
+@quick
+@given(counts, batches, worlds)
+def test_full_ranks_are_promised_exactly_where_they_hold(count: int, batch: int, world: int) -> None:
+    smallest = min((len(share) for of_rank in all_shares(count, batch, world) for share in of_rank), default=1)
+    if smallest >= 1:
+        sampler.require_full_ranks(count, batch, world)
+    else:
+        with pytest.raises(DataError, match=f"{count} images with batch size {batch} .* {world} workers"):
+            sampler.require_full_ranks(count, batch, world)
+
+
+@quick
+@given(counts, st.integers(0, 2**40), st.integers(0, 1000))
+def test_epoch_order_is_a_repeatable_permutation(count: int, seed: int, epoch: int) -> None:
+    first, again = sampler.epoch_order(count, seed, epoch), sampler.epoch_order(count, seed, epoch)
+    assert first.dtype == np.int64 and np.array_equal(first, again)
+    assert sorted(first.tolist()) == list(range(count))
+
+
+def test_epoch_order_is_pinned() -> None:
+    """Old runs stay repeatable only while these numbers stay what they are."""
+    assert sampler.epoch_order(8, seed=1, epoch=2).tolist() == [6, 0, 7, 5, 1, 4, 3, 2]
+
+
+def test_epoch_order_differs_between_epochs_and_seeds() -> None:
+    orders = [sampler.epoch_order(100, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(one) for one in orders}) == 4

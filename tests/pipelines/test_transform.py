@@ -1,0 +1,137 @@
+"""What is drawn for an image: by its index alone, and by the usual algorithm."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipelines import DataError, Transform
+from pipelines.transform import MANIPULATIONS, crop_windows, draws, mirrored
+
+quick = settings(max_examples=60)
+sides = st.integers(1, 60) | st.integers(1, 9000)
+seeds = st.integers(0, 2**40)
+transforms = st.sampled_from(
+    [
+        Transform(),
+        Transform(crop_area=(0.3, 1.0), crop_ratio=(0.5, 0.6)),
+        Transform(crop_area=(0.9, 1.0), crop_ratio=(2.0, 7.0)),
+        Transform(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0)),
+    ]
+)
+
+
+def usual_crop(transform: Transform, numbers: list[float], height: int, width: int) -> tuple[int, int, int, int]:
+    """The random resized crop as it is written everywhere, one image at a time: top, left, height, width."""
+    (least, most), (narrow, wide) = transform.crop_area, transform.crop_ratio
+    for attempt in range(10):
+        area = (least + (most - least) * numbers[attempt]) * (height * width)
+        ratio = math.exp(math.log(narrow) + (math.log(wide) - math.log(narrow)) * numbers[10 + attempt])
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return math.floor((height - h + 1) * numbers[20]), math.floor((width - w + 1) * numbers[21]), h, w
+    h, w = height, width
+    if width / height < narrow:
+        h = max(round(width / narrow), 1)
+    elif width / height > wide:
+        w = max(round(height * wide), 1)
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@quick
+@given(transforms, st.lists(st.tuples(sides, sides), min_size=1, max_size=20), seeds)
+def test_crops_are_the_usual_ones(transform: Transform, sizes: list[tuple[int, int]], seed: int) -> None:
+    numbers = draws(seed, 3, np.arange(len(sizes)))
+    ours = np.concatenate(crop_windows(transform, numbers, np.array(sizes)), axis=1)
+    theirs = [usual_crop(transform, row, *size) for row, size in zip(numbers.tolist(), sizes, strict=True)]
+    assert ours.dtype == np.int32 and ours.tolist() == [list(window) for window in theirs]
+
+
+@quick
+@given(transforms, sides, sides, seeds)
+def test_crops_lie_in_the_image(transform: Transform, height: int, width: int, seed: int) -> None:
+    start, extent = crop_windows(transform, draws(seed, 0, np.arange(20)), np.array([[height, width]] * 20))
+    assert start.min() >= 0 and extent.min() >= 1
+    assert (start + extent <= (height, width)).all()
+
+
+def many_crops(transform: Transform) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    return crop_windows(transform, draws(5, 1, np.arange(4000)), np.array([[375, 500]] * 4000))
+
+
+def test_areas_ratios_and_places_of_crops() -> None:
+    start, extent = many_crops(Transform())
+    area, ratio = extent.prod(axis=1) / (375 * 500), extent[:, 1] / extent[:, 0]
+    assert 0.078 < area.min() < 0.09 and 0.9 < area.max() <= 1
+    assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
+    room = (375, 500) - extent
+    where = (start / np.maximum(room, 1))[(room > 50).all(axis=1)]
+    assert (where.min(axis=0) == 0).all() and (where.max(axis=0) == 1).all()
+    assert np.allclose(where.mean(axis=0), 0.5, atol=0.03)
+
+    _, small = many_crops(Transform(crop_area=(0.1, 0.2)))  # None is refused, so nothing is bent.
+    assert abs((small.prod(axis=1) / (375 * 500)).mean() - 0.15) < 0.002
+    assert abs(np.log(small[:, 1] / small[:, 0]).mean()) < 0.01
+
+
+def test_half_of_the_images_are_mirrored_and_crops_stay() -> None:
+    numbers = draws(5, 1, np.arange(4000))
+    mirror = mirrored(Transform(), numbers)
+    assert set(mirror.tolist()) == {0, 1} and abs(mirror.mean() - 0.5) < 0.03
+    assert not mirrored(Transform(flip=False), numbers).any()
+    assert all(map(np.array_equal, many_crops(Transform()), many_crops(Transform(flip=False))))
+
+
+@quick
+@given(st.lists(st.integers(0, 2_000_000), max_size=30), seeds, st.integers(0, 1000))
+def test_draws_depend_on_their_index_alone(indices: list[int], seed: int, epoch: int) -> None:
+    together = draws(seed, epoch, np.array(indices, dtype=np.int64))
+    alone = [draws(seed, epoch, np.array([index]))[0] for index in indices]
+    assert together.tolist() == [row.tolist() for row in alone]
+
+
+def test_draws_are_uniform_and_differ() -> None:
+    numbers = np.stack([draws(seed, epoch, np.arange(2000)) for seed in (0, 1) for epoch in (0, 1)])
+    assert len(np.unique(numbers)) == numbers.size
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert np.allclose(numbers.mean(axis=(0, 1)), 0.5, atol=0.02)
+
+
+def test_draws_are_pinned() -> None:
+    """Old runs stay repeatable only while these numbers stay what they are."""
+    assert draws(1, 2, np.array([7]))[0, :3].tolist() == [0.44639269526401415, 0.1868319057143616, 0.4119892057706497]
+
+
+def source_of(name: str, row: int, column: int, last: int) -> tuple[int, int]:
+    """Where the pixel at (row, column) of a manipulated square comes from."""
+    return {
+        "none": (row, column),
+        "rotate90": (last - column, row),
+        "rotate180": (last - row, last - column),
+        "rotate270": (column, last - row),
+        "upside_down": (last - row, column),
+    }[name]
+
+
+@pytest.mark.parametrize(("name", "manipulate"), MANIPULATIONS.items())
+def test_manipulations_move_pixels_exactly(name: str, manipulate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    images_NCHW = np.random.default_rng(0).random((2, 3, 5, 5), dtype=np.float32)
+    expected = np.empty_like(images_NCHW)
+    for row in range(5):
+        for column in range(5):
+            y, x = source_of(name, row, column, last=4)
+            expected[:, :, row, column] = images_NCHW[:, :, y, x]
+    assert np.array_equal(manipulate(torch.from_numpy(images_NCHW)).numpy(), expected)
+
+
+def test_rejects_impossible_transform() -> None:
+    with pytest.raises(DataError, match=r"resize must be at least size \(224\), not 100; std must be"):
+        Transform(resize=100, std=(0.0, 1.0, 1.0))
+    with pytest.raises(DataError, match=r"manipulation must be one of none, rotate90, .*, not rotate45"):
+        replace(Transform(), manipulation="rotate45")
