@@ -30,6 +30,22 @@ __device__ __forceinline__ void sum_rows(const Team& mine, T* shared, const T (&
   }
 }
 
+// Stores the gradients of a team's pixels in KD tiles of channels, from sums of the gradients of a1's argument [KD, 4]
+// and, with kProducts, of their products with the partners [KD, 4].
+template <int KD, bool kProducts, bool kAround, int N, class T>
+__device__ __forceinline__ void store_gradients(const Rows<T, kAround>& rows, const Team& mine, int first_tile,
+                                                const T (&sums)[N], T* grad) {
+  SAN_UNROLL
+  for (int n = 0; n < 4 * KD; ++n) {
+    const int channel = 8 * (first_tile + n / 4) + mine.pair + n % 2;
+    const Pixel<kAround>& pixel = rows.pixels[n % 4 / 2];
+    if (!pixel.exists || channel >= rows.p.d) continue;
+    T value = kAround ? -sums[n] : sums[n];
+    if constexpr (kProducts) value = channel < rows.p.products ? sums[4 * KD + n] : value;
+    grad[int64_t(pixel.index) * rows.p.d + channel] = value;
+  }
+}
+
 // Blocks per multiprocessor that fit into its registers without spills, by the number of channel tiles.
 template <class F, bool kAround>
 constexpr int resident_blocks(int tiles) {
@@ -88,15 +104,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F, kAround>(kWhole ?
   }
   __syncthreads();
   sum_over_team(mine, shared, sums);
-  SAN_UNROLL
-  for (int n = 0; n < 4 * KD; ++n) {
-    const int channel = 8 * (first + n / 4) + mine.pair + n % 2;
-    const Pixel<kAround>& pixel = rows.pixels[n % 4 / 2];
-    if (mine.member > 0 || !pixel.exists || channel >= p.d) continue;
-    T value = kAround ? -sums[n] : sums[n];
-    if constexpr (kProducts) value = channel < p.products ? sums[4 * KD + n] : value;
-    grad[int64_t(pixel.index) * p.d + channel] = value;
-  }
+  if (mine.member == 0) store_gradients<KD, kProducts>(rows, mine, first, sums, grad);
   if constexpr (!kAround) {
     sum_rows<KD>(mine, shared, sums, to_shift + (int64_t(job.block) * plan.chunks + chunk) * 8 * KD);
   }

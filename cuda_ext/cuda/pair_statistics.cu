@@ -4,7 +4,7 @@
 // channels, so loads are whole lines, and neighbouring pixels find most partners in the cache.
 #include <tuple>
 
-#include "mma.cuh"
+#include "grid.cuh"
 #include "sums.cuh"
 #include "window.cuh"
 
@@ -43,7 +43,8 @@ struct PairMaps {
   __device__ __forceinline__ void for_each_partner(int64_t pixel, int channel, const Visit& visit) const {
     with_place(pixel, [&](int h, int w, int64_t first) {
       const T* values = around + first + channel;
-      for_each_neighbour(f, h, w, [&](int, int j) { visit(values[int64_t(j) * channels]); });
+      const int bytes = channels * static_cast<int>(sizeof(T));
+      for_each_neighbour(f, h, w, [&](int, int j) { visit(*row_at(values, j, bytes)); });
     });
   }
   // Calls visit(value of center in the channel) for all pixels that see a pixel, as often as they do.
@@ -51,7 +52,8 @@ struct PairMaps {
   __device__ __forceinline__ void for_each_seer(int64_t pixel, int channel, const Visit& visit) const {
     with_place(pixel, [&](int h, int w, int64_t first) {
       const T* values = center + first + channel;
-      for_each_reader(f, h, w, [&](int, int i) { visit(values[int64_t(i) * channels]); });
+      const int bytes = channels * static_cast<int>(sizeof(T));
+      for_each_reader(f, h, w, [&](int, int i) { visit(*row_at(values, i, bytes)); });
     });
   }
 };

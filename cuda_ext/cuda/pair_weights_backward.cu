@@ -143,6 +143,24 @@ struct Partial {
   int64_t weight2, shift2, size;
 };
 
+// Stores a block's sums of the products [KD, 4] and, with a hidden layer, [KG, 2, 4], and of shift2 [2].
+template <int KD, int KG, int N, class T>
+__device__ __forceinline__ void store_weight_sums(const Team& mine, const Plan& plan, const Job<false>& job,
+                                                  const Partial& layout, const T (&sums)[N], T* partial) {
+  T* out = partial + job.block * layout.size;
+  store_sums<1, KD>(mine, sums, 0, out + int64_t(job.strip) * 16 * layout.pitch + job.chunk * KD * 8, layout.pitch);
+  if constexpr (KG > 0) {
+    const int pitch = plan.strips * 16;
+    T* to_weight2 = out + layout.weight2 + int64_t(job.chunk) * KG * 16 * pitch + job.strip * 16;
+    store_sums<KG, 2>(mine, sums, 4 * KD, to_weight2, pitch);
+    if (job.chunk > 0) return;
+    SAN_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      store_row_sums(mine, sums[4 * KD + 8 * KG + n], out + layout.shift2 + job.strip * 16 + n * 8);
+    }
+  }
+}
+
 // Sums over pairs for the gradients of the weights. Pairs are the depth of these products, so left factors have
 // channels as rows: first the products of the layers give u and its gradient with 16 hidden channels as rows and 8
 // pairs as columns, which are factors of the sums as they are. Without a hidden layer gz takes the place of u's
@@ -209,18 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   sum_over_team(Team(kWarps), shared, sums);
   if (threadIdx.x >= kWarp) return;
-  T* out = partial + job.block * layout.size;
-  store_sums<1, KD>(mine, sums, 0, out + int64_t(strip) * 16 * layout.pitch + chunk * KD * 8, layout.pitch);
-  if constexpr (kHidden) {
-    const int pitch = plan.strips * 16;
-    T* to_weight2 = out + layout.weight2 + int64_t(chunk) * KG * 16 * pitch + strip * 16;
-    store_sums<KG, 2>(mine, sums, kFirst, to_weight2, pitch);
-    if (chunk > 0) return;
-    SAN_UNROLL
-    for (int n = 0; n < 2; ++n) {
-      store_row_sums(mine, sums[kFirst + kSecond + n], out + layout.shift2 + strip * 16 + n * 8);
-    }
-  }
+  store_weight_sums<KD, kSecond / 8>(mine, plan, job, layout, sums, partial);
 }
 
 struct WeightGradients {

@@ -42,6 +42,7 @@ struct Pairs : Grid {
     if (pixels() == 0) return 0;
     return middle_of_three([&](int quarter) {
       T mean = 0;
+      SAN_ROLLED
       for (int n = 0; n < kSamples; ++n) {
         const Pixel<false> pixel(*this, pixels() * (quarter - 1 + 3 * n) / (3 * kSamples));
         T scale, bias;

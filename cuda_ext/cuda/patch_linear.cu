@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
     const T *scale_at = p.scale + piece * p.channels() + mine.pair, *shift_at = p.shift + (scale_at - p.scale);
     const F* weight = p.weight + (int64_t(piece) * depth * p.e_tiles + first) * kWarp + mine.lane;
     T products[kTiles][4] = {};
+    SAN_ROLLED
     for (int k = 0; k < depth; ++k, weight += p.e_tiles * kWarp) {
       const auto above = Pack<2, T>::load(rows[0] + 8 * k), below = Pack<2, T>::load(rows[1] + 8 * k);
       const auto scale = Pack<2, T>::load(scale_at + 8 * k), shift = Pack<2, T>::load(shift_at + 8 * k);
@@ -139,6 +140,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
       rows[i] = row_at(grad + mine.pair, is_pair ? partner : zeros, grad_bytes);
     }
     T products[kTiles][4] = {};
+    SAN_ROLLED
     for (int k = 0; k < p.e_tiles; ++k, weight += p.r_tiles * kWarp) {
       const auto above = Pack<2, T>::load(rows[0] + 8 * k), below = Pack<2, T>::load(rows[1] + 8 * k);
       multiply_all(products, F(above.data[0], above.data[1]), F(below.data[0], below.data[1]), weight);
