@@ -125,8 +125,7 @@ __global__ void gradients_kernel(PairMaps<T> maps, const T* grad_mean, const T* 
 
 // Calls run with the maps as kernels take them.
 template <class Run>
-void with_maps(const Tensor& center, const Tensor& around, int64_t kernel_size, int64_t products, const Run& run) {
-  const Footprint f = check_pair_maps(center, around, kernel_size, products);
+void with_maps(const Tensor& center, const Tensor& around, const Footprint& f, int64_t products, const Run& run) {
   const Tensor i = torch::stable::contiguous(center), j = torch::stable::contiguous(around);
   const auto start = [&](auto zero) {
     using T = decltype(zero);
@@ -138,9 +137,10 @@ void with_maps(const Tensor& center, const Tensor& around, int64_t kernel_size, 
 
 std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& around, int64_t kernel_size,
                                            int64_t products) {
+  const Footprint f = check_pair_maps(center, around, kernel_size, products);
   const OperatorGuard guard("pair_statistics", center);
   Tensor mean = torch::stable::new_empty(center, {center.size(3)}), var = torch::stable::empty_like(mean);
-  with_maps(center, around, kernel_size, products, [&]<class T>(const PairMaps<T>& maps) {
+  with_maps(center, around, f, products, [&]<class T>(const PairMaps<T>& maps) {
     constexpr int64_t kSlices = 8192;  // enough threads for an H100, and few sums
     const int64_t per_slice = (maps.pixels() + kSlices - 1) / kSlices;
     const int64_t slices = per_slice > 0 ? (maps.pixels() + per_slice - 1) / per_slice : 0;
@@ -159,11 +159,12 @@ std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& a
 std::tuple<Tensor, Tensor> pair_statistics_backward(const Tensor& grad_mean, const Tensor& grad_var,
                                                     const Tensor& center, const Tensor& around, const Tensor& mean,
                                                     int64_t kernel_size, int64_t products) {
+  const Footprint f = check_pair_maps(center, around, kernel_size, products);
   const OperatorGuard guard("pair_statistics_backward", center);
   const Tensor of_mean = torch::stable::contiguous(grad_mean), of_var = torch::stable::contiguous(grad_var);
   Tensor to_center = torch::stable::new_empty(center, center.sizes());
   Tensor to_around = torch::stable::new_empty(center, center.sizes());
-  with_maps(center, around, kernel_size, products, [&]<class T>(const PairMaps<T>& maps) {
+  with_maps(center, around, f, products, [&]<class T>(const PairMaps<T>& maps) {
     if (to_center.numel() == 0) return;
     SAN_LAUNCH(gradients_kernel<T>, blocks_for(to_center.numel()), kThreads, current_stream(mean), maps,
                of_mean.const_data_ptr<T>(), of_var.const_data_ptr<T>(), mean.const_data_ptr<T>(),
