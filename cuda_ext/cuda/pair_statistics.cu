@@ -123,6 +123,30 @@ __global__ void gradients_kernel(PairMaps<T> maps, const T* grad_mean, const T* 
   }
 }
 
+template <class T>
+void forward(const PairMaps<T>& maps, Tensor& mean, Tensor& var) {
+  constexpr int64_t kSlices = 8192;  // enough threads for an H100, and few sums
+  const int64_t per_slice = (maps.pixels() + kSlices - 1) / kSlices;
+  const int64_t slices = per_slice > 0 ? (maps.pixels() + per_slice - 1) / per_slice : 0;
+  const int64_t elements = slices * maps.channels;
+  const Tensor partial = torch::stable::new_empty(mean, {2 * elements});
+  T* sums = partial.mutable_data_ptr<T>();
+  if (slices > 0) {
+    SAN_LAUNCH(moments_kernel<T>, blocks_for(elements), kThreads, current_stream(mean), maps, static_cast<int>(slices),
+               per_slice, sums);
+  }
+  const PlaceMoments<T> place{maps, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>()};
+  sum_blocks(sums, slices, 2 * maps.channels, place, current_stream(mean));
+}
+
+template <class T>
+void backward(const PairMaps<T>& maps, const Tensor& grad_mean, const Tensor& grad_var, const Tensor& mean,
+              Tensor& to_center, Tensor& to_around) {
+  SAN_LAUNCH(gradients_kernel<T>, blocks_for(to_center.numel()), kThreads, current_stream(mean), maps,
+             grad_mean.const_data_ptr<T>(), grad_var.const_data_ptr<T>(), mean.const_data_ptr<T>(),
+             to_center.mutable_data_ptr<T>(), to_around.mutable_data_ptr<T>());
+}
+
 // Calls run with the maps as kernels take them.
 template <class Run>
 void with_maps(const Tensor& center, const Tensor& around, const Footprint& f, int64_t products, const Run& run) {
@@ -140,19 +164,7 @@ std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& a
   const Footprint f = check_pair_maps(center, around, kernel_size, products);
   const OperatorGuard guard("pair_statistics", center);
   Tensor mean = torch::stable::new_empty(center, {center.size(3)}), var = torch::stable::empty_like(mean);
-  with_maps(center, around, f, products, [&]<class T>(const PairMaps<T>& maps) {
-    constexpr int64_t kSlices = 8192;  // enough threads for an H100, and few sums
-    const int64_t per_slice = (maps.pixels() + kSlices - 1) / kSlices;
-    const int64_t slices = per_slice > 0 ? (maps.pixels() + per_slice - 1) / per_slice : 0;
-    const Tensor partial = torch::stable::new_empty(mean, {slices, maps.channels, 2});
-    T* sums = partial.mutable_data_ptr<T>();
-    if (slices > 0) {
-      SAN_LAUNCH(moments_kernel<T>, blocks_for(slices * maps.channels), kThreads, current_stream(mean), maps,
-                 static_cast<int>(slices), per_slice, sums);
-    }
-    sum_blocks(sums, slices, 2 * maps.channels,
-               PlaceMoments<T>{maps, mean.mutable_data_ptr<T>(), var.mutable_data_ptr<T>()}, current_stream(mean));
-  });
+  with_maps(center, around, f, products, [&](const auto& maps) { forward(maps, mean, var); });
   return {mean, var};
 }
 
@@ -164,11 +176,9 @@ std::tuple<Tensor, Tensor> pair_statistics_backward(const Tensor& grad_mean, con
   const Tensor of_mean = torch::stable::contiguous(grad_mean), of_var = torch::stable::contiguous(grad_var);
   Tensor to_center = torch::stable::new_empty(center, center.sizes());
   Tensor to_around = torch::stable::new_empty(center, center.sizes());
-  with_maps(center, around, f, products, [&]<class T>(const PairMaps<T>& maps) {
+  with_maps(center, around, f, products, [&](const auto& maps) {
     if (to_center.numel() == 0) return;
-    SAN_LAUNCH(gradients_kernel<T>, blocks_for(to_center.numel()), kThreads, current_stream(mean), maps,
-               of_mean.const_data_ptr<T>(), of_var.const_data_ptr<T>(), mean.const_data_ptr<T>(),
-               to_center.mutable_data_ptr<T>(), to_around.mutable_data_ptr<T>());
+    backward(maps, of_mean, of_var, mean, to_center, to_around);
   });
   return {to_center, to_around};
 }
