@@ -4,42 +4,59 @@
 
 namespace san::cuda {
 
-constexpr int kSumColumns = 32, kSumParts = 8;
+constexpr int kSumColumns = 8, kMostSumSlices = 128;
 
 // Where the sums of consecutive columns go.
 template <class T>
 struct Totals {
-  static constexpr int kOutputs = 3;
-  T* data[kOutputs];
-  int64_t size[kOutputs];
+  T* data[2];
+  int64_t size[2];
+
+  __device__ __forceinline__ void operator()(int64_t column, const double* sum) const {
+    const int output = column < size[0] ? 0 : 1;
+    data[output][column - (output == 0 ? 0 : size[0])] = static_cast<T>(*sum);
+  }
 };
 
-// Sums the rows of partial [blocks, columns]. A block takes 32 columns, a thread every 8th row of one of them.
-template <class T>
-__global__ void __launch_bounds__(kSumColumns* kSumParts)
-    sum_kernel(const T* partial, int64_t blocks, int64_t columns, Totals<T> totals) {
-  double* parts = reinterpret_cast<double*>(shared_memory_base());  // [kSumParts, kSumColumns]
-  const int thread = threadIdx.x;
-  int64_t column = int64_t(blockIdx.x) * kSumColumns + thread % kSumColumns;
+// Calls place(column, sum) for a pointer to the sum of each column of partial [rows, columns]; those of an even and the
+// next column lie beside each other. A thread takes every slices-th row of one column.
+//
+// Predicted for SAN10's stage 2 at batch 32 on an H100: reads up to 528 rows of 3 KB, 528 000 additions in float64, 8
+// KB of shared memory; 0.003 ms, of the launch.
+template <class T, class Place>
+__global__ void __launch_bounds__(kSumColumns* kMostSumSlices)
+    sum_kernel(const T* partial, int64_t rows, int64_t columns, Place place) {
+  double* sums = reinterpret_cast<double*>(shared_memory_base());  // one of each thread
+  const int thread = threadIdx.x, slices = blockDim.x / kSumColumns;
+  const int64_t column = int64_t(blockIdx.x) * kSumColumns + thread % kSumColumns;
   double sum = 0;
-  for (int64_t block = thread / kSumColumns; column < columns && block < blocks; block += kSumParts) {
-    sum += partial[block * columns + column];
+  for (int64_t row = thread / kSumColumns; column < columns && row < rows; row += slices) {
+    sum += partial[row * columns + column];
   }
-  parts[thread] = sum;
+  sums[thread] = sum;
+  for (int half = blockDim.x / 2; half >= kSumColumns; half /= 2) {
+    __syncthreads();
+    if (thread < half) sums[thread] += sums[thread + half];
+  }
   __syncthreads();
-  if (thread >= kSumColumns || column >= columns) return;
-  for (int part = 1; part < kSumParts; ++part) sum += parts[part * kSumColumns + thread];
-  for (int output = 0; output < Totals<T>::kOutputs; ++output) {
-    if (column >= 0 && column < totals.size[output]) totals.data[output][column] = static_cast<T>(sum);
-    column -= totals.size[output];
-  }
+  if (thread < kSumColumns && column < columns) place(column, sums + thread);
 }
 
-template <class T, class Stream>
-void sum_blocks(const T* partial, int64_t blocks, int64_t columns, const Totals<T>& totals, Stream stream) {
-  const int grid = static_cast<int>((columns + kSumColumns - 1) / kSumColumns);
-  SAN_LAUNCH_SHARED(sum_kernel<T>, grid, kSumColumns * kSumParts, kSumColumns * kSumParts * sizeof(double), stream,
-                    partial, blocks, columns, totals);
+template <class T, class Place, class Stream>
+void sum_blocks(const T* partial, int64_t rows, int64_t columns, const Place& place, Stream stream) {
+  int slices = 4;
+  while (slices < rows && slices < kMostSumSlices) slices *= 2;
+  const int grid = static_cast<int>((columns + kSumColumns - 1) / kSumColumns), threads = kSumColumns * slices;
+  SAN_LAUNCH_SHARED((sum_kernel<T, Place>), grid, threads, threads * sizeof(double), stream, partial, rows, columns,
+                    place);
+}
+
+// The one in the middle of value(1), value(2) and value(3).
+template <class Value>
+__device__ __forceinline__ auto middle_of_three(const Value& value) {
+  const auto a = value(1), b = value(2), c = value(3);
+  const auto lower = a < b ? a : b, upper = a < b ? b : a;
+  return c < lower ? lower : c < upper ? c : upper;
 }
 
 // Count, mean and sum of squared deviations of some values; those of parts give those of the whole (Chan, Golub,
@@ -91,14 +108,10 @@ __device__ __forceinline__ Moments moments_of(const T* sums, int parts, int chan
   return moments;
 }
 
-// A value near most of value(first) .. value(last - 1), whose squares of distances from it do not cancel: the one in
-// the middle of three, so that one that is unlike the others does no harm.
+// A value near most of value(first) .. value(last - 1).
 template <class Value>
 __device__ __forceinline__ auto typical(int64_t first, int64_t last, const Value& value) {
-  const auto at = [&](int quarter) { return value(first + (last - first) * quarter / 4); };
-  const auto a = at(1), b = at(2), c = at(3);
-  const auto lower = a < b ? a : b, upper = a < b ? b : a;
-  return c < lower ? lower : c < upper ? c : upper;
+  return middle_of_three([&](int quarter) { return value(first + (last - first) * quarter / 4); });
 }
 
 // How many threads of a block can share the work on one channel.
