@@ -30,7 +30,7 @@ from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.nn.kinds import CHANNELS, KINDS, made
 from tests.nn.kinds import gradients as module_gradients
 from tests.ops import cases
-from tests.ops.cuda_cases import error
+from tests.ops.cases import error
 from tests.ops.operators import CASES, OPERATORS, Operator, gradients
 
 
