@@ -71,7 +71,7 @@ def convert(
         save(model, target)
     except ValueError as error:  # CheckpointError is one
         raise UserError(str(error)) from None
-    hidden = released.untold(model.spec) if form == "released" else []
+    hidden = released.unrecorded_overrides(model.spec) if form == "released" else []
     if hidden:
         click.echo(
             f"note: the released format does not store {', '.join(hidden)}; give the missing values as overrides when you "

@@ -30,7 +30,7 @@ from experiments.training.loop import evaluate
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import threads_of
 from san.models import checkpoint, released
-from san.models.spec import Trunk
+from san.models.base import BaseModel
 
 TAKEN = ("recipe.batch_size", "placement.cpus")
 """Overrides besides those of `data` that an evaluation has a use for."""
@@ -52,7 +52,7 @@ class Opened:
     """A classifier, and what its images go through before it sees them."""
 
     path: Path
-    model: Trunk
+    model: BaseModel
     config: TrialConfig
     epoch: int | None = None
     """Whole epochs that a trial has trained it for."""
