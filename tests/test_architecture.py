@@ -25,7 +25,8 @@ DOORS = {
     "mlflow": "experiments/tracking/",
     "click": "experiments/cli/",
     "sklearn": "pipelines/datasets/digits.py",
-    "matplotlib": ("experiments/report/figures.py", "experiments/report/attention.py"),
+    "matplotlib": ("experiments/report/plots.py", "experiments/report/attention_plot.py"),
+    "jinja2": "experiments/report/page.py",
     "pyarrow": "experiments/runs/bucket.py",
     "scipy": "experiments/report/interval.py",
 }

@@ -164,17 +164,18 @@ def robustness(
     """
     from experiments.evaluation.checkpoints import measure_all
     from experiments.evaluation.protocols import PROTOCOLS
-    from experiments.report import robustness as table
+    from experiments.report.data import measurements
+    from experiments.report.tables import protocol_table
     from experiments.runs import is_uri
 
     # An address may hold a `=` behind its `?`, and a file in its name.
     names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]
     overrides = [word for word in checkpoints if word not in names]
-    cells = table.cells(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
+    found = measurements(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+        click.echo(json.dumps([dataclasses.asdict(one) for one in found]))
     else:
-        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{table.as_text(cells)}")
+        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{protocol_table(found).text()}")
 
 
 @click.command()
@@ -220,8 +221,8 @@ def show(
     Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
     from experiments.evaluation.evaluate import open_checkpoint, reach
-    from experiments.report.attention import draw, in_words
-    from experiments.report.show import look, open_image
+    from experiments.report.attention import in_words, look, open_image
+    from experiments.report.attention_plot import save
 
     if pixel is not None and grid is not None:
         raise UserError("both `--pixel` and `--grid`; give only one of these options")
@@ -234,5 +235,5 @@ def show(
         opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))
     attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
-    draw(attention, out)
+    save(attention, out)
     click.echo(f"{out}: {in_words(attention)}")

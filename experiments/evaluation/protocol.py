@@ -39,14 +39,17 @@ class Condition:
     """Names of what is measured: `top1`, `top5`, `success`."""
     measure: Measure
 
+    def metric(self, number: str) -> str:
+        """The name of a number in the tracker."""
+        return f"robustness/{self.key}/{number}"
+
     def metrics(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Numbers under their names in the tracker."""
-        return {f"robustness/{self.key}/{name}": numbers[name] for name in self.numbers}
+        """The numbers by their names in the tracker."""
+        return {self.metric(name): numbers[name] for name in self.numbers}
 
     def found(self, metrics: Mapping[str, float]) -> Numbers:
-        """What a run has of the numbers."""
-        names = {name: f"robustness/{self.key}/{name}" for name in self.numbers}
-        return {name: metrics[key] for name, key in names.items() if key in metrics}
+        """The numbers that a run has."""
+        return {name: metrics[self.metric(name)] for name in self.numbers if self.metric(name) in metrics}
 
 
 @dataclass(frozen=True, slots=True)

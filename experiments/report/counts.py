@@ -12,7 +12,7 @@ from experiments.errors import UserError
 from experiments.grids.config import ModelConfig, merged, model_mistakes
 from experiments.grids.expand import expand, parse_override
 from experiments.grids.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
-from experiments.report.text import aligned
+from experiments.report.tables import Table
 from san.complexity import Part
 
 HEADING = ("model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)")
@@ -80,7 +80,7 @@ def as_text(lines: Iterable[Counted], stages: bool) -> str:
     """Columns lined up for a terminal, without those that are empty; with `stages`, a line for each of them too."""
     rows = [HEADING, *(row for line in lines for row in _rows(line, stages))]
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    return aligned(list(zip(*columns, strict=True)))
+    return Table(list(zip(*columns, strict=True))).text()
 
 
 def _rows(line: Counted, stages: bool) -> Iterator[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import shutil
@@ -32,13 +31,10 @@ from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Turned
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.paper import paper_numbers
 from experiments.grids.transform import transform
-from experiments.report import robustness as table
-from experiments.report.answer import measured as measured_metrics
-from experiments.report.answer import note, robustness_of
+from experiments.report.build import column_metrics as measured_metrics
+from experiments.report.build import measurements_of
 from experiments.runs.workspace import Workspace
-from experiments.tracking import Result
 from experiments.training.job import Job, known_results, open_job
 from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import Trained
@@ -137,62 +133,6 @@ def test_a_containers_limit_counts(limit: str, free: int, tmp_path: Path, monkey
     assert memory.free_memory() == free
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_the_papers_table_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
-    job = open_job(GRIDS / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
-    assert job.grid.robustness == job.grid.table == name
-    columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
-    paper = paper_numbers(name)
-    assert list(paper) == [row.id for row in job.grid.rows]
-    assert all(list(numbers) == columns for numbers in paper.values())
-
-
-def test_the_papers_drops_are_those_that_it_prints() -> None:
-    cells = table.cells(PROTOCOLS["rotation"], {"san19_pairwise": []}, paper_numbers("rotation"))
-    drops = {(cell.condition, cell.number): cell.paper_drop for cell in cells}
-    assert drops["none", "top1"] is None
-    assert drops["cw180", "top1"] == pytest.approx(18.9)
-    assert drops["upside_down", "top5"] == pytest.approx(13.0)
-
-
-def test_a_drop_is_of_the_seeds_that_have_both_numbers() -> None:
-    seeds = [
-        {"none": {"top1": 30.0, "top5": 80.0}, "cw90": {"top1": 20.0, "top5": 70.0}},
-        {"none": {"top1": 80.0, "top5": 99.0}},
-    ]
-    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds})
-    found = {(cell.condition, cell.number): cell for cell in cells}
-    assert (found["none", "top1"].ours, found["cw90", "top1"].ours, found["cw90", "top1"].drop) == (55.0, 20.0, 10.0)
-    lines = [line.split() for line in table.as_text(cells).splitlines()]
-    assert [line[-1] for line in lines if line[0] in ("condition", "none", "cw90", "cw180")] == ["seeds", "2", "1", "0"]
-
-
-def test_a_drop_of_several_seeds_has_an_interval_of_its_own() -> None:
-    """By the differences seed by seed: here they are alike, though the seeds are not."""
-    seeds = [
-        {"none": {"top1": 60.0 + base, "top5": 90.0}, "cw90": {"top1": 40.0 + base - more, "top5": 80.0}}
-        for base, more in ((0.0, 1.0), (10.0, 0.0), (20.0, 2.0))
-    ]
-    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds, "other": seeds[:1]})
-    found = {(cell.row, cell.condition, cell.number): cell for cell in cells}
-    turned = found["row", "cw90", "top1"]
-    assert (turned.drop, turned.drop_half_width) == pytest.approx((21.0, 4.302653 / 3**0.5))
-    assert turned.half_width is not None and turned.half_width > 20
-    assert found["row", "none", "top1"].drop_half_width is None
-    assert found["other", "cw90", "top1"].drop_half_width is None
-
-    told = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
-    lines = {form: table.FORMS[form](cells).splitlines() for form in table.FORMS}
-    (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
-    assert told[0] in line and told[1] in line
-    assert f"| cw90 | row | {told[0]} | {told[1]} |" in "\n".join(lines["markdown"])
-    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in told)) in "\n".join(lines["latex"])
-    (number,) = (
-        row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
-    )
-    assert (float(number["drop"]), float(number["drop_half_width"])) == (turned.drop, turned.drop_half_width)
-
-
 GRID = """
     question: Does it turn?
     table: rotation
@@ -251,7 +191,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
     assert sorted(key for key, _ in here) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
-    unfinished = [cell for cell in robustness_of(job, known_results(job)) if cell.ours is None]
+    unfinished = [cell for cell in measurements_of(job, known_results(job)) if cell.ours is None]
     assert {(cell.row, cell.condition) for cell in unfinished} == {
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
@@ -267,7 +207,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     assert "] not_in_the_paper cw180: top-1 " in err
     results = known_results(job)
     metrics = {trial.row: results[trial.key].metrics for trial in job.trials}
-    found = {(cell.row, cell.condition, cell.number): cell for cell in robustness_of(job, results)}
+    found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(job, results)}
     for row in ("resnet26", "not_in_the_paper"):
         assert found[row, "none", "top1"].ours == metrics[row]["val/top1"]
         turned = found[row, "cw90", "top1"]
@@ -303,32 +243,6 @@ def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
     first = columns.index(turned[0])
     assert columns[first : first + len(turned)] == turned
     assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
-
-
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
-    """Of the paper's grids with several seeds, which are another grid's cells."""
-    job = open_job(GRIDS / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
-    names = [
-        metric
-        for condition in PROTOCOLS[name].conditions
-        for metric in condition.metrics(dict.fromkeys(condition.numbers, 0.0))
-    ]
-    results = {
-        trial.key: Result(
-            "run",
-            True,
-            dict.fromkeys([*names, "val/top1", "val/top5"], 40.0 + 9 * trial.seed),
-            tags={"san.grid": "comparison"},
-            experiment_id="1234567890",
-        )
-        for trial in job.trials
-    }
-    told = note(job, results)
-    assert "18 of 18 in [comparison](#/experiments/1234567890/" in told
-    for condition in PROTOCOLS[name].conditions:
-        for row in job.grid.rows:
-            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in told
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
