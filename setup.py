@@ -48,7 +48,7 @@ setup(
             "pydantic>=2",
             "click",
             "jinja2",
-            "tqdm",
+            "rich",
             "matplotlib",
             "scikit-learn",
             "scipy",

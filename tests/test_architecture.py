@@ -27,6 +27,7 @@ DOORS = {
     "sklearn": "pipelines/datasets/digits.py",
     "matplotlib": ("experiments/report/plots.py", "experiments/report/attention_plot.py"),
     "jinja2": "experiments/report/page.py",
+    "rich": "experiments/training/progress.py",
     "pyarrow": "experiments/runs/bucket.py",
     "scipy": "experiments/report/interval.py",
 }

@@ -110,14 +110,16 @@ def evaluate(
     \b
     Example: san evaluate runs/checkpoints/0123456789ab --split val
     """
-    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
+    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach
     from experiments.grids.transform import transform
+    from experiments.training.progress import counting
 
     with reach(checkpoint, runs) as (path, place):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
-        with shown(len(images), opened.config.recipe.batch_size) as ended:
-            found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+        batches = -(-len(images) // opened.config.recipe.batch_size)
+        with counting("", batches, "batches") as count:
+            found = evaluate_checkpoint(opened, images, transform(opened.config.data), count)
     if place is not None:
         found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:

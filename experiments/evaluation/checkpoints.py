@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.evaluation import evaluate
 from experiments.evaluation.evaluate import CHECKPOINT, Kind, kind_of, open_checkpoint, open_images, reach
 from experiments.evaluation.protocol import Ended, Numbers, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.expand import parse_override
 from experiments.grids.grid import ProtocolName
+from experiments.training.progress import counting
 
 
 def measure_all(
@@ -47,7 +46,11 @@ def measure_all(
         for name, path in paths.items():
             opened = open_checkpoint(path, *fitting[name])  # again: they may be too many for the memory
             images, found = open_images(opened, split), {}
-            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, partial(_shown, name)):
+
+            def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[Ended]:
+                return counting(f"{name} {condition}", -(-images // batch), "batches")
+
+            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
                 found[condition.name] = numbers
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
             ours[name] = [found]
@@ -59,7 +62,3 @@ def _fitting(kind: Kind, kinds: Set[Kind], overrides: Sequence[str], profile: st
     if kind != "released" and "released" in kinds:
         overrides = [text for text in overrides if "model" not in parse_override(text)]
     return overrides, None if kind == "trial" and kinds != {"trial"} else profile
-
-
-def _shown(name: str, condition: str, images: int, batch: int) -> AbstractContextManager[Ended]:
-    return evaluate.shown(images, batch, f"{name} {condition}")

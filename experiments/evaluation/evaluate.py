@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from tqdm import tqdm
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
@@ -34,7 +31,6 @@ from san.models.spec import Trunk
 
 TAKEN = ("recipe.batch_size", "placement.cpus")
 """Overrides besides those of `data` that an evaluation has a use for."""
-SECONDS_BETWEEN_LINES = 10.0
 KEY = "[0-9a-f]{12}"
 """Of a trial."""
 RUN_ID = "[0-9a-f]{32}"
@@ -251,27 +247,6 @@ def evaluation_loader(opened: Opened, images: Dataset, transform: Transform, bat
     torch.set_num_threads(cpus)
     threads, where = threads_of(cpus), available_device()
     return Loader(images, transform, train=False, batch=batch, seed=opened.seed, threads=threads, device=where)
-
-
-@contextmanager
-def shown(images: int, batch: int, what: str = "") -> Iterator[Callable[[], None]]:
-    """Shows how far an evaluation is, with each call of what it yields: a bar on a terminal, lines in a log."""
-    steps, start = -(-images // batch), time.monotonic()
-    if sys.stderr.isatty():
-        with tqdm(total=steps, desc=what or None, unit="batch", dynamic_ncols=True, leave=False) as bar:
-            yield bar.update
-        return
-    done, told = 0, start
-
-    def ended() -> None:
-        nonlocal done, told
-        done += 1
-        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
-            told = time.monotonic()
-            told_of = f"{what}: " if what else ""
-            print(f"[{told - start:4.0f} s] {told_of}{done} of {steps} batches", file=sys.stderr, flush=True)
-
-    yield ended
 
 
 @contextmanager

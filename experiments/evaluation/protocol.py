@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from experiments.errors import UserError
 from experiments.evaluation.evaluate import Opened
-from experiments.evaluation.memory import first_batch
 from experiments.training.device import is_out_of_memory
 from pipelines import Dataset
 
@@ -78,7 +77,9 @@ def measured(
         UserError: memory does not suffice for a single image.
     """
     opened.model.eval().requires_grad_(False)
-    batch = min(first_batch(opened.model, opened.config), len(images))
+    recipe, placement = opened.config.recipe, opened.config.placement
+    # What one worker trained on at once fits, with gradients, on the same hardware.
+    batch = max(min(recipe.batch_size // (placement.workers * recipe.grad_accum_steps), len(images)), 1)
     for condition in conditions:
         numbers = None
         while numbers is None:

@@ -13,7 +13,6 @@ import torch
 
 import san
 from experiments.cli import main
-from experiments.evaluation import evaluate
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
@@ -141,16 +140,6 @@ def test_other_images_than_the_trials_are_told(
     monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
     main()
     assert capsys.readouterr().err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
-
-
-def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with evaluate.shown(5, 2) as ended:
-        ended()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(evaluate, "SECONDS_BETWEEN_LINES", 0.0)
-    with evaluate.shown(5, 2) as ended:
-        ended()
-    assert capsys.readouterr().err == "[   0 s] 1 of 3 batches\n"
 
 
 def test_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:

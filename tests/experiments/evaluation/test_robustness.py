@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import san
 from cluster import Node, Resources
@@ -22,11 +21,9 @@ from experiments.cli import main
 from experiments.cli import run as grids
 from experiments.cli.run import run
 from experiments.errors import UserError
-from experiments.evaluation import evaluate
 from experiments.evaluation.attack import predictions
 from experiments.evaluation.cells import Work, measure
 from experiments.evaluation.evaluate import Opened, evaluate_checkpoint, open_checkpoint, open_images
-from experiments.evaluation.memory import MOST, bytes_kept, first_batch
 from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Turned
@@ -104,33 +101,6 @@ def test_other_errors_are_raised_as_they_are(trained: Trained) -> None:
 
     with pytest.raises(RuntimeError, match="something else"):
         list(measured(opened(trained), open_images(opened(trained)), [Condition("a", "a", ("top1",), broken)], shown))
-
-
-def test_the_first_batch_is_what_memory_holds(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 7, 1), nn.Sigmoid(), nn.Conv2d(7, 2, 1)).requires_grad_(False)
-    kept = bytes_kept(model, 10, torch.device("cpu"))
-    assert kept == 4 * (3 + 7) * 10 * 10  # the image and the sigmoid's result
-    found = opened(trained)
-    assert first_batch(found.model, found.config) == MOST["cpu"]
-    image = bytes_kept(found.model, 24, torch.device("cpu"))
-    monkeypatch.setattr("experiments.evaluation.memory.free_memory", lambda: 60 * image)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert first_batch(found.model, found.config) == 10  # half of it, three times what an image keeps
-    monkeypatch.setattr("os.cpu_count", lambda: 5)
-    assert first_batch(found.model, found.config) == 2
-    monkeypatch.setattr("experiments.evaluation.memory.free_memory", lambda: 0)
-    assert first_batch(found.model, found.config) == 1
-
-
-@pytest.mark.parametrize(("limit", "free"), [("max", 1000), ("700", 500), ("5000", 1000), ("100", 0)])
-def test_a_containers_limit_counts(limit: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.evaluation import memory
-
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("200\n")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    assert memory.free_memory() == free
 
 
 GRID = """
@@ -254,11 +224,10 @@ def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained,
 
 def test_a_cell_tells_on_the_way(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.evaluation.cells.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("experiments.evaluation.protocol.first_batch", lambda model, config: 60)
     told: list[Mapping[str, float]] = []
     job = trained.job
     measure(Work(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), told.append)
-    assert [metrics.get("done") for metrics in told] == [0.5, 1.0, None] * 2
+    assert [metrics.get("done") for metrics in told] == [64 / 120, 1.0, None] * 2
     assert [metrics["condition"] for metrics in told] == [0, 0, 0, 1, 1, 1]
     assert set(told[2]) == {"condition", "robustness/none/top1"}
     assert set(told[5]) == {f"robustness/pgd-epsilon8-step2-n4/{number}" for number in ("success", "top1")} | {"condition"}
@@ -388,10 +357,3 @@ def test_rejects_an_unknown_protocol_in_a_grid(write_grid: Callable[[str], Path]
     path = write_grid("{question: q, robustness: noise, rows: [{id: a, model: {name: resnet26}}]}")
     with pytest.raises(UserError, match=r"robustness: must be 'rotation' or 'attack', not 'noise'"):
         open_job(path, "digits", (), tmp_path)
-
-
-def test_a_log_names_what_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "SECONDS_BETWEEN_LINES", 0.0)
-    with evaluate.shown(5, 2, "net cw90") as ended:
-        ended()
-    assert capsys.readouterr().err == "[   0 s] net cw90: 1 of 3 batches\n"
