@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 MOST_POLLS = 3000
-"""A test looks so often for something that does not appear, 0.1 s apart. A busy browser answers late, so the wait grows with
-the load of the machine."""
+"""Checks of a condition, 0.1 s apart, before a test fails. A busy browser answers each check later, so the wait grows with the
+load of the machine."""
 
 
 class Browser:

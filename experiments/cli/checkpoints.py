@@ -45,7 +45,7 @@ def convert(
     \b
     Example: san convert released.pth san10.pt --name san10_pairwise
     """
-    from experiments.evaluation.evaluate import kind_of, open_checkpoint, reach
+    from experiments.evaluation.evaluate import kind_of, open_checkpoint, resolve_checkpoint
     from experiments.grids.config import merged
     from experiments.grids.expand import parse_override
     from experiments.runs import is_uri
@@ -57,7 +57,7 @@ def convert(
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
     try:
-        with reach(source, runs) as (path, _):
+        with resolve_checkpoint(source, runs) as (path, _):
             if kind_of(path) == "released":
                 fields = merged({}, *map(parse_override, overrides))
                 if "name" in fields:
@@ -110,11 +110,11 @@ def evaluate(
     \b
     Example: san evaluate runs/checkpoints/0123456789ab --split val
     """
-    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach
+    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, resolve_checkpoint
     from experiments.grids.transform import transform
     from experiments.training.progress import counting
 
-    with reach(checkpoint, runs) as (path, place):
+    with resolve_checkpoint(checkpoint, runs) as (path, place):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
         batches = -(-len(images) // opened.config.recipe.batch_size)
@@ -222,7 +222,7 @@ def show(
     \b
     Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
-    from experiments.evaluation.evaluate import open_checkpoint, reach
+    from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
     from experiments.report.attention import in_words, look, open_image
     from experiments.report.attention_plot import save
 
@@ -233,7 +233,7 @@ def show(
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
-    with reach(checkpoint, runs) as (path, _):
+    with resolve_checkpoint(checkpoint, runs) as (path, _):
         opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))
     attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)

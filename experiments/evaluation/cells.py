@@ -1,4 +1,4 @@
-"""Takes the trained cells of a grid through a protocol, on the machines that trained them."""
+"""Measures the trained cells of a grid under a protocol, on the machines that trained them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Report = Callable[[Mapping[str, float]], None]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be measured of a cell."""
+    """The missing measurements of a cell."""
 
     workspace: Workspace
     trial: Trial
     run_id: str
-    """Of its run in the tracker."""
+    """The cell's run in the tracker."""
     protocol: ProtocolName
     missing: tuple[str, ...]
-    """Names of conditions."""
+    """Names of the missing conditions."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Work:
 
 
 def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]) -> dict[str, Work]:
-    """What is to be measured of trained cells after their last epoch, by their keys; of one that has all numbers nothing."""
+    """The missing measurements of trained cells, by key; complete cells are left out."""
     found = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
@@ -56,11 +56,11 @@ def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple
 
 
 def measure(work: Work, report: Report) -> None:
-    """Measures a cell; what is reported is `condition`, its place in `work.conditions`, with its metrics when it is done, and
-    with `done`, a part of 1, on the way.
+    """Measures a cell after its last epoch. Reports contain `condition`, an index into `work.conditions`, and either `done`,
+    the finished fraction, or the metrics of the finished condition.
 
     Raises:
-        UserError: there is no checkpoint that can be used, or no memory.
+        UserError: the checkpoint cannot be used, or memory does not suffice.
         DataError: an image cannot be used.
     """
     workspace, config = work.workspace.on_this_node(), work.trial.config

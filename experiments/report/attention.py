@@ -1,4 +1,4 @@
-"""`san show`: how one attention layer of a network weighs the footprints of some pixels of an image."""
+"""The attention weights of one layer for some pixels of an image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.evaluation.evaluate import Opened, open_images
+from experiments.evaluation.evaluate import LoadedModel, open_images
 from experiments.grids.transform import transform
 from pipelines import DataError, Dataset, Loader
 from pipelines.datasets.check import broken_images
@@ -55,12 +55,12 @@ class Attention:
 
     @property
     def is_signed(self) -> bool:
-        """Whether there is no softmax."""
+        """Whether weights can be negative, because they are not a softmax."""
         return self.kind == "patchwise"
 
     @property
     def channel(self) -> str:
-        """The name of what has its own weights."""
+        """How to call a set of weights: `channel` or `head`."""
         return "head" if self.kind == "scalar" else "channel"
 
     @property
@@ -102,13 +102,13 @@ class Attention:
         return left, top, min(k // 2 - column + W, k) - left, min(k // 2 - row + H, k) - top
 
 
-def open_image(opened: Opened, image: str, split: str | None = None) -> Dataset:
-    """A picture's file, of any kind that DALI decodes; or, where there is none of that name, the image of that number in a
+def open_image(opened: LoadedModel, image: str, split: str | None = None) -> Dataset:
+    """Opens an image file in any format that DALI decodes, or if there is no such file, the image with that number in a
     split (`open_split`).
 
     Raises:
-        UserError: the split has not so many.
-        DataError: there is no such file, or it is no picture, or the split cannot be used.
+        UserError: the number is too large.
+        DataError: the file does not exist or is not an image, or the split cannot be used.
     """
     if os.path.isfile(image) or not image.isdecimal():
         picture = Dataset.of_image(image)
@@ -125,15 +125,15 @@ def open_image(opened: Opened, image: str, split: str | None = None) -> Dataset:
 
 
 def look(
-    opened: Opened, picture: Dataset, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None
+    opened: LoadedModel, picture: Dataset, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None
 ) -> Attention:
-    """The attention weights of one layer for the first image of `picture`, treated as in validation.
+    """Computes the attention weights of one layer for the first image of `picture`, preprocessed as in validation.
 
     Args:
-        pixel: (row, column) of the square that the network sees.
-        grid: where no pixel is given, so many by so many, evenly spread over the image.
-        layer: name or number; by default the last of the first stage that has the network's largest footprint: the largest map
-            of those on which a footprint is wide.
+        pixel: (row, column) in the network's input.
+        grid: number of pixels per side of an even grid, if no pixel is given.
+        layer: name or number. The default is the last layer of the first stage with the largest footprint: of all stages with
+            wide footprints, this one has the largest map.
 
     Raises:
         UserError: no such pixel, grid or layer, or a network without attention.
@@ -169,12 +169,11 @@ def look(
 
 
 def between_channels(weight_GKP: Tensor) -> float:
-    """Percent of the weights' variation over footprint and channels that lies between channels.
+    """Percent of the variance of the weights that is between channels.
 
-    The variation is the sum of squares of what weights differ from their pixel's mean; between channels is what they differ
-    from the mean of the channels at the same place of the footprint. 0: all channels weigh alike, so one map of weights tells
-    everything. 100 (1 - 1/G): they vary as much as each other and do not correlate. 100: their mean is flat and tells nothing.
-    Weights that are all equal have 0.
+    The total is the sum of squared deviations from the mean over footprint and channels; the part between channels has
+    deviations from the mean over channels at each position. The result is 0 if all channels have the same weights,
+    100 (1 - 1/G) if they are uncorrelated with equal variance, and 100 if their mean is constant. Constant weights give 0.
     """
     weight_GKP = weight_GKP.double()
     total = (weight_GKP - weight_GKP.mean((0, 1), keepdim=True)).square().sum()
@@ -182,7 +181,7 @@ def between_channels(weight_GKP: Tensor) -> float:
     return 100 * float(between / total) if total > 0 else 0.0
 
 
-def _layer(opened: Opened, asked: str | None) -> tuple[str, SelfAttention]:
+def _layer(opened: LoadedModel, asked: str | None) -> tuple[str, SelfAttention]:
     layers = {name: module for name, module in opened.model.named_modules() if isinstance(module, SelfAttention)}
     if not layers:
         raise UserError(
@@ -212,7 +211,7 @@ def _map_pixel(pixel: tuple[int, int], size: int, reduction: int) -> tuple[int, 
     if not (0 <= row < size and 0 <= column < size):
         seen = f"outside the model's input of {size} x {size} pixels"
         raise UserError(f"--pixel {row},{column}: {seen}; give a row and a column from 0 to {size - 1}")
-    last = size // reduction - 1  # what pooling leaves over at the border belongs to no pixel of the map
+    last = size // reduction - 1  # pooling drops an incomplete border
     return min(row // reduction, last), min(column // reduction, last)
 
 

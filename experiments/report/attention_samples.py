@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from experiments.evaluation.evaluate import open_checkpoint, open_images, reach
+from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
 from experiments.grids.grid import Trial
 from experiments.report.attention import Attention, look
 from experiments.runs.workspace import Workspace
@@ -56,7 +56,7 @@ def attention_samples(workspace: Workspace, cells: Sequence[tuple[Trial, Result]
 def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
     place = workspace.place(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
     try:
-        with reach(place, workspace.runs) as (path, _):
+        with resolve_checkpoint(place, workspace.runs) as (path, _):
             opened = replace(open_checkpoint(path), config=trial.config)
         images = open_images(opened)
         number = len(images) // 2

@@ -64,8 +64,8 @@ def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, W
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
-    """Prints the table and what is left to do, and writes table, plot and page if the folder is writable. Returns the files,
-    and whether nothing is left to do."""
+    """Prints the table and the unfinished cells, and writes table, plot and page if the folder is writable. Returns the files,
+    and whether all cells are finished."""
     forms = tables(job, results)
     print(f"\n{_caption(job)}\n\n{forms['text']}\n", flush=True)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"

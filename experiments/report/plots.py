@@ -220,7 +220,7 @@ def _draw(axes: Any, chart: Chart) -> dict[str, str]:
             axes.fill_between(xs, [p.low for p in one.points], [p.high for p in one.points], color=color, alpha=0.16, lw=0)
         axes.plot(xs, ys, color=color, ls=dashes, lw=2 if chart.is_curve else 1.4, gid="line")
         marked = one.points
-        if chart.is_curve:  # at places of its own in each third
+        if chart.is_curve:  # one in each third, at a different place for each series
             parts = [(third + (number + 1) / (len(chart.series) + 1)) / 3 for third in range(3)]
             marked = [one.points[int(part * len(one.points))] for part in parts]
         for point in marked:
@@ -299,7 +299,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def as_element(drawn: Any, attributes: str, titles: Mapping[str, str] = MappingProxyType({}), salt: str = "") -> str:
-    """A figure as an SVG element without a style of its own: the page gives the font, and colors are its CSS variables."""
+    """Converts a figure to an SVG element that uses the page's font and CSS variables."""
     import matplotlib
 
     out = io.StringIO()

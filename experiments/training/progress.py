@@ -33,7 +33,7 @@ class Display:
 
     @staticmethod
     def _live(out: TextIO) -> Any:
-        """The place of the bar and rows; None without a terminal that can redraw lines."""
+        """The bar and rows; None without a terminal that can redraw lines."""
         if not out.isatty():
             return None
         from rich.console import Console
@@ -46,7 +46,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Prints a line, above the bar on a terminal."""
-        with suppress(OSError):  # the terminal is gone, which is no reason to stop training
+        with suppress(OSError):  # training goes on without a terminal
             if self.live is not None and self.live.is_started:
                 self.live.console.out(line)
             else:
@@ -81,7 +81,7 @@ class Display:
 
 class Count(Protocol):
     def __call__(self, more: int = 1, note: str = "") -> None:
-        """Adds to what is done; the note, for example `, 2 broken`, is shown after it."""
+        """Adds to the count; the note, for example `, 2 broken`, follows it."""
 
 
 @contextmanager
@@ -185,7 +185,7 @@ class Progress:
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         cell, now = self.cells[key], self.clock()
         cell.report(metrics, now)
-        # Inside epochs, a log gets fewer lines as the cell goes on, down to one a minute.
+        # Lines from inside an epoch become rarer, down to one per minute.
         pause = min(max((now - cell.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
         if self.display.live is None and now - cell.logged >= pause:
             cell.logged = now

@@ -1,4 +1,4 @@
-"""Rotation and attack as protocols: each number is right, kept as it comes, and beside the paper's."""
+"""The protocols for rotation and attack, in grids and for any checkpoints."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from experiments.cli.run import run
 from experiments.errors import UserError
 from experiments.evaluation.attack import predictions
 from experiments.evaluation.cells import Work, measure
-from experiments.evaluation.evaluate import Opened, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.evaluation.evaluate import LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.evaluation.rotation import Turned
+from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
 from experiments.report.build import column_metrics as measured_metrics
@@ -40,8 +40,8 @@ from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 GRIDS = PROJECT_DIR / "experiments" / "grids"
 
 
-@pytest.mark.parametrize("measure", [Turned("rotate90"), Turned("none"), *ATTACKS], ids=str)
-def test_batches_do_not_matter(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
+@pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), *ATTACKS], ids=str)
+def test_results_do_not_depend_on_the_batch_size(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
     found = opened(trained)
     images = open_images(found)
     numbers = [measure(found, images, batch, lambda: None) for batch in (7, 64, 120)]
@@ -49,15 +49,15 @@ def test_batches_do_not_matter(measure: Callable[..., dict[str, float]], trained
 
 
 @pytest.mark.parametrize("manipulation", MANIPULATIONS)
-def test_turned_is_the_accuracy_on_turned_images(manipulation: str, trained: Trained) -> None:
+def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained: Trained) -> None:
     network, pixels, labels, _ = pixels_of(trained)
     answers = predictions(network, MANIPULATIONS[manipulation](pixels))
-    found = Turned(manipulation)(opened(trained), open_images(opened(trained)), 64, lambda: None)
+    found = Rotation(manipulation)(opened(trained), open_images(opened(trained)), 64, lambda: None)
     assert found["top1"] == pytest.approx(100 * (answers == labels).double().mean().item(), abs=1e-9)
     assert found["top5"] >= found["top1"]
 
 
-def test_undisturbed_is_the_trials_validation(trained: Trained) -> None:
+def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
     metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
     for protocol in PROTOCOLS.values():
         numbers = protocol.conditions[0].measure(opened(trained), open_images(opened(trained)), 64, lambda: None)
@@ -72,12 +72,12 @@ def shown(name: str, images: int, batch: int) -> nullcontext[Callable[[], None]]
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=str
 )
 @pytest.mark.parametrize("fits", [10, 0])
-def test_batches_are_halved_where_memory_does_not_suffice(
+def test_halves_the_batch_if_memory_does_not_suffice(
     error: Exception, fits: int, trained: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried = []
 
-    def greedy(opened: Opened, images: object, batch: int, ended: object) -> dict[str, float]:
+    def greedy(opened: LoadedModel, images: object, batch: int, ended: object) -> dict[str, float]:
         tried.append(batch)
         if batch > fits:
             raise error
@@ -95,7 +95,7 @@ def test_batches_are_halved_where_memory_does_not_suffice(
     assert "first: not enough memory for batches of 16 images; continuing with 8" in caplog.text
 
 
-def test_other_errors_are_raised_as_they_are(trained: Trained) -> None:
+def test_does_not_catch_other_errors(trained: Trained) -> None:
     def broken(*_: object) -> dict[str, float]:
         raise RuntimeError("something else")
 
@@ -146,7 +146,7 @@ def job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: 
     return open_job(write_grid(GRID, "turned.yaml"), "digits", (), runs)
 
 
-def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
+def test_grid_measures_only_missing_conditions(
     job: Job, here: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = grids.Watch
@@ -203,7 +203,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
-def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
+def test_mlflow_shows_a_column_for_each_condition(job: Job) -> None:
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     job.tracker.describe("", measured_metrics(job))
     experiment = job.tracker.client.get_experiment_by_name(job.name)
@@ -215,14 +215,14 @@ def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
     assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
 
 
-def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, trained.job.workspace.tracking_uri)
     work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure(work, lambda metrics: None)
 
 
-def test_a_cell_tells_on_the_way(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.evaluation.cells.SECONDS_BETWEEN_LINES", 0.0)
     told: list[Mapping[str, float]] = []
     job = trained.job
@@ -234,7 +234,7 @@ def test_a_cell_tells_on_the_way(trained: Trained, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_command_takes_keys_runs_of_mlflow_and_registered_models(
+def test_command_accepts_keys_run_ids_and_registered_models(
     protocol: Any, trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = trained.job.tracker.results()[trained.job.trials[0].key].run_id
@@ -249,7 +249,7 @@ def test_the_command_takes_keys_runs_of_mlflow_and_registered_models(
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
 
 
-def test_the_command_takes_a_file_of_the_authors(
+def test_command_accepts_released_files(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "released.pth"
@@ -265,7 +265,7 @@ def test_the_command_takes_a_file_of_the_authors(
     assert none == ["none", str(file), f"{wanted.top1:.1f}", "-", f"{wanted.top5:.1f}", "-"]
 
 
-def test_a_profile_is_for_what_tells_no_data(
+def test_profile_applies_only_to_files_without_preprocessing(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial and a file of its weights, beside each other."""
@@ -282,10 +282,10 @@ def test_a_profile_is_for_what_tells_no_data(
 @pytest.mark.parametrize(
     "told", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
 )
-def test_overrides_of_the_model_are_for_the_authors_files(
+def test_model_overrides_apply_only_to_released_files(
     told: list[str], trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial, a file of its weights and one in the authors' form, beside each other; the first two tell their model."""
+    """A trial, a file with its weights, and a released file; only the released file lacks its model."""
     names = [str(trained.folder), str(tmp_path / "ours.pt"), str(tmp_path / "authors.pth")]
     san.save_checkpoint(trained.best.model(), names[1])
     san.save_released_checkpoint(trained.best.model(), names[2])
@@ -303,39 +303,19 @@ def weights(trained: Trained, tmp: Path) -> str:
 
 
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "a model where all tell theirs": (
+    "a model override without a released file": (
         lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
         "weights.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
-    "a profile where all tell their data": (
+    "a profile for a trial": (
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "this checkpoint stores its own preprocessing; ",
     ),
     "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint given; expected a file or folder"),
-    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
-    "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "not a file written by torch.save, or damaged"),
-    "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
-    "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
-    "no such key": (lambda *_: [12 * "0"], "000000000000: no such file, and no cell with this key in "),
     "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given more than once; give each checkpoint once"),
-    "no such split": (lambda trained, _: [str(trained.folder), "--split", "test"], "has no folder test/"),
-    "another number of classes": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "the model has 10 classes, but ",
-    ),
-    "a split without images": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], ": 10 class folders without an image",
-    ),
-    "the second is no checkpoint": (
+    "an invalid second checkpoint": (
         lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot read this file",
     ),
 }  # fmt: skip
-
-
-def images(folder: Path, classes: int, each: int = 1) -> list[str]:
-    for label in range(classes):
-        (folder / "images" / "val" / f"class{label}").mkdir(parents=True)
-        for number in range(each):
-            (folder / "images" / "val" / f"class{label}" / f"{number}.png").write_bytes(b"never decoded here")
-    return ["data.source=folder", f"data.root={folder / 'images'}", "--split", "val"]
 
 
 @pytest.mark.parametrize("what", MISTAKES)

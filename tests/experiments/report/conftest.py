@@ -49,7 +49,7 @@ TOPS = {
 
 @pytest.fixture
 def finished_job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
-    """A grid of five rows and two seeds, of which four rows are finished, one of them with one seed alone."""
+    """Makes a job of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
     def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> Job:
         runs = tmp_path / "runs"
@@ -72,7 +72,7 @@ def finished_job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_d
 
 
 def save_untrained(job: Job, trial: Trial) -> Path:
-    """A checkpoint after the last epoch of a network that never saw an image."""
+    """Writes a final checkpoint with random weights."""
     torch.manual_seed(0)
     config = trial.config
     engine = {"model": config.model.spec().build(10).state_dict(), "average": None, "workers": [{"buffers": [{}]}]}
@@ -87,7 +87,7 @@ def save_untrained(job: Job, trial: Trial) -> Path:
 
 
 def tabled(job: Job, tops: dict[str, float]) -> list[TableRow]:
-    """The table of a job in which the named rows have finished with this top-1."""
+    """The table of a job whose named rows are finished with this top-1."""
     results = {
         trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
         for trial in job.trials

@@ -16,7 +16,7 @@ from PIL import Image
 
 import san
 from experiments.cli import main
-from experiments.evaluation.evaluate import Opened, open_checkpoint
+from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
 from experiments.report.attention import Attention, between_channels, in_words, look, open_image
 from experiments.report.attention_plot import save
 from pipelines import prepare_digits
@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(files: Path, kind: str) -> Opened:
+def opened(files: Path, kind: str) -> LoadedModel:
     return open_checkpoint(files / f"{KINDS[kind]}.pt", (), "digits")
 
 

@@ -117,7 +117,7 @@ def test_interval_of_a_difference() -> None:
     assert found is not None
     assert found.middle == pytest.approx(4.0)
     assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
-    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # no spread is no certainty
+    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not mean certainty
 
 
 def test_overrides_change_flops(small_grid: Path, tmp_path: Path) -> None:

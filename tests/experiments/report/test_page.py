@@ -62,7 +62,7 @@ def test_page_in_a_browser(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Content, without color or a network; screenshots lie in the test's folder."""
+    """The content does not depend on color or a network. Screenshots are in the test's folder."""
     job = finished_job()
     best = next(trial for trial in job.trials if trial.row == "pairwise_5")
     file = save_untrained(job, best)
@@ -128,7 +128,7 @@ def test_page_in_a_browser(
 def test_large_grids_show_only_the_best_rows(
     write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a sentence at curves, labels and commands."""
+    """Notes explain which rows have curves, labels and commands."""
     monkeypatch.setattr(data, "MOST_ROWS", 3)
     rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
     job = open_job(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path)
@@ -201,7 +201,7 @@ def test_protocol_table_and_charts(
     shown: Browser,
     tmp_path: Path,
 ) -> None:
-    """Condition by condition; two of them are measured, of one of two seeds of one of two rows."""
+    """Two conditions are measured, for one of two seeds of one of two rows."""
     job = finished_job(grid=GRID_OF_PROTOCOL.format(protocol))
     run_id = known_results(job)[job.trials[0].key].run_id
     for condition, value in zip(PROTOCOLS[protocol].conditions[:2], (90.0, 80.0), strict=True):
@@ -230,7 +230,7 @@ def test_protocol_table_and_charts(
 
 
 def test_two_seeds_are_listed_instead_of_an_interval(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
-    """Both seeds lose as much, at accuracies that differ."""
+    """The seeds have different accuracies but the same drop."""
     job = finished_job(grid=GRID_OF_PROTOCOL.format("rotation"))
     results = known_results(job)
     for trial in job.trials[:2]:
@@ -253,7 +253,7 @@ def test_two_seeds_are_listed_instead_of_an_interval(finished_job: Callable[...,
 
 
 def test_printed_page_is_light_and_not_cut_off(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
-    """Black on white for a reader of dark pages too, and nothing is cut off."""
+    """Also for readers who prefer dark pages."""
     job = finished_job()
     rotation = {
         metric: 40.0 for condition in PROTOCOLS["rotation"].conditions for metric in map(condition.metric, condition.numbers)

@@ -62,7 +62,7 @@ def seen(code: str, vision: Colour) -> Colour:
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_color_blind_readers_can_distinguish_series(theme: int, vision: str) -> None:
-    """Those of the first three series, of which most charts have no more, better still; markers and dashes differ besides."""
+    """The first three colors differ even more, because most charts have at most three series."""
     colors = [seen(COLORS[f"c{number}"][theme], VISIONS[vision]) for number in range(7)]
     apart = {pair: np.linalg.norm(colors[pair[0]] - colors[pair[1]]) for pair in combinations(range(7), 2)}
     assert min(apart.values()) > 8, min(apart, key=lambda pair: apart[pair])
@@ -70,7 +70,7 @@ def test_color_blind_readers_can_distinguish_series(theme: int, vision: str) -> 
 
 
 def test_labels_avoid_lines() -> None:
-    """Beside a line that rises to the right, on the left."""
+    """Labels of a rising line are on its left."""
     points = [Point(place, place, place, place, f"p{place}", "") for place in range(4)]
     chart = svg(Chart("", "", [Series("a", 0, points)], "x", "y"))
     labels = re.findall(r'<g class="label"><text style="text-anchor: (\w+).*?" x="(\S+)" y="(\S+)">', chart)
