@@ -61,49 +61,57 @@ def _draw(attention: Attention, shown: int, columns: int, width: float, size: fl
     """Draws the image, the pixels in the footprints, mean and spread over channels, the weights by channel and their scale."""
     from matplotlib import colors
 
-    top_side, side = ((width - 2 * GAP - (number - 1) * GAP) / number for number in (4, columns))
-    rows = -(-shown // columns)
-    height = above + HEADING + top_side + rows * (side + HEADING) + BAR + below
+    rows, side = -(-(4 + shown) // columns), (width - GAP) / columns - GAP
+    height = above + rows * (side + HEADING) + BAR + below
     figure = plots.figure(width, height)
-    style: Any = {"fontsize": size, "color": QUIET}
-
-    def axes(row: int, column: int, columns: int, side: float, heading: str) -> Any:
-        bottom = height - above - HEADING - side
-        bottom -= (HEADING + top_side) if row else 0
-        bottom -= (row - 1) * (HEADING + side) if row else 0
-        place = figure.add_axes(((GAP + column * (side + GAP)) / width, bottom / height, side / width, side / height))
-        place.set_title(heading, pad=5, **style)
-        place.set(xticks=[], yticks=[])
+    edges = {
+        "left": GAP / width,
+        "right": 1 - GAP / width,
+        "bottom": (below + BAR) / height,
+        "top": 1 - (above + HEADING) / height,
+    }
+    spaces = {"wspace": GAP / side, "hspace": HEADING / side}
+    places = figure.subplots(rows, columns, squeeze=False, gridspec_kw=edges | spaces).ravel()
+    channels = [f"{attention.channel} {number}" for number in range(shown)]
+    headings = ["image", f"footprint{'s' * (len(attention.pixels) > 1)}", "mean", "spread", *channels]
+    for place in places:
+        place.set(xticks=[], yticks=[], facecolor="none")
         place.spines[:].set_visible(False)
-        return place
+    for place, heading in zip(places, headings, strict=False):
+        place.set_title(heading, pad=5, fontsize=size, color=QUIET)
 
-    limit, K = attention.limit, attention.weight_GKn.shape[1]
+    limit = attention.limit
     # Most weights after a softmax are small, so their colors follow the square root.
     norm = colors.Normalize(-limit, limit) if attention.is_signed else colors.PowerNorm(0.5, 0.0, limit)
     scale = {"cmap": SIGNED if attention.is_signed else WEIGHTS, "norm": norm}
     weight_GKn, spread_Kn = attention.weight_GKn, attention.weight_GKn.std(0)
-    _draw_image(axes(0, 0, 4, top_side, "image"), attention)
+    _draw_image(places[0], attention)
     seen = np.stack([_picture(*footprint) for footprint in zip(*attention.footprints(), strict=True)])
-    _draw_tiles(axes(0, 1, 4, top_side, f"footprint{'s' * (len(attention.pixels) > 1)}"), attention, seen, {})
-    _draw_weights(axes(0, 2, 4, top_side, "mean"), attention, weight_GKn.mean(0), scale)
-    spread = axes(0, 3, 4, top_side, "spread")
-    _draw_weights(spread, attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
-    for number in range(shown):
-        place = axes(1 + number // columns, number % columns, columns, side, f"{attention.channel} {number}")
-        drawn = _draw_weights(place, attention, weight_GKn[number], scale)
+    _draw_tiles(places[1], attention, seen, {})
+    drawn = _draw_weights(places[2], attention, weight_GKn.mean(0), scale)
+    _draw_weights(places[3], attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
+    for place, weight_Kn in zip(places[4:], weight_GKn[:shown], strict=False):
+        _draw_weights(place, attention, weight_Kn, scale)
     bar = figure.add_axes((GAP / width, (below + BAR - 22) / height, 0.45, 8 / height))
     figure.colorbar(drawn, cax=bar, orientation="horizontal").outline.set_visible(False)
-    uniform = {1 / K: f"1/{K} (uniform)"} if limit > 4 / K and not attention.is_signed else {}
+    _mark_scale(bar, attention, size)
+    words = f"spread up to {spread_Kn.max():.2g}"
+    figure.text(1 - GAP / width, (below + BAR - 20) / height, words, ha="right", fontsize=size, color=QUIET)
+    return figure
+
+
+def _mark_scale(bar: Any, attention: Attention, size: float) -> None:
+    limit, K = attention.limit, attention.weight_GKn.shape[1]
+    # Uniform weights are marked where the labels of both ends leave room.
+    uniform = {1 / K: f"1/{K}"} if 4 / K < limit < 36 / K and not attention.is_signed else {}
     ticks = {-limit: f"\N{MINUS SIGN}{limit:.2g}"} if attention.is_signed else {}
     ticks |= {0.0: "0", **uniform, limit: f"{limit:.2g}"}
-    bar.set_xticks(list(ticks), labels=list(ticks.values()), **style)
+    bar.set_xticks(list(ticks), labels=list(ticks.values()), fontsize=size, color=QUIET)
     bar.set_xticks([], minor=True)
     bar.tick_params(length=0)
     first, *_, last = bar.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
-    figure.text(1 - GAP / width, (below + BAR - 20) / height, f"spread up to {spread_Kn.max():.2g}", ha="right", **style)
-    return figure
 
 
 def _legend(attention: Attention, shown: int) -> str:
