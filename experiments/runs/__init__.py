@@ -1,4 +1,4 @@
-"""Where runs are kept when no folder is shared: a bucket, who may write there, and what a node has of it."""
+"""Where runs are kept: the workspace, locks, and a bucket with its leases and each node's working copy."""
 
 from __future__ import annotations
 

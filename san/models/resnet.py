@@ -13,7 +13,7 @@ from torch.nn.functional import relu
 
 from san.models.spec import ModelSpec, Trunk
 from san.nn import GlobalAveragePool
-from san.nn.fusion import is_watched, norm_relu
+from san.nn.fusion import conv_norm, conv_norm_relu
 from san.nn.inputs import check_map
 from san.ops.footprint import check_side
 
@@ -68,10 +68,10 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y = norm_relu(self.bn1, self.conv1(x_NCHW))
-        y = norm_relu(self.bn2, self.conv2(y))
+        y = conv_norm_relu(self.conv1, self.bn1, x_NCHW)
+        y = conv_norm_relu(self.conv2, self.bn2, y)
         identity = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
-        return relu(self.bn3(self.conv3(y)) + identity, inplace=True)
+        return relu(conv_norm(self.conv3, self.bn3, y) + identity, inplace=True)
 
 
 class ResNetTrunk(Trunk):
@@ -105,7 +105,7 @@ class ResNetTrunk(Trunk):
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         """The map after the first convolution, then those of the stages."""
         check_map(x_N3HW, self.conv1, "the input")
-        maps = [norm_relu(self.bn1, self.conv1(x_N3HW), last_use=not is_watched(self.conv1))]
+        maps = [conv_norm_relu(self.conv1, self.bn1, x_N3HW)]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:
             x_NCHW = self.get_submodule(name)(x_NCHW)

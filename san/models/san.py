@@ -18,7 +18,7 @@ from san.nn import (
     SelfAttention,
     SelfAttentionBlock,
 )
-from san.nn.fusion import is_watched, norm_relu
+from san.nn.fusion import conv_norm_relu, norm_relu
 from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
 from san.ops.functional import fuses
@@ -154,9 +154,9 @@ class SANTrunk(Trunk):
     def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_N3HW, self.stem, "the input")
         specialize(x_N3HW)
-        if fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
+        if fuses("pair_weights", x_N3HW):  # the kernels work on channels-last maps
             x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
-        x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=not is_watched(self.stem))
+        x_NCHW = conv_norm_relu(self.stem, self.stem_norm, x_N3HW)
         maps = []
         for stage in self.stages:
             x_NCHW = stage(x_NCHW)

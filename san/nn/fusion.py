@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import conv2d, relu
 from torch.nn.modules.module import _has_any_global_hook
 
 from san.ops import fused as kernels
@@ -183,14 +183,21 @@ def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tenso
         ValueError: it needs batch statistics, but there is only one value per channel.
     """
     assert isinstance(norm, nn.BatchNorm2d)
-    if _uses_batch(norm):
-        _require_several(values)
-        mean, var = (x.double() for x in statistics())
-        if norm.training and norm.track_running_stats:
-            _remember(norm, mean, var, values)
-    else:
-        assert norm.running_mean is not None and norm.running_var is not None
-        mean, var = norm.running_mean.double(), norm.running_var.double()
+    if not _uses_batch(norm):
+        return _running_affine(norm)
+    _require_several(values)
+    mean, var = (x.double() for x in statistics())
+    if norm.training and norm.track_running_stats:
+        _remember(norm, mean, var, values)
+    return _affine(norm, mean, var)
+
+
+def _running_affine(norm: nn.BatchNorm2d) -> Affine:
+    assert norm.running_mean is not None and norm.running_var is not None
+    return _affine(norm, norm.running_mean.double(), norm.running_var.double())
+
+
+def _affine(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor) -> Affine:
     scale = (var + norm.eps).rsqrt()
     if norm.weight is None:
         return Affine(mean, scale, torch.zeros_like(mean))
@@ -210,32 +217,30 @@ def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
     return tuple(map(type, gamma)) == (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (len(gamma) // 3)
 
 
-def norm_relu(norm: nn.Module, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
-    """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
-    if not (fuses("norm_relu", x_NCHW) and _is_channels_last(x_NCHW) and _is_plain_norm(norm)) or is_watched(norm):
-        # Another layer in its place may answer with x itself, and a hook may keep what it saw.
-        is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
-        return relu(norm(x_NCHW), inplace=is_ours)
-    assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None
-    values = x_NCHW.numel() // x_NCHW.shape[1]
-    if norm.training:
-        _require_several(values)
-    dtype = torch.promote_types(x_NCHW.dtype, torch.float32)
-    gain, bias, mean, var = (x.to(dtype) for x in (norm.weight, norm.bias, norm.running_mean, norm.running_var))
-    if last_use and not norm.training and not torch.is_grad_enabled():
-        return kernels.norm_relu_(x_NCHW, gain, bias, mean, var, norm.eps)
-    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, gain, bias, mean, var, norm.training, norm.eps)
-    if norm.training:
-        _remember(norm, mean, var, values)
-    return y_NCHW
+def norm_relu(norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """relu(norm(x))."""
+    # In place only if nobody else holds the norm's output: a hook may keep it, and another kind of norm may return x itself.
+    is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
+    return relu(norm(x_NCHW), inplace=is_ours)
 
 
-def _is_channels_last(x_NCHW: Tensor) -> bool:
-    return x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
+def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map."""
+    if not fuses("pair_weights", x_NCHW) or type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+        y_NCHW: Tensor = norm(conv(x_NCHW))
+        return y_NCHW
+    if is_watched(conv) or is_watched(norm) or _uses_batch(norm) or conv.padding_mode != "zeros":
+        return norm(conv(x_NCHW))
+    dtype = conv.weight.dtype
+    mean, scale, shift = _running_affine(norm)
+    bias = shift - mean * scale if conv.bias is None else shift + (conv.bias - mean) * scale
+    weight = conv.weight * scale[:, None, None, None].to(torch.promote_types(dtype, torch.float32))
+    return conv2d(x_NCHW, weight.to(dtype), bias.to(dtype), conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
-def _is_plain_norm(norm: nn.Module) -> bool:
-    return type(norm) is nn.BatchNorm2d and norm.affine and norm.track_running_stats
+def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """relu(norm(conv(x))), with the norm folded in evaluation."""
+    return relu(conv_norm(conv, norm, x_NCHW), inplace=not (is_watched(conv) or is_watched(norm)))
 
 
 def _require_several(values: int) -> None:

@@ -81,22 +81,6 @@ def patch_linear(
     return u_NEHW
 
 
-def norm_relu(
-    x_NCHW: Tensor, gain: Tensor, bias: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(batch_norm(x)), and the batch's mean and biased variance, [C]; the result has x's memory format."""
-    _load()
-    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), gain, bias, mean, var, training, eps)
-    y_NCHW = y_NHWC.permute(0, 3, 1, 2)
-    return (y_NCHW if _is_channels_last(x_NCHW) else y_NCHW.contiguous()), mean, var
-
-
-def norm_relu_(x_NCHW: Tensor, gain: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """relu(batch_norm(x)) in evaluation, in place of a channels-last x; it has no derivative."""
-    torch.ops.san.norm_relu_(x_NCHW.permute(0, 2, 3, 1), gain, bias, mean, var, eps)
-    return x_NCHW
-
-
 @library.constant
 def _load() -> bool:
     return library.load()
@@ -111,7 +95,3 @@ def _may_use_tf32() -> bool:
 def _channels_last(x_NCHW: Tensor) -> Tensor:
     """[N, H, W, C]: no copy of a map that is channels_last already."""
     return x_NCHW.permute(0, 2, 3, 1).contiguous()
-
-
-def _is_channels_last(x_NCHW: Tensor) -> bool:
-    return x_NCHW.is_contiguous(memory_format=torch.channels_last)

@@ -42,7 +42,6 @@ def load() -> bool:
     _register_pair_covariance()
     _register_pair_weights()
     _register_patch_linear()
-    _register_norm_relu()
     return "cpu" not in missing_parts
 
 
@@ -361,30 +360,3 @@ def _register_patch_linear() -> None:
 
     register_flop_formula(ops.patch_linear)(flops)
     register_flop_formula(ops.patch_linear_backward)(flops_backward)
-
-
-def _register_norm_relu() -> None:
-    ops = torch.ops.san
-
-    @torch.library.register_fake("san::norm_relu")
-    def _(x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), gain.new_empty(gain.shape), bias.new_empty(bias.shape)
-
-    @torch.library.register_fake("san::norm_relu_")
-    def _(*inputs: Any) -> None:
-        pass
-
-    @torch.library.register_fake("san::norm_relu_backward")
-    def _(grad: Tensor, x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), gain.new_empty(gain.shape), bias.new_empty(bias.shape)
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, gain, bias, _, _, ctx.training, ctx.eps = inputs
-        ctx.save_for_backward(x, gain, bias, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *ops.norm_relu_backward(grad, *ctx.saved_tensors, ctx.training, ctx.eps), None, None, None, None
-
-    torch.library.register_autograd("san::norm_relu", backward, setup_context=setup)
-    _refuse_second_derivative("norm_relu")
