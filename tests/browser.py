@@ -95,7 +95,7 @@ class Browser:
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def _next(self, seconds: float | None) -> dict[str, Any] | None:
-        """Records and returns the next message, or None if none arrives in time. Without a time limit, waits until the browser ends."""
+        """Records and returns the next message, or None after `seconds`; waits until the browser ends if `seconds` is None."""
         while b"\0" not in self._read:
             ready, _, _ = select.select([self._answers], [], [], seconds)
             if not ready:

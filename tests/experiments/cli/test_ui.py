@@ -22,7 +22,7 @@ from experiments.cli.run import run
 from experiments.grids.config import PROJECT_DIR
 from experiments.training.job import Job, open_job
 from tests.browser import Browser, browser
-from tests.experiments.drivers import LEFT_OUT, Driver
+from tests.experiments.drivers import LEFT_OUT, PATIENCE, Driver
 from tests.experiments.servers import free_port
 
 GRID = """
@@ -69,7 +69,7 @@ def server(finished: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with closing(occupied(5000)), open(log, "w") as out:
         process = subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
-            limit = time.monotonic() + 90
+            limit = time.monotonic() + PATIENCE
             while (found := re.search(r"^(http://127\.0\.0\.1:\d+)  ", log.read_text(), re.MULTILINE)) is None or not answers(
                 found[1]
             ):
@@ -78,7 +78,7 @@ def server(finished: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             yield Server(found[1], tuple(log.read_text().splitlines()))
         finally:
             os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=PATIENCE) == 0
     assert "Traceback" not in log.read_text()
     assert not answers(found[1])
 
