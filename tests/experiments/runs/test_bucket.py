@@ -376,7 +376,7 @@ def test_what_a_node_could_not_send_counts_where_nobody_went_on_without_it(
 
 @pytest.mark.parametrize(
     ("leave", "come_back", "seconds"),
-    [(ObjectStore.stop, ObjectStore.go_on, 10), (ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1)],
+    [(ObjectStore.stop, ObjectStore.resume, 10), (ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1)],
     ids=["silent", "refusing"],
 )
 def test_a_store_that_is_away_is_waited_for(
