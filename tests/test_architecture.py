@@ -26,7 +26,8 @@ DOORS = {
     "click": "experiments/cli/",
     "sklearn": "pipelines/datasets/digits.py",
     "matplotlib": ("experiments/report/figures.py", "experiments/report/attention.py"),
-    "pyarrow": "experiments/runs/bucket.py",
+    "boto3": "experiments/runs/store.py",
+    "botocore": "experiments/runs/store.py",
     "scipy": "experiments/report/interval.py",
 }
 LAYERS = ("cli", "report", "evaluation", "training", "tracking", "runs", "grids", "errors")

@@ -48,7 +48,7 @@ def convert(
     from experiments.evaluation.evaluate import kind_of, open_checkpoint, reach
     from experiments.grids.config import merged
     from experiments.grids.expand import parse_override
-    from experiments.runs import is_uri
+    from experiments.runs.store import is_uri
     from san.models import checkpoint, released
 
     if is_uri(target):
@@ -165,7 +165,7 @@ def robustness(
     from experiments.evaluation.checkpoints import measure_all
     from experiments.evaluation.protocols import PROTOCOLS
     from experiments.report import robustness as table
-    from experiments.runs import is_uri
+    from experiments.runs.store import is_uri
 
     # An address may hold a `=` behind its `?`, and a file in its name.
     names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]

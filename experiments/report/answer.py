@@ -19,9 +19,10 @@ from experiments.report import figures, table
 from experiments.report import robustness as robust
 from experiments.report.looks import look_at_cells
 from experiments.report.page import CURVES, Answer, page, shown_rows
+from experiments.runs.retry import retry
 from experiments.tracking import Result
 from experiments.tracking.view import runs_page
-from experiments.training.job import Job, is_done, is_finished, patiently, say
+from experiments.training.job import Job, is_done, is_finished, say
 
 LONGEST_NOTE = 5000
 """Characters. MLflow refuses a description of an experiment above 20 000 of them (older servers: 5000), and cuts a run's."""
@@ -70,7 +71,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
         say(f"{folder}: cannot write the table, plot and page ({error.strerror or error})")
         files = []
     for file in files:
-        patiently(functools.partial(job.workspace.keep, file))
+        retry(functools.partial(job.workspace.store.upload, file))
     say(f"browse the runs: {job.kept_there(f'{_command()} ui')}")
     return files, tell_what_is_left(job, results)
 
@@ -98,10 +99,10 @@ def _files(job: Job, results: Mapping[str, Result], forms: Mapping[str, str], fo
         if not job.grid.robustness:
             files.append(folder / "plot.png")
             figures.draw(job.grid.plot, job.trials, lines, job.grid.question, files[-1])
-            say(f"plot: {job.workspace.place(files[-1])}")
+            say(f"plot: {job.workspace.uri(files[-1])}")
         files.append(folder / "report.html")
         files[-1].write_text(_page(job, results), encoding="utf-8")
-        say(f"report: {job.workspace.place(files[-1])}")
+        say(f"report: {job.workspace.uri(files[-1])}")
     return files
 
 
@@ -124,7 +125,7 @@ def _page(job: Job, results: Mapping[str, Result]) -> str:
         if trial.key in results and trial.row in shown:
             run_id = results[trial.key].run_id
             ask = functools.partial(job.tracker.history, run_id)
-            curves[trial.key] = {metric: patiently(functools.partial(ask, metric)) for metric in CURVES}
+            curves[trial.key] = {metric: retry(functools.partial(ask, metric)) for metric in CURVES}
     return page(
         Answer(
             grid=job.grid,

@@ -40,7 +40,7 @@ def look_at_cells(workspace: Workspace, cells: Sequence[tuple[Trial, Result]]) -
 
 
 def _look_at(workspace: Workspace, trial: Trial) -> Look:
-    place = workspace.place(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
+    place = workspace.uri(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
     try:
         with reach(place, workspace.runs) as (path, _):
             opened = replace(open_checkpoint(path), config=trial.config)

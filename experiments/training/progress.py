@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from experiments.training.teller import words
+from experiments.training.reporter import words
 
 if TYPE_CHECKING:
     from cluster.sweep import Outcome

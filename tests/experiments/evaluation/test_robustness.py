@@ -37,6 +37,7 @@ from experiments.grids.transform import transform
 from experiments.report import robustness as table
 from experiments.report.answer import measured as measured_metrics
 from experiments.report.answer import note, robustness_of
+from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
 from experiments.training.job import Job, known_results, open_job
@@ -332,7 +333,7 @@ def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Pa
 
 
 def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path, trained.job.workspace.tracking_uri)
+    workspace = Workspace(LocalStore(tmp_path), trained.job.workspace.tracking_uri)
     work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure(work, lambda metrics: None)

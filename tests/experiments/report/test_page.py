@@ -42,7 +42,7 @@ from experiments.training.metrics import RunningEpoch
 from san import Complexity
 from tests.browser import Browser, browser
 from tests.experiments.report.looks import faults
-from tests.experiments.training.test_training import EPOCH
+from tests.experiments.samples import EPOCH
 
 QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
 GRID = f"""

@@ -1,0 +1,71 @@
+"""Reports of a cell's progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from experiments.runs.store import LocalStore
+from experiments.training import reporter
+from experiments.training.job import Job
+from experiments.training.reporter import Throttle
+from tests.experiments.processes import ended, reports, start, weights
+from tests.experiments.training.test_progress import Clock
+
+
+def test_short_epochs_are_reported_only_at_their_end() -> None:
+    clock = Clock()
+    throttle = Throttle(10, clock)
+    assert throttle.is_due(is_last_step=False)  # the first step
+    throttle.step_done()
+    for seconds, is_last_step, due in (
+        (9, False, False),
+        (0, True, False),
+        (2, False, True),
+        (0, True, True),
+    ):
+        clock.now += seconds
+        assert throttle.is_due(is_last_step) == due
+    throttle.epoch_done()
+    assert not throttle.is_due(is_last_step=False)
+    clock.now += 8
+    throttle.step_done()
+    clock.now += 4  # a long epoch is to be validated, which may take long too
+    assert throttle.is_due(is_last_step=True)
+    assert not throttle.is_due(is_last_step=False)
+
+
+def always() -> None:
+    reporter.SECONDS_BETWEEN_REPORTS = 0.0
+
+
+def never() -> None:
+    reporter.SECONDS_BETWEEN_REPORTS = float("inf")
+
+
+def test_all_workers_report_together_without_changing_the_result(open_small_job: Callable[..., Job]) -> None:
+    """Of three epochs of four steps, with a look after each step and a report after each look, or with hardly any."""
+    job = open_small_job(
+        "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "reliability.check_every_n_steps=1"
+    )
+    often = next(trial for trial in job.trials if trial.row == "resnet26_3")
+    care = often.config.reliability.model_copy(update={"check_every_n_steps": 20})
+    seldom = replace(often, config=often.config.model_copy(update={"reliability": care}))
+    assert seldom.key == often.key
+    quiet = replace(job.workspace, store=LocalStore(job.workspace.runs / "quiet"))
+    assert ended(start(job.workspace, often, 2, body=always)) == [0, 0]
+    assert ended(start(quiet, seldom, 2, body=never)) == [0, 0]
+    for rank in (0, 1):
+        told = [(report["epoch"], report.get("step")) for report in reports(job.workspace, rank)]
+        assert told == [(epoch + (step is None), step) for epoch in range(3) for step in (1, 2, 3, 4, None)]
+        assert [(report["epoch"], report.get("step")) for report in reports(quiet, rank)] == [
+            (0, 1),
+            (1, None),
+            (2, None),
+            (3, None),
+        ]
+        other = weights(quiet, rank)
+        for name, value in weights(job.workspace, rank).items():
+            assert torch.equal(value, other[name]), name
