@@ -35,7 +35,7 @@ setup(
         "san": ["py.typed"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh"],
-        "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "grids/published/*.yaml", "report/page/*.html"],
+        "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "grids/published/*.yaml", "report/*.html"],
     },
     install_requires=["torch>=2.11"],
     extras_require={
@@ -48,7 +48,8 @@ setup(
             "pyyaml",
             "pydantic>=2",
             "click",
-            "tqdm",
+            "jinja2",
+            "rich",
             "matplotlib",
             "scikit-learn",
             "scipy",

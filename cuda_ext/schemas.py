@@ -61,14 +61,6 @@ patch_linear(Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor we
 patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size,
     bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 
-# BatchNorm and ReLU of a map [N, H, W, C]; with `training` of the map's own statistics, else of the given ones -> y, mean, var
-norm_relu(Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) -> (Tensor, Tensor, Tensor)
-# the same in evaluation, in place of x
-norm_relu_(Tensor(a!) x, Tensor gain, Tensor bias, Tensor mean, Tensor var, float eps) -> ()
-# -> gradients of x, gain, bias
-norm_relu_backward(Tensor grad, Tensor x, Tensor gain, Tensor bias, Tensor mean, Tensor var, bool training, float eps) ->
-    (Tensor, Tensor, Tensor)
-
 # Photographs for the network: image n [height, width, 3], uint8, is the part at `origin` of a picture of `extent` pixels, which
 # is resized to `length` and cut to the square at `offset`; `windows` [N, 9] holds these pairs (along the height first) and
 # whether the square is mirrored. out [N, 3, size, size] = pixel * scale + shift, of each channel

@@ -1,4 +1,4 @@
-"""Choosing a row of a registry by name, with one clear sentence where there is none."""
+"""Chooses a row of a registry by name, with one clear error message if there is none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Row = TypeVar("Row")
 
 
 class ChoiceError(ValueError):
-    """A field that holds no name of its registry."""
+    """The value of a field is not a name in its registry."""
 
     def __init__(self, field: str, sentence: str) -> None:
-        super().__init__(field, sentence)  # both, so that it can be sent between processes
+        super().__init__(field, sentence)  # both, so that the exception can be pickled
         self.field = field
 
     def __str__(self) -> str:
@@ -24,7 +24,7 @@ def choose(field: str, name: str, registry: Mapping[str, Row]) -> Row:
     """The row of that name.
 
     Raises:
-        ChoiceError: unknown name, with those that exist.
+        ChoiceError: unknown name; the message lists the names that exist.
     """
     if not isinstance(name, str) or name not in registry:
         near = difflib.get_close_matches(str(name), registry, n=1)

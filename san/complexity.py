@@ -1,13 +1,13 @@
-"""Parameters and FLOPs of a model and of its stages, counted on a copy of it on the meta device: nothing is computed.
+"""Parameters and FLOPs of a model and of its stages, counted on a copy on the meta device without computing anything.
 
-Two counts that are never mixed:
+There are two counts:
 
 - *paper*, the convention of the released code's counter: one per multiply-accumulate of Linear, convolution and aggregation;
   one per output element for a convolution's bias (the classifier's is left out, as there); two per element for an affine
   BatchNorm; one per element for ReLU; one per input element for pooling; one per element of an elementwise relation and of
   p_i - p_j. Softmax, residual additions and the inner products of dot, star and clique are not counted; the inner products of
   the scalar baseline are.
-- *actual*, what the machine does: two FLOPs per multiply-accumulate of matrix products, convolutions and our operators, inner
+- *actual*, the work of the machine: two FLOPs per multiply-accumulate of matrix products, convolutions and our operators, inner
   products included, and five per element of a softmax, from `torch.utils.flop_counter`.
 """
 
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from san import ops
-from san.models.spec import Trunk
+from san.models.base import BaseModel
 from san.nn import ScalarAttention
 from san.ops import library
 
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Complexity:
-    """`params` in numbers; `flops_paper` and `flops_actual` for one image; `stages` adds up to them."""
+    """Parameters, and FLOPs for one image. The numbers of `stages` add up to those of the model."""
 
     params: int
     flops_paper: int
@@ -60,11 +60,11 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
         ValueError: the input is too small for the model's footprints.
     """
     height, width = _height_and_width(input_size)
-    library.load()  # registers the FLOPs of our operators, which come before those of the counter
+    library.load()  # registers the FLOPs of our operators before the counter starts
     meta = copy.deepcopy(model).to("meta").eval()
     image = _image(meta, height, width)
     with (
-        ops.backend("unfused"),  # one that is fused would hide its layers
+        ops.backend("unfused"),  # fused operators would hide the layers that they replace
         torch.no_grad(),
         FlopCounterMode(display=False, custom_mapping=SOFTMAX) as actual,
         _PaperCounter() as paper,
@@ -78,7 +78,7 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
 
 
 def _image(model: nn.Module, height: int, width: int) -> Tensor:
-    """An image that the model can take; RGB and float32 where it does not tell."""
+    """An image with the model's number of channels and dtype."""
     channels = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     return torch.empty(1, channels, height, width, device="meta", dtype=dtype)
@@ -92,7 +92,7 @@ def _height_and_width(input_size: object) -> tuple[int, int]:
 
 
 def _softmax_flops(shape: Any, *args: Any, **options: Any) -> int:
-    """Maximum, difference, exponential, sum and quotient of every element."""
+    """Maximum, difference, exponential, sum and quotient for every element."""
     return 5 * math.prod(shape)
 
 
@@ -100,10 +100,10 @@ SOFTMAX = {torch.ops.aten._softmax: _softmax_flops}
 
 
 class _Parts:
-    """Notes the counters whenever another part of the model starts; what runs between two parts belongs to the earlier one."""
+    """Reads the counters whenever a part of the model starts. Layers that run between two parts count for the earlier one."""
 
     def __init__(self, model: nn.Module, read: Callable[[], tuple[int, int]]) -> None:
-        self.modules = model.parts() if isinstance(model, Trunk) else {"model": [model]}
+        self.modules = model.parts() if isinstance(model, BaseModel) else {"model": [model]}
         self.read = read
         self.started: list[tuple[str, int, int]] = []
         for name, modules in self.modules.items():
@@ -148,7 +148,7 @@ def _per_output(args: tuple[Any, ...], out: Any) -> int:
 
 Counts = dict[str, Callable[[tuple[Any, ...], Any], int]]
 
-# The paper's count for each operator that a model runs; those not listed count nothing.
+# The paper's count of each operator; operators that are not listed count as 0.
 PAPER_COUNTS: Counts = {
     "aten::convolution": _convolution,
     "aten::addmm": _linear,
@@ -163,7 +163,7 @@ PAPER_COUNTS: Counts = {
     "san::dot": _dot,
     "san::aggregation": lambda args, out: out.numel() * args[2] ** 2,
 }
-# What counts inside scalar attention besides: phi_i^T psi_j, and phi_i^T r_{j-i}.
+# Counted in addition inside scalar attention: phi_i^T psi_j and phi_i^T r_{j-i}.
 SCALAR_COUNTS: Counts = {
     "san::dot": lambda args, out: args[0].numel() * args[2] ** 2,
     "aten::bmm": lambda args, out: out.numel() * args[0].shape[2],
@@ -171,7 +171,7 @@ SCALAR_COUNTS: Counts = {
 
 
 class _PaperCounter(TorchDispatchMode):
-    """Sums the paper's counts over every operator that is dispatched."""
+    """Sums the paper's counts of all operators that are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -186,7 +186,7 @@ class _PaperCounter(TorchDispatchMode):
         return out
 
     def watch(self, model: nn.Module) -> None:
-        """Counts by `SCALAR_COUNTS` inside scalar attention."""
+        """Uses `SCALAR_COUNTS` inside scalar attention."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self.counts = PAPER_COUNTS | SCALAR_COUNTS

@@ -1,43 +1,39 @@
 // aggregation and dot, forward and backward. Definition: san/ops/reference.py.
 //
-// Each is the other's derivative, so three kernels serve both: `aggregate` has one thread per output pixel and channel,
-// `gather` one per input pixel and channel, which sums over the outputs that read it, `correlate` one per weight of a
-// row of the footprint, which sums over the channels that share it. No atomics. Tensors have any strides; where
+// Each is the other's derivative, so two kernels serve both: `weighted_sum` has one thread per pixel and channel, which
+// sums over the pixels that it sees or, for a gradient, over those that see it; `correlate` one per weight of a row of
+// the footprint, which sums over the channels that share it. No atomics. Tensors have any strides; where
 // channels and weight channels lie beside each other and their numbers allow, a thread takes 4 or 2 neighbours, and
 // those of two sets of channels with the same weights.
 #include <tuple>
 
-#include "product.cuh"
+#include "mma.cuh"
 #include "window.cuh"
 
 namespace san::cuda {
 namespace {
 
-// The stride of an axis within an image, all of whose offsets are 32-bit integers.
-int stride_of(const Tensor& x, int axis) {
-  int64_t last = 0;
-  for (int other = 1; other < 4; ++other) last += (x.size(other) - 1) * x.stride(other);
-  STD_TORCH_CHECK(last < int64_t(1) << 31, "an image's tensor of shape [", x.size(1), ", ", x.size(2), ", ", x.size(3),
-                  "] is too large: it must span fewer than 2^31 elements");
-  return static_cast<int>(x.stride(axis));
-}
-
-// A map [N, C, P] and weights [N, G, K, P] as they lie in memory.
-struct MapStrides {
+// A map [N, C, H, W] or weights [N, G, K, P] as they lie in memory. Height and width of a map have one stride, as
+// `with_pixel_stride` ensures.
+struct Strides {
   int64_t image;
-  int channel, pixel;
+  int channel, position, pixel;
 
-  // Height and width must have one stride, as `with_pixel_stride` ensures.
-  explicit MapStrides(const Tensor& x)
-      : image(x.stride(0)), channel(stride_of(x, 1)), pixel(stride_of(x, x.size(3) > 1 ? 3 : 2)) {}
-};
-struct WeightStrides {
-  int64_t image;
-  int group, position, pixel;
+  explicit Strides(const Tensor& x) : image(x.stride(0)) {
+    int64_t span = 0;
+    for (int axis = 1; axis < 4; ++axis) span += (x.size(axis) - 1) * x.stride(axis);
+    STD_TORCH_CHECK(span < int64_t(1) << 31, "an image's tensor of shape [", x.size(1), ", ", x.size(2), ", ",
+                    x.size(3), "] is too large: it must span fewer than 2^31 elements");
+    const auto stride = [&](int axis) { return static_cast<int>(x.stride(axis)); };
+    channel = stride(1), position = stride(2), pixel = stride(x.size(3) > 1 ? 3 : 2);
+  }
 
-  explicit WeightStrides(const Tensor& x)
-      : image(x.stride(0)), group(stride_of(x, 1)), position(stride_of(x, 2)), pixel(stride_of(x, 3)) {}
-  bool groups_are_neighbours() const { return group == 1 && pixel != 1; }
+  // Whether so many channels that begin at a multiple of their number can be read at once.
+  template <class scalar_t>
+  bool is_wide(int width, const scalar_t* data) const {
+    return channel == 1 && reinterpret_cast<uintptr_t>(data) % (width * sizeof(scalar_t)) == 0 && image % width == 0 &&
+           position % width == 0 && pixel % width == 0;
+  }
 };
 
 constexpr int kResident = 2;  // blocks per SM that suffice: for more the compiler would spill registers
@@ -75,51 +71,32 @@ __device__ __forceinline__ void store_sums(const T (&sums)[kWidth], scalar_t* to
   rounded.store(to);
 }
 
-// out[c, i] = sum_o weight[c % G, o, i] * beta[c, i + o]
+// out[c, i] = sum_o weight[c % G, o, i] * map[c, i + o], or with kGather for pixel j the sum over all (o, i) that show
+// it of weight[c % G, o, i] * map[c, i]. A thread has kWidth channels, of each of kSets sets with the same weights.
 //
 // Predicted for SAN10's stage 2 at batch 32 (64 channels, 8 weight channels, 56x56, k = 7, float32) on an H100: reads
-// 26 MB of beta and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
-template <int kWidth, int kSets, class scalar_t>
+// 26 MB of the map and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
+template <bool kGather, int kWidth, int kSets, class scalar_t>
 __global__ void __launch_bounds__(kThreads, kResident)
-    aggregate_kernel(const scalar_t* beta, MapStrides in, const scalar_t* weight, WeightStrides at, Sizes sizes,
-                     unsigned threads, scalar_t* out, MapStrides to) {
+    weighted_sum_kernel(const scalar_t* map, Strides in, const scalar_t* weight, Strides at, Sizes sizes,
+                        unsigned threads, scalar_t* out, Strides to) {
   const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
   if (thread >= threads) return;
   const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
   const int c = own.c * kWidth, set = sizes.C / kSets;
-  const scalar_t* values = beta + own.n * in.image + c * in.channel;
-  const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.group + own.i * at.pixel;
+  const scalar_t* values = map + own.n * in.image + c * in.channel;
+  const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.channel + (kGather ? 0 : own.i * at.pixel);
   accumulate_t<scalar_t> sums[kSets][kWidth] = {};
-  for_each_neighbour(sizes.f, own.h, own.w, [&](int o, int j) {
-    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position);
+  const auto add = [&](int o, int other) {
+    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position + (kGather ? other * at.pixel : 0));
     SAN_UNROLL
-    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + j * in.pixel, sums[s]);
-  });
-  SAN_UNROLL
-  for (int s = 0; s < kSets; ++s) {
-    store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
+    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + other * in.pixel, sums[s]);
+  };
+  if constexpr (kGather) {
+    for_each_reader(sizes.f, own.h, own.w, add);
+  } else {
+    for_each_neighbour(sizes.f, own.h, own.w, add);
   }
-}
-
-// out[c, j] = sum over all (o, i) that show pixel j of weight[c % G, o, i] * center[c, i]
-//
-// Predicted as for `aggregate`, whose traffic and products are the same: 0.07 ms.
-template <int kWidth, int kSets, class scalar_t>
-__global__ void __launch_bounds__(kThreads, kResident)
-    gather_kernel(const scalar_t* center, MapStrides in, const scalar_t* weight, WeightStrides at, Sizes sizes,
-                  unsigned threads, scalar_t* out, MapStrides to) {
-  const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
-  if (thread >= threads) return;
-  const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
-  const int c = own.c * kWidth, set = sizes.C / kSets;
-  const scalar_t* values = center + own.n * in.image + c * in.channel;
-  const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.group;
-  accumulate_t<scalar_t> sums[kSets][kWidth] = {};
-  for_each_reader(sizes.f, own.h, own.w, [&](int o, int i) {
-    const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position + i * at.pixel);
-    SAN_UNROLL
-    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + i * in.pixel, sums[s]);
-  });
   SAN_UNROLL
   for (int s = 0; s < kSets; ++s) {
     store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
@@ -135,13 +112,13 @@ constexpr int kShares = 8;  // channels that share a weight in SAN
 // products; no shared memory; 0.07 ms, of memory bandwidth.
 template <int kWidth, bool kKept, class scalar_t>
 __global__ void __launch_bounds__(kThreads)
-    correlate_kernel(const scalar_t* center, MapStrides from, const scalar_t* around, MapStrides in, Sizes sizes,
-                     bool groups_are_fastest, unsigned threads, scalar_t* out, WeightStrides to) {
+    correlate_kernel(const scalar_t* center, Strides from, const scalar_t* around, Strides in, Sizes sizes,
+                     unsigned threads, scalar_t* out, Strides to) {
   const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
   if (thread >= threads) return;
   const Window& f = sizes.f;
   const int packs = sizes.G / kWidth, shares = sizes.C / sizes.G;
-  const Place own(f, thread, packs * f.kernel_size, groups_are_fastest);
+  const Place own(f, thread, packs * f.kernel_size, to.channel == 1 && to.pixel != 1);
   // Of Place's channels, the slower index is the row of the footprint.
   const int dh = own.c / packs, g = (own.c - dh * packs) * kWidth;
   const scalar_t* centers = center + own.n * from.image + g * from.channel + own.i * from.pixel;
@@ -153,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < kShares; ++s) kept[s] = Pack<kWidth, scalar_t>::load(centers + s * from_step);
   }
   const int row = reflect_int(own.h + dh - f.reach(), f.height) * f.width;
-  scalar_t* result = out + own.n * to.image + g * to.group + dh * f.kernel_size * to.position + own.i * to.pixel;
+  scalar_t* result = out + own.n * to.image + g * to.channel + dh * f.kernel_size * to.position + own.i * to.pixel;
   for (int dw = -f.reach(); dw <= f.reach(); ++dw, result += to.position) {
     const scalar_t* seen = values + (row + reflect_int(own.w + dw, f.width)) * in.pixel;
     accumulate_t<scalar_t> sums[kWidth] = {};
@@ -167,22 +144,6 @@ __global__ void __launch_bounds__(kThreads)
     }
     store_sums(sums, result);
   }
-}
-
-// Whether so many channels that begin at a multiple of their number can be read at once.
-template <class scalar_t>
-bool is_wide(int width, const scalar_t* data, int64_t channel, std::initializer_list<int64_t> others) {
-  bool aligned = channel == 1 && reinterpret_cast<uintptr_t>(data) % (width * sizeof(scalar_t)) == 0;
-  for (const int64_t stride : others) aligned = aligned && stride % width == 0;
-  return aligned;
-}
-template <class scalar_t>
-bool is_wide(int width, const scalar_t* data, const MapStrides& at) {
-  return is_wide(width, data, at.channel, {at.image, at.pixel});
-}
-template <class scalar_t>
-bool is_wide(int width, const scalar_t* data, const WeightStrides& at) {
-  return is_wide(width, data, at.group, {at.image, at.position, at.pixel});
 }
 
 // Calls run with the largest number of neighbours that `fits` allows.
@@ -211,31 +172,23 @@ Tensor in_format_of(const Tensor& like, const Tensor& x) {
   return torch::stable::contiguous(x, like.stride(1) == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
 }
 
-// out = aggregate or, with kGather, gather, of a map and weights.
+// out = weighted sum of a map; see weighted_sum_kernel.
 template <class scalar_t, bool kGather>
 void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& sizes, Tensor& out) {
-  const MapStrides in(map), to(out);
-  const WeightStrides at(weight);
+  const Strides in(map), at(weight), to(out);
   const scalar_t *values = map.const_data_ptr<scalar_t>(), *weights = weight.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
   const auto run = [&](auto width, auto sets) {
     constexpr int kWidth = decltype(width)::value, kSets = decltype(sets)::value;
     const int64_t threads_per_image = int64_t(sizes.C / kWidth / kSets) * sizes.f.pixels();
     for_each_part(map.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
-      const scalar_t *source = values + first * in.image, *factors = weights + first * at.image;
-      scalar_t* target = result + first * to.image;
-      if constexpr (kGather) {
-        SAN_LAUNCH((gather_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map), source,
-                   in, factors, at, sizes, threads, target, to);
-      } else {
-        SAN_LAUNCH((aggregate_kernel<kWidth, kSets, scalar_t>), grid_for(threads), kThreads, current_stream(map),
-                   source, in, factors, at, sizes, threads, target, to);
-      }
+      SAN_LAUNCH((weighted_sum_kernel<kGather, kWidth, kSets, scalar_t>), grid_for(threads), kThreads,
+                 current_stream(map), values + first * in.image, in, weights + first * at.image, at, sizes, threads,
+                 result + first * to.image, to);
     });
   };
   const auto fits = [&](int width) {
-    return sizes.G % width == 0 && is_wide(width, values, in) && is_wide(width, weights, at) &&
-           is_wide(width, result, to);
+    return sizes.G % width == 0 && in.is_wide(width, values) && at.is_wide(width, weights) && to.is_wide(width, result);
   };
   with_width(fits, [&](auto width) {
     const bool even = sizes.C / sizes.G % 2 == 0;
@@ -246,8 +199,7 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
 // out [N, G, K, P] = correlate of two maps.
 template <class scalar_t>
 void launch_correlation(const Tensor& center, const Tensor& around, const Sizes& sizes, Tensor& out) {
-  const MapStrides from(center), in(around);
-  const WeightStrides to(out);
+  const Strides from(center), in(around), to(out);
   const scalar_t *centers = center.const_data_ptr<scalar_t>(), *values = around.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
   const auto run = [&](auto width, auto is_kept) {
@@ -256,13 +208,13 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
     const int64_t threads_per_image = int64_t(sizes.G / kWidth) * sizes.f.kernel_size * sizes.f.pixels();
     for_each_part(center.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
       SAN_LAUNCH((correlate_kernel<kWidth, kKept, scalar_t>), grid_for(threads), kThreads, current_stream(center),
-                 centers + first * from.image, from, values + first * in.image, in, sizes, to.groups_are_neighbours(),
-                 threads, result + first * to.image, to);
+                 centers + first * from.image, from, values + first * in.image, in, sizes, threads,
+                 result + first * to.image, to);
     });
   };
   const auto fits = [&](int width) {
-    return sizes.G % width == 0 && is_wide(width, centers, from) && is_wide(width, values, in) &&
-           is_wide(width, result, to);
+    return sizes.G % width == 0 && from.is_wide(width, centers) && in.is_wide(width, values) &&
+           to.is_wide(width, result);
   };
   with_width(fits, [&](auto width) {
     sizes.C / sizes.G == kShares ? run(width, std::true_type()) : run(width, std::false_type());

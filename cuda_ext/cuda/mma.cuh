@@ -7,6 +7,8 @@
 // Tensor cores expect t and t + 4 along the depth; both factors use the other order, which changes no sum. A sum thus
 // is in the layout of a left factor, and products follow each other without shuffles or shared memory.
 #pragma once
+#include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "launch.h"
@@ -109,6 +111,23 @@ __device__ __forceinline__ void multiply(double (&sum)[4], const Operand<double,
   for (int k = 0; k < 2; ++k) {
     mma_m8n8k4_f64(sum[0], sum[1], upper.data[k], right.data[k]);
     mma_m8n8k4_f64(sum[2], sum[3], lower.data[k], right.data[k]);
+  }
+}
+
+// sum += left right, for the right factor's N tiles. Operands are read 8 bytes at once.
+template <int N, class F, class T>
+__device__ __forceinline__ void multiply_all(T (&sum)[N][4], const F& upper, const F& lower, const F* right) {
+  struct Words {
+    Pack<2, uint32_t> pairs[sizeof(F) / 8];
+  };
+  SAN_UNROLL
+  for (int n = 0; n < N; ++n) {
+    Words words;
+    SAN_UNROLL
+    for (size_t k = 0; k < sizeof(F) / 8; ++k) {
+      words.pairs[k] = Pack<2, uint32_t>::load(reinterpret_cast<const uint32_t*>(right + n * kWarp) + 2 * k);
+    }
+    multiply(sum[n], upper, lower, std::bit_cast<F>(words));
   }
 }
 

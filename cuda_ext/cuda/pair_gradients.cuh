@@ -23,10 +23,26 @@ __device__ __forceinline__ void sum_rows(const Team& mine, T* shared, const T (&
     if (mine.member == 0 && mine.row == 0) shared[mine.team * 8 * KD + n / 2 * 8 + mine.pair + n % 2] = sum;
   }
   __syncthreads();
-  for (int channel = threadIdx.x; channel < 8 * KD; channel += kPairThreads) {
+  for (int channel = threadIdx.x; channel < 8 * KD; channel += kThreads) {
     T sum = 0;
     for (int team = 0; team < kWarps / mine.split; ++team) sum += shared[team * 8 * KD + channel];
     out[channel] = sum;
+  }
+}
+
+// Stores the gradients of a team's pixels in KD tiles of channels, from sums of the gradients of a1's argument [KD, 4]
+// and, with kProducts, of their products with the partners [KD, 4].
+template <int KD, bool kProducts, bool kAround, int N, class T>
+__device__ __forceinline__ void store_gradients(const Rows<T, kAround>& rows, const Team& mine, int first_tile,
+                                                const T (&sums)[N], T* grad) {
+  SAN_UNROLL
+  for (int n = 0; n < 4 * KD; ++n) {
+    const int channel = 8 * (first_tile + n / 4) + mine.pair + n % 2;
+    const Pixel<kAround>& pixel = rows.pixels[n % 4 / 2];
+    if (!pixel.exists || channel >= rows.p.d) continue;
+    T value = kAround ? -sums[n] : sums[n];
+    if constexpr (kProducts) value = channel < rows.p.products ? sums[4 * KD + n] : value;
+    grad[int64_t(pixel.index) * rows.p.d + channel] = value;
   }
 }
 
@@ -38,21 +54,21 @@ constexpr int resident_blocks(int tiles) {
 }
 
 // `grad` is of the kernel's own map: [pixels, d], or with kAround [padded pixels, d]. to_shift [blocks, chunks * 8 KD]
-// are partial sums, only without kAround. A block works on chunk `blockIdx.x % chunks` of KD tiles of channels; with
-// kWhole there is one chunk, all tiles.
+// are partial sums, only without kAround. A block works on one chunk of KD tiles of channels; with kWhole there is one
+// chunk, all tiles.
 template <class F, int KD, bool kWhole, bool kProducts, bool kAround, class Source, class T = typename F::Value>
-__global__ void __launch_bounds__(kPairThreads, resident_blocks<F, kAround>(kWhole ? KD : 0))
-    pair_gradient_kernel(Pairs<T> p, Source source, int split, int chunks, T* grad, T* to_shift) {
+__global__ void __launch_bounds__(kThreads, resident_blocks<F, kAround>(kWhole ? KD : 0))
+    pair_gradient_kernel(Pairs<T> p, Source source, Plan plan, T* grad, T* to_shift) {
   T* shared = reinterpret_cast<T*>(shared_memory_base());
-  const int block = kWhole ? blockIdx.x : blockIdx.x / chunks, chunk = kWhole ? 0 : blockIdx.x - block * chunks;
-  const int first = chunk * KD;
-  const Team mine(split);
-  Rows<T, kAround> rows(p, mine, int64_t(block) * (kWarps / split) + mine.team, shared);
+  const Job<kWhole> job(plan);
+  const int chunk = job.chunk, first = chunk * KD;
+  const Team mine(plan.split);
+  Rows<T, kAround> rows(p, mine, int64_t(job.block) * plan.teams() + mine.team, shared);
   // Of the gradients of a1's argument [KD, 4], with kProducts also of their products with the partners [KD, 4].
   T sums[(kProducts ? 8 : 4) * KD] = {};
   Offset offset;
   offset.advance(mine.member, p.kernel_size);
-  for (; offset.position < p.positions(); offset.advance(split, p.kernel_size)) {
+  for (; offset.position < p.positions(); offset.advance(plan.split, p.kernel_size)) {
     rows.move(mine, offset);
     if (kAround && !__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) continue;
     T kept[kWhole ? KD : 1][4];
@@ -88,36 +104,9 @@ __global__ void __launch_bounds__(kPairThreads, resident_blocks<F, kAround>(kWho
   }
   __syncthreads();
   sum_over_team(mine, shared, sums);
-  SAN_UNROLL
-  for (int n = 0; n < 4 * KD; ++n) {
-    const int channel = 8 * (first + n / 4) + mine.pair + n % 2;
-    const Pixel<T, kAround>& pixel = rows.pixels[n % 4 / 2];
-    if (mine.member > 0 || !pixel.exists || channel >= p.d) continue;
-    T value = kAround ? -sums[n] : sums[n];
-    if constexpr (kProducts) value = channel < p.products ? sums[4 * KD + n] : value;
-    grad[int64_t(pixel.index) * p.d + channel] = value;
-  }
+  if (mine.member == 0) store_gradients<KD, kProducts>(rows, mine, first, sums, grad);
   if constexpr (!kAround) {
-    sum_rows<KD>(mine, shared, sums, to_shift + (int64_t(block) * chunks + chunk) * 8 * KD);
-  }
-}
-
-// padded [images, padded height, padded width, channels] -> [images, height, width, channels], each pixel with its
-// mirror images.
-template <class T>
-__global__ void fold_kernel(const T* padded, Footprint f, int channels, int64_t elements, T* out) {
-  SAN_FOR_EACH(index, elements) {
-    const int pixel = static_cast<int>(index / channels), channel = static_cast<int>(index - int64_t(pixel) * channels);
-    const int height = static_cast<int>(f.height), width = static_cast<int>(f.width);
-    const int row = pixel / width, image = row / height;
-    T sum = 0;
-    for_each_image(row - image * height, height, f.reach(), [&](int64_t h) {
-      for_each_image(pixel - row * width, width, f.reach(), [&](int64_t w) {
-        const int64_t line = image * f.padded_height() + h + f.reach();
-        sum += padded[(line * f.padded_width() + w + f.reach()) * channels + channel];
-      });
-    });
-    out[index] = sum;
+    sum_rows<KD>(mine, shared, sums, to_shift + (int64_t(job.block) * plan.chunks + chunk) * 8 * KD);
   }
 }
 
@@ -130,36 +119,24 @@ struct PairGradients {
         shift(torch::stable::new_zeros(shift, shift.sizes())) {}
 };
 
-// Returns the number of blocks, whose partial sums for shift are written to memory that is taken from `work`.
-template <class F, int KD, bool kWhole, bool kProducts, bool kAround, class Source, class T>
-int launch_pair_gradient(PairWork<T>& work, const Source& source, T* grad, T*& to_shift) {
-  const Pairs<T>& p = work.pairs;
-  const int64_t groups = ((kAround ? p.padded_pixels() : p.pixels()) + 15) / 16;
-  const int chunks = (p.tiles + KD - 1) / KD, split = split_for(groups, p.positions(), p.tiles);
-  const int blocks = static_cast<int>((groups * split + kWarps - 1) / kWarps);
-  const size_t sums = size_t(kWarps / 2) * 8 * KD * kWarp * sizeof(T);
-  const size_t bytes = std::max(Rows<T, kAround>::bytes(p, split), sums);
-  check_shared_memory(bytes, p.d);
-  if (!kAround) to_shift = work.template take<T>(int64_t(blocks) * chunks * 8 * KD);
-  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, KD, kWhole, kProducts, kAround, Source>), blocks * chunks, kPairThreads,
-                    bytes, work.stream(), p, source, split, chunks, grad, to_shift);
-  return blocks;
-}
-
 // Writes the gradients of a problem that is not empty. With kWhole all channels lie in KD tiles; without kProducts none
 // is a product.
-template <class F, int KD, bool kWhole, bool kProducts, class Source, class T>
-void pair_gradients(PairWork<T>& work, const Footprint& f, const Source& source, PairGradients& out) {
+template <int KD, bool kWhole, bool kProducts, class F, class Source>
+void pair_gradients(PairWork<F>& work, const Footprint& f, const Source& source, PairGradients& out) {
+  using T = typename F::Value;
   const Pairs<T>& p = work.pairs;
-  T* to_shift = nullptr;
-  const int blocks = launch_pair_gradient<F, KD, kWhole, kProducts, false>(
-      work, source, out.center.template mutable_data_ptr<T>(), to_shift);
-  const int64_t channels = (p.tiles + KD - 1) / KD * 8 * KD;
-  Parts<T> parts{};
-  parts.parts[0] = {out.shift.template mutable_data_ptr<T>(), 1, p.d, static_cast<int>(channels), 0, channels};
-  work.total(to_shift, blocks, parts);
-  T* padded = work.template take<T>(p.padded_pixels() * p.d);
-  launch_pair_gradient<F, KD, kWhole, kProducts, true>(work, source, padded, to_shift);
+  const int chunks = (p.tiles + KD - 1) / KD;
+  const Plan plan(p, (p.pixels() + 15) / 16, 1, chunks), padded_plan(p, (p.padded_pixels() + 15) / 16, 1, chunks);
+  const auto bytes = [&](const Plan& some) { return work.shared_bytes(some, Rows<T, false>::bytes(p), 8 * KD); };
+  const int64_t channels = int64_t(chunks) * 8 * KD;
+  T *to_shift = work.take(plan.blocks * channels), *padded = work.take(p.padded_pixels() * p.d);
+  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, KD, kWhole, kProducts, false, Source>), plan.blocks * chunks, kThreads,
+                    bytes(plan), work.stream(), p, source, plan, out.center.template mutable_data_ptr<T>(), to_shift);
+  const Part<T> part{out.shift.template mutable_data_ptr<T>(), 1, p.d, static_cast<int>(channels), 0, channels};
+  sum_blocks(to_shift, plan.blocks, channels, part, work.stream());
+  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, KD, kWhole, kProducts, true, Source>), padded_plan.blocks * chunks,
+                    kThreads, bytes(padded_plan), work.stream(), p, source, padded_plan, padded,
+                    static_cast<T*>(nullptr));
   const int64_t elements = p.pixels() * p.d;
   SAN_LAUNCH(fold_kernel<T>, blocks_for(elements), kThreads, work.stream(), padded, f, p.d, elements,
              out.around.template mutable_data_ptr<T>());

@@ -13,7 +13,7 @@ struct Layers {
   int weights = 0;   // weight channels
   int chunks = 0;    // of KE tiles of hidden channels; 0 without a hidden layer
   int depth2 = 0;    // tiles of depth of the product with `weight2`
-  const F* weight1;  // packed, see PairWork::pack
+  const F* weight1;  // packed, see Workspace::pack
   const F* weight2;  // packed; what for, the kernel decides
   const T* shift2;   // [chunks * 8 KE]
 
@@ -26,55 +26,57 @@ struct Layers {
   }
 };
 
-// sum += left right, for the right factor's N tiles.
-template <int N, class F, class T>
-__device__ __forceinline__ void multiply_all(T (&sum)[N][4], const F& upper, const F& lower, const F* right) {
-  SAN_UNROLL
-  for (int n = 0; n < N; ++n) multiply(sum[n], upper, lower, right[n * kWarp]);
-}
+// One call of pair_weights. `G` weight channels of `depth` hidden ones, or without a hidden layer of relation channels.
+template <class F>
+class LayerWork : public PairWork<F> {
+ public:
+  using T = typename F::Value;
+  const int E, G, depth;
 
-struct LayerTensors {
-  Tensor weight1, shift2, weight2;
-  int hidden, weights;
+  LayerWork(const PairWork<F>& pairs, const Tensor& weight1, const Tensor& shift2, const Tensor& weight2)
+      : PairWork<F>(pairs),
+        E(static_cast<int>(weight1.size(0))),
+        G(static_cast<int>(weight2.size(0))),
+        depth(static_cast<int>(weight2.size(1))),
+        weight1_(this->keep(weight1)),
+        weight2_(this->keep(weight2)),
+        shift2_(shift2) {}
 
-  LayerTensors(const Tensor& weight1, const Tensor& shift2, const Tensor& weight2)
-      : weight1(torch::stable::contiguous(weight1)),
-        shift2(torch::stable::contiguous(shift2)),
-        weight2(torch::stable::contiguous(weight2)),
-        hidden(static_cast<int>(weight1.size(0))),
-        weights(static_cast<int>(weight2.size(0))) {}
+  // The first layer in chunks of KE tiles.
+  template <int KE>
+  Layers<F> first_layer() {
+    Layers<F> layers{};
+    layers.weights = G;
+    if constexpr (KE > 0) {
+      layers.chunks = (E + 8 * KE - 1) / (8 * KE);
+      layers.weight1 = this->pack({weight1_, E, this->pairs.d, this->pairs.d, 1}, KE, this->pairs.tiles);
+      layers.shift2 = this->pad(shift2_, {1, 1, 1}, layers.chunks * KE);
+    }
+    return layers;
+  }
+  // Right factors whose rows are inputs of a layer.
+  const F* transposed1(int wide, int tiles) {
+    return this->pack({weight1_, this->pairs.d, E, 1, this->pairs.d}, wide, tiles);
+  }
+  const F* transposed2(int wide, int tiles) { return this->pack({weight2_, depth, G, 1, depth}, wide, tiles); }
+  // Right factors whose rows are weight channels, times `factor`.
+  const F* second_layer(double factor, int wide, int tiles) {
+    return this->pack({weight2_, G, depth, depth, 1, 1, factor}, wide, tiles);
+  }
+
+ private:
+  const T *weight1_, *weight2_;
+  const Tensor shift2_;
 };
 
-// The first layer in chunks of KE tiles.
-template <class F, int KE, class weight_t, class T>
-Layers<F> first_layer(PairWork<T>& work, const LayerTensors& tensors) {
-  Layers<F> layers{};
-  layers.weights = tensors.weights;
-  if constexpr (KE > 0) {
-    const int E = tensors.hidden, d = work.pairs.d;
-    layers.chunks = (E + 8 * KE - 1) / (8 * KE);
-    const Matrix<weight_t> weight1{tensors.weight1.const_data_ptr<weight_t>(), E, d, d, 1};
-    layers.weight1 = work.template pack<F>(weight1, KE, work.pairs.tiles);
-    layers.shift2 = work.pad(tensors.shift2, {1, 1, 1}, layers.chunks * KE);
+// Calls run with a zero of the type of the attention weights: the maps', or a half type beside float32.
+template <class T, class Run>
+void with_weight_type(ScalarType type, const Run& run) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (type == ScalarType::Half) return run(torch::headeronly::Half());
+    if (type == ScalarType::BFloat16) return run(torch::headeronly::BFloat16());
   }
-  return layers;
-}
-
-// Calls run with an operand type and a zero of the weights' type. Half types are rounded to TF32, which holds them.
-template <class Run>
-void with_pair_types(const Tensor& center, const Tensor& weight, bool tf32, const Run& run) {
-  using torch::headeronly::BFloat16;
-  using torch::headeronly::Half;
-  switch (weight.scalar_type()) {
-    case ScalarType::Double:
-      return run(Operand<double, true>(), double());
-    case ScalarType::Half:
-      return run(Operand<float, false>(), Half());
-    case ScalarType::BFloat16:
-      return run(Operand<float, false>(), BFloat16());
-    default:
-      return tf32 ? run(Operand<float, false>(), float()) : run(Operand<float, true>(), float());
-  }
+  run(T());
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ __device__ __forceinline__ void merge_over_team(const Team& mine, T* shared, Sof
   SAN_UNROLL
   for (int n = 0; n < N; ++n) {
     softmax[n] = {};
+    SAN_ROLLED
     for (int member = 0; member < mine.split; ++member) {
       const Softmax<T> other = states[(member * N + n) * kWarp];
       softmax[n].add(other.most, other.sum);
@@ -66,22 +67,22 @@ __device__ __forceinline__ void logits_of(const Layers<F>& layers, const Team& m
 
 // Two passes over the pairs of 16 pixels: the first finds maxima and sums, the second computes the same z again and
 // writes w [pixels, K, G]. Computing twice costs less than writing z, reading it and writing w. weight2 carries
-// log2(e). A block computes chunk `blockIdx.x % chunks` of KG tiles of the weight channels.
+// log2(e). A block computes one chunk of KG tiles of the weight channels.
 //
 // SAN's second stage at batch 32, 4.9 million pairs, TF32: 16 mma and about 280 instructions for 16 pairs, 24 KB of
 // shared memory; reads 20 MB, writes 157 MB (79 MB in half types). Predicted for an H100, at half of its issue rate:
-// 185 us.
+// 190 us.
 template <class F, int KE, int KG, int KT, class out_t, class T = typename F::Value>
-__global__ void __launch_bounds__(kPairThreads, 1)
-    pair_weights_kernel(Pairs<T> p, Layers<F> layers, int split, int chunks, out_t* w) {
+__global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs<T> p, Layers<F> layers, Plan plan, out_t* w) {
   T* shared = reinterpret_cast<T*>(shared_memory_base());
-  const int block = blockIdx.x / chunks, chunk = blockIdx.x - block * chunks, G = layers.weights;
-  const Team mine(split);
-  Rows<T, false> rows(p, mine, int64_t(block) * (kWarps / split) + mine.team, shared);
+  const Job<false> job(plan);
+  const int G = layers.weights, chunk = job.chunk;
+  const Team mine(plan.split);
+  Rows<T, false> rows(p, mine, int64_t(job.block) * plan.teams() + mine.team, shared);
   const auto visit_all = [&](const auto& visit) {
     Offset offset;
     offset.advance(mine.member, p.kernel_size);
-    for (; offset.position < p.positions(); offset.advance(split, p.kernel_size)) {
+    for (; offset.position < p.positions(); offset.advance(plan.split, p.kernel_size)) {
       rows.move(mine, offset);
       T z[KG][4] = {};
       logits_of<KE, KG, KT>(layers, mine, chunk, p.tiles, [&](int c, T(&a1)[4]) { rows.activate(c, a1); }, z);
@@ -93,14 +94,14 @@ __global__ void __launch_bounds__(kPairThreads, 1)
     SAN_UNROLL
     for (int n = 0; n < 4 * KG; ++n) softmax[n].add(z[n / 4][n % 4]);
   });
-  merge_over_team(mine, shared + Rows<T, false>::bytes(p, split) / sizeof(T), softmax);
+  merge_over_team(mine, shared + plan.teams() * Rows<T, false>::bytes(p) / sizeof(T), softmax);
   SAN_UNROLL
   for (int n = 0; n < 4 * KG; ++n) softmax[n].most += std::log2(softmax[n].sum);
   const int channel = chunk * 8 * KG + mine.pair;
   visit_all([&](int position, const T(&z)[KG][4]) {
     SAN_UNROLL
     for (int n = 0; n < 2 * KG; ++n) {
-      const Pixel<T, false>& pixel = rows.pixels[n % 2];
+      const Pixel<false>& pixel = rows.pixels[n % 2];
       const int first = channel + n / 2 * 8;
       if (!pixel.exists || first >= G) continue;
       Pack<2, out_t> two;
@@ -119,40 +120,33 @@ __global__ void __launch_bounds__(kPairThreads, 1)
   });
 }
 
-template <class F, int KE, int KG, int KT, class weight_t, class T>
-void weights_of(PairWork<T>& work, const LayerTensors& tensors, Tensor& w) {
+template <int KE, int KG, int KT, class out_t, class F>
+void weights_of(LayerWork<F>& work, out_t* w) {
+  using T = typename F::Value;
   const Pairs<T>& p = work.pairs;
-  const int64_t groups = (p.pixels() + 15) / 16;
-  const int E = tensors.hidden, G = tensors.weights, chunks = (G + 8 * KG - 1) / (8 * KG);
-  Layers<F> layers = first_layer<F, KE, weight_t>(work, tensors);
+  Layers<F> layers = work.template first_layer<KE>();
   layers.depth2 = KE > 0 ? layers.chunks * KE : p.tiles;
   constexpr double kLog2e = 1.4426950408889634;
-  const int depth = E > 0 ? E : p.d;
-  const Matrix<weight_t> weight2{tensors.weight2.const_data_ptr<weight_t>(), G, depth, depth, 1, kLog2e};
-  layers.weight2 = work.template pack<F>(weight2, KG, layers.depth2);
-  const int split = split_for(groups * chunks, p.positions(), p.tiles);
-  const size_t states = split > 1 ? kWarps * 4 * KG * kWarp * sizeof(Softmax<T>) : 0;
-  const size_t bytes = Rows<T, false>::bytes(p, split) + states;
-  check_shared_memory(bytes, p.d);
-  const int blocks = static_cast<int>((groups * split + kWarps - 1) / kWarps) * chunks;
-  SAN_LAUNCH_SHARED((pair_weights_kernel<F, KE, KG, KT, weight_t>), blocks, kPairThreads, bytes, work.stream(), p,
-                    layers, split, chunks, w.mutable_data_ptr<weight_t>());
+  layers.weight2 = work.second_layer(kLog2e, KG, layers.depth2);
+  work.prepare();
+  const Plan plan(p, (p.pixels() + 15) / 16, 1, (work.G + 8 * KG - 1) / (8 * KG));
+  const size_t states = plan.split > 1 ? plan.split * 4 * KG * kWarp * sizeof(Softmax<T>) : 0;
+  const size_t bytes = work.shared_bytes(plan, Rows<T, false>::bytes(p) + states, 0);
+  SAN_LAUNCH_SHARED((pair_weights_kernel<F, KE, KG, KT, out_t>), plan.blocks * plan.jobs(), kThreads, bytes,
+                    work.stream(), p, layers, plan, w);
 }
 
-template <class F, class weight_t, class T>
-void choose(PairWork<T>& work, const LayerTensors& tensors, Tensor& w) {
-  const int tiles = work.pairs.tiles, E = tensors.hidden, G = tensors.weights;
-  if (E == 0) {
-    if (G <= 8) return weights_of<F, 0, 1, 0, weight_t>(work, tensors, w);
-    return weights_of<F, 0, 4, 0, weight_t>(work, tensors, w);
-  }
-  if constexpr (std::is_same_v<T, double>) {
-    return weights_of<F, 2, 1, 0, weight_t>(work, tensors, w);
+template <class out_t, class F>
+void choose(LayerWork<F>& work, out_t* w) {
+  [[maybe_unused]] const int tiles = work.pairs.tiles, E = work.E, G = work.G;
+  if (E == 0) return G <= 8 ? weights_of<0, 1, 0>(work, w) : weights_of<0, 4, 0>(work, w);
+  if constexpr (std::is_same_v<typename F::Value, double>) {
+    weights_of<2, 1, 0>(work, w);
   } else {
-    if (tiles == 1 && E <= 8 && G <= 8) return weights_of<F, 1, 1, 1, weight_t>(work, tensors, w);
-    if (tiles == 3 && E <= 16 && G <= 8) return weights_of<F, 2, 1, 3, weight_t>(work, tensors, w);
-    if (tiles == 5 && E <= 32 && G <= 16) return weights_of<F, 4, 2, 5, weight_t>(work, tensors, w);
-    return weights_of<F, 8, 4, 0, weight_t>(work, tensors, w);
+    if (tiles == 1 && E <= 8 && G <= 8) return weights_of<1, 1, 1>(work, w);
+    if (tiles == 3 && E <= 16 && G <= 8) return weights_of<2, 1, 3>(work, w);
+    if (tiles == 5 && E <= 32 && G <= 16) return weights_of<4, 2, 5>(work, w);
+    weights_of<8, 4, 0>(work, w);
   }
 }
 
@@ -161,13 +155,13 @@ Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& sh
   const Footprint f = check_pairs(center, around, shift1, kernel_size, products);
   check_pair_layers(center, weight1, shift2, weight2);
   const OperatorGuard guard("pair_weights", center);
-  const LayerTensors tensors(weight1, shift2, weight2);
   Tensor w = torch::stable::new_empty(weight2, {center.size(0), f.pixels(), f.positions(), weight2.size(0)});
   if (w.numel() > 0) {
-    with_pair_types(center, weight2, tf32, [&](auto operand, auto weight) {
+    with_operand(center.scalar_type(), weight2.scalar_type(), tf32, [&](auto operand) {
       using F = decltype(operand);
-      PairWork<typename F::Value> work(center, around, shift1, f, products);
-      choose<F, decltype(weight)>(work, tensors, w);
+      LayerWork<F> work({center, around, shift1, f, products}, weight1, shift2, weight2);
+      with_weight_type<typename F::Value>(weight2.scalar_type(),
+                                          [&](auto zero) { choose(work, w.mutable_data_ptr<decltype(zero)>()); });
     });
   }
   return torch::stable::transpose(w, 1, 3);

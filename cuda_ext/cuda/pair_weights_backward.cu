@@ -56,13 +56,14 @@ template <class T>
 struct LogitGradients {
   const T* data;
   int pitch, tiles;  // channels, and tiles of 8 of them
+  int missing;       // index of the zeros behind the last pixel
 
   __device__ __forceinline__ const T* at(const Pairs<T>& p, int pixel, const Offset& offset) const {
     const int bytes = pitch * static_cast<int>(sizeof(T));
     return row_at(row_at(data, pixel, p.positions() * bytes), offset.position, bytes);
   }
-  __device__ __forceinline__ const T* at(const Pairs<T>& p, const Pixel<T, false>& pixel, const Offset& offset) const {
-    return at(p, pixel.exists ? pixel.index : static_cast<int>(p.pixels()), offset);
+  __device__ __forceinline__ const T* at(const Pairs<T>& p, const Pixel<false>& pixel, const Offset& offset) const {
+    return at(p, pixel.exists ? pixel.index : missing, offset);
   }
   __device__ __forceinline__ Pack<2, T> two(const T* pair, int channel) const {
     return channel < pitch ? Pack<2, T>::load(pair + channel) : Pack<2, T>{};
@@ -138,9 +139,27 @@ __device__ __forceinline__ void hidden_columns(const LogitGradients<T>& gz, cons
 // Where a block's partial sums of the weights' gradients lie: [strips * 16, chunks * 8 KD] of the layer behind a1, then
 // with a hidden layer [chunks * 16 KG, strips * 16] of weight2 and [strips * 16] of shift2.
 struct Partial {
-  int strips, chunks, pitch;
+  int pitch;
   int64_t weight2, shift2, size;
 };
+
+// Stores a block's sums of the products [KD, 4] and, with a hidden layer, [KG, 2, 4], and of shift2 [2].
+template <int KD, int KG, int N, class T>
+__device__ __forceinline__ void store_weight_sums(const Team& mine, const Plan& plan, const Job<false>& job,
+                                                  const Partial& layout, const T (&sums)[N], T* partial) {
+  T* out = partial + job.block * layout.size;
+  store_sums<1, KD>(mine, sums, 0, out + int64_t(job.strip) * 16 * layout.pitch + job.chunk * KD * 8, layout.pitch);
+  if constexpr (KG > 0) {
+    const int pitch = plan.strips * 16;
+    T* to_weight2 = out + layout.weight2 + int64_t(job.chunk) * KG * 16 * pitch + job.strip * 16;
+    store_sums<KG, 2>(mine, sums, 4 * KD, to_weight2, pitch);
+    if (job.chunk > 0) return;
+    SAN_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      store_row_sums(mine, sums[4 * KD + 8 * KG + n], out + layout.shift2 + job.strip * 16 + n * 8);
+    }
+  }
+}
 
 // Sums over pairs for the gradients of the weights. Pairs are the depth of these products, so left factors have
 // channels as rows: first the products of the layers give u and its gradient with 16 hidden channels as rows and 8
@@ -153,24 +172,24 @@ struct Partial {
 // SAN's second stage at batch 32, 4.9 million pairs, TF32: 9 mma and 150 instructions for 8 pairs, 24 KB of shared
 // memory; reads 180 MB. Predicted for an H100, at half of its issue rate: 200 us.
 template <class F, int KD, int KG, int KZ, bool kWhole, bool kHidden, class T = typename F::Value>
-__global__ void __launch_bounds__(kPairThreads, 1)
-    weight_gradient_kernel(Pairs<T> p, LogitGradients<T> gz, Layers<F> layers, int split, Partial layout, T* partial) {
+__global__ void __launch_bounds__(kThreads, 1)
+    weight_gradient_kernel(Pairs<T> p, LogitGradients<T> gz, Layers<F> layers, Plan plan, Partial layout, T* partial) {
   using Two = Pack<2, T>;
   T* shared = reinterpret_cast<T*>(shared_memory_base());
-  const int jobs = layout.strips * layout.chunks, block = blockIdx.x / jobs, job = blockIdx.x - block * jobs;
-  const int strip = job / layout.chunks, chunk = job - strip * layout.chunks, blocks = gridDim.x / jobs;
-  const Team mine(split);
-  const int teams = kWarps / split;
-  T* flipped = shared + size_t(teams) * p.tiles * Columns<T>::kCoefficients;
+  const Job<false> job(plan);
+  const int strip = job.strip, chunk = job.chunk;
+  const Team mine(plan.split);
+  const int teams = plan.teams();
+  T* flipped = shared + teams * p.tiles * Columns<T>::kCoefficients;
   constexpr int kFirst = 4 * KD, kSecond = kHidden ? 8 * KG : 0;
   T sums[kFirst + kSecond + 2] = {};  // of the first weight [KD, 4], of weight2 [KG, 2, 4], of shift2 [2]
-  for (int64_t first = int64_t(block) * teams; first * 8 < p.pixels(); first += int64_t(blocks) * teams) {
+  for (int64_t first = int64_t(job.block) * teams; first * 8 < p.pixels(); first += int64_t(plan.blocks) * teams) {
     Columns<T> columns(p, mine, first + mine.team, shared);
     Columns<T, true> pairs(p, mine, first + mine.team, flipped);
     __syncthreads();
     Offset offset;
     offset.advance(mine.member, p.kernel_size);
-    for (; offset.position < p.positions(); offset.advance(split, p.kernel_size)) {
+    for (; offset.position < p.positions(); offset.advance(plan.split, p.kernel_size)) {
       columns.move(mine, offset);
       const T *left = gz.at(p, columns.pixels[0], offset), *right = gz.at(p, columns.pixels[1], offset);
       const auto logits = [&](int channel) { return F(gz.one(left, channel), gz.one(right, channel)); };
@@ -208,18 +227,7 @@ __global__ void __launch_bounds__(kPairThreads, 1)
   }
   sum_over_team(Team(kWarps), shared, sums);
   if (threadIdx.x >= kWarp) return;
-  T* out = partial + block * layout.size;
-  store_sums<1, KD>(mine, sums, 0, out + int64_t(strip) * 16 * layout.pitch + chunk * KD * 8, layout.pitch);
-  if constexpr (kHidden) {
-    const int pitch = layout.strips * 16;
-    T* to_weight2 = out + layout.weight2 + int64_t(chunk) * KG * 16 * pitch + strip * 16;
-    store_sums<KG, 2>(mine, sums, kFirst, to_weight2, pitch);
-    if (chunk > 0) return;
-    SAN_UNROLL
-    for (int n = 0; n < 2; ++n) {
-      store_row_sums(mine, sums[kFirst + kSecond + n], out + layout.shift2 + strip * 16 + n * 8);
-    }
-  }
+  store_weight_sums<KD, kSecond / 8>(mine, plan, job, layout, sums, partial);
 }
 
 struct WeightGradients {
@@ -227,99 +235,89 @@ struct WeightGradients {
   Tensor weight1, shift2, weight2;  // in the type of the maps
 };
 
-template <class F, int KD, int KG, int KZ, bool kWhole, bool kHidden, class weight_t, class T>
-void weight_gradients(PairWork<T>& work, const LogitGradients<T>& gz, const LayerTensors& tensors,
-                      WeightGradients& out) {
+// Places the parts of Partial as gradients.
+template <class T>
+struct PlaceWeights {
+  Part<T> parts[3];
+
+  __device__ __forceinline__ void operator()(int64_t column, const double* sum) const {
+    for (const Part<T>& part : parts) part(column, sum);
+  }
+};
+
+// What the tiles of the kernels are: KD of relation channels, KE of hidden channels for the gradients of the maps, 16
+// KG weight channels, and KZ of gz, or 0 for any number.
+template <int D, int E, int G, int Z, bool kAll, bool kSome>
+struct Tiles {
+  static constexpr int KD = D, KE = E, KG = G, KZ = Z;
+  static constexpr bool kWhole = kAll, kProducts = kSome, kHidden = E > 0;
+};
+
+template <class S, class F, class T>
+void weight_gradients(LayerWork<F>& work, const LogitGradients<T>& gz, const Layers<F>& layers, WeightGradients& out) {
   const Pairs<T>& p = work.pairs;
-  const int E = tensors.hidden, G = tensors.weights, rows = kHidden ? E : G;
-  Partial layout;
-  layout.strips = (rows + 15) / 16, layout.chunks = (p.tiles + KD - 1) / KD;
-  if (kHidden) layout.chunks = std::max(layout.chunks, (G + 16 * KG - 1) / (16 * KG));
-  layout.pitch = layout.chunks * 8 * KD;
-  layout.weight2 = int64_t(layout.strips) * 16 * layout.pitch;
-  layout.shift2 = layout.weight2 + (kHidden ? int64_t(layout.chunks) * 16 * KG * layout.strips * 16 : 0);
-  layout.size = layout.shift2 + (kHidden ? layout.strips * 16 : 0);
-  Layers<F> layers = first_layer<F, kHidden ? 2 : 0, weight_t>(work, tensors);
-  if (kHidden) {
-    layers.weight2 =
-        work.template pack<F>(Matrix<weight_t>{tensors.weight2.const_data_ptr<weight_t>(), E, G, 1, E}, 2, gz.tiles);
+  const int rows = S::kHidden ? work.E : work.G, strips = (rows + 15) / 16, d_chunks = (p.tiles + S::KD - 1) / S::KD;
+  const int chunks = S::kHidden ? std::max(d_chunks, (work.G + 16 * S::KG - 1) / (16 * S::KG)) : d_chunks;
+  const int pitch = chunks * 8 * S::KD, width = strips * 16;
+  const int64_t weight2 = int64_t(width) * pitch;
+  const int64_t shift2 = weight2 + (S::kHidden ? int64_t(chunks) * 16 * S::KG * width : 0);
+  const Partial layout{pitch, weight2, shift2, shift2 + (S::kHidden ? width : 0)};
+  const Plan plan(p, (p.pixels() + 7) / 8, strips, chunks, kSumBlocks);
+  const size_t bytes = work.shared_bytes(plan, 2 * Columns<T>::bytes(p), 4 * S::KD + 8 * S::KG + 2);
+  T* partial = work.take(plan.blocks * layout.size);
+  SAN_LAUNCH_SHARED((weight_gradient_kernel<F, S::KD, S::KG, S::KZ, S::kWhole, S::kHidden>), plan.blocks * plan.jobs(),
+                    kThreads, bytes, work.stream(), p, gz, layers, plan, layout, partial);
+  const auto data = [](Tensor& x) { return x.mutable_data_ptr<T>(); };
+  PlaceWeights<T> place{};
+  place.parts[0] = {data(S::kHidden ? out.weight1 : out.weight2), rows, p.d, pitch, 0, weight2};
+  if constexpr (S::kHidden) {
+    place.parts[1] = {data(out.weight2), work.G, work.E, width, weight2, shift2 - weight2};
+    place.parts[2] = {data(out.shift2), 1, work.E, width, shift2, width};
   }
-  const int jobs = layout.strips * layout.chunks;
-  const int64_t groups = (p.pixels() + 7) / 8;
-  const int split = split_for(groups * jobs, p.positions(), p.tiles);
-  const int64_t needed = (groups * split + kWarps - 1) / kWarps, most = std::max<int64_t>(1, kSumBlocks / jobs);
-  const int blocks = static_cast<int>(std::min(needed, most));
-  const size_t coefficients = size_t(kWarps / split) * p.tiles * (Columns<T>::kCoefficients * 2);
-  const size_t bytes = std::max(coefficients, size_t(kWarps / 2) * (4 * KD + 8 * KG + 2) * kWarp) * sizeof(T);
-  check_shared_memory(bytes, p.d);
-  T* partial = work.template take<T>(blocks * layout.size);
-  SAN_LAUNCH_SHARED((weight_gradient_kernel<F, KD, KG, KZ, kWhole, kHidden>), blocks * jobs, kPairThreads, bytes,
-                    work.stream(), p, gz, layers, split, layout, partial);
-  Tensor& first = kHidden ? out.weight1 : out.weight2;
-  Parts<T> parts{};
-  parts.parts[0] = {first.mutable_data_ptr<T>(), rows, p.d, layout.pitch, 0, layout.weight2};
-  if constexpr (kHidden) {
-    parts.parts[1] = {out.weight2.mutable_data_ptr<T>(), G, E, 16 * layout.strips, layout.weight2,
-                      layout.shift2 - layout.weight2};
-    parts.parts[2] = {out.shift2.mutable_data_ptr<T>(), 1, E, 16 * layout.strips, layout.shift2,
-                      layout.size - layout.shift2};
-  }
-  work.total(partial, blocks, parts);
+  sum_blocks(partial, plan.blocks, layout.size, place, work.stream());
 }
 
-// KE tiles of hidden channels for the gradients of the maps, none without a hidden layer; KD and KG as in the kernels.
-template <class F, int KD, int KE, int KG, int KZ, bool kWhole, bool kProducts, class weight_t, class T>
-void gradients(PairWork<T>& work, const Footprint& f, const LogitGradients<T>& gz, const LayerTensors& tensors,
-               WeightGradients& out) {
-  const Pairs<T>& p = work.pairs;
-  const int E = tensors.hidden, G = tensors.weights;
-  const weight_t* weight2 = tensors.weight2.const_data_ptr<weight_t>();
-  LayersSource<F, KD, KE, KZ> source{gz, first_layer<F, KE, weight_t>(work, tensors), nullptr, gz.tiles};
-  if constexpr (KE > 0) {
-    source.layers.weight2 = work.template pack<F>(Matrix<weight_t>{weight2, E, G, 1, E}, KE, gz.tiles);
-    source.depth = source.layers.chunks * KE;
-    const Matrix<weight_t> weight1{tensors.weight1.const_data_ptr<weight_t>(), p.d, E, 1, p.d};
-    source.back = work.template pack<F>(weight1, KD, source.depth);
-  } else {
-    source.back = work.template pack<F>(Matrix<weight_t>{weight2, p.d, G, 1, p.d}, KD, source.depth);
+template <class S, class F, class T>
+void gradients(LayerWork<F>& work, const Footprint& f, const LogitGradients<T>& gz, WeightGradients& out) {
+  LayersSource<F, S::KD, S::KE, S::KZ> source{gz, work.template first_layer<S::KE>(), nullptr, gz.tiles};
+  Layers<F> layers = work.template first_layer<S::kHidden ? 2 : 0>();
+  if constexpr (S::kHidden) {
+    source.depth = source.layers.chunks * S::KE;
+    source.layers.weight2 = work.transposed2(S::KE, gz.tiles), layers.weight2 = work.transposed2(2, gz.tiles);
   }
-  pair_gradients<F, KD, kWhole, kProducts>(work, f, source, out.pairs);
-  weight_gradients<F, KD, KG, KZ, kWhole, (KE > 0), weight_t>(work, gz, tensors, out);
+  source.back = S::kHidden ? work.transposed1(S::KD, source.depth) : work.transposed2(S::KD, source.depth);
+  work.prepare();
+  pair_gradients<S::KD, S::kWhole, S::kProducts>(work, f, source, out.pairs);
+  weight_gradients<S>(work, gz, layers, out);
 }
 
-template <class F, class weight_t, class T>
-void choose(PairWork<T>& work, const Footprint& f, const LogitGradients<T>& gz, const LayerTensors& tensors,
-            WeightGradients& out) {
-  [[maybe_unused]] const int tiles = work.pairs.tiles, E = tensors.hidden, G = tensors.weights;
-  const bool has_products = work.pairs.products > 0;
-  if constexpr (std::is_same_v<T, double>) {
-    if (E == 0) return gradients<F, 3, 0, 1, 0, false, true, weight_t>(work, f, gz, tensors, out);
-    return gradients<F, 3, 2, 1, 0, false, true, weight_t>(work, f, gz, tensors, out);
-  } else if (E == 0) {
-    if (has_products) return gradients<F, 5, 0, 1, 0, false, true, weight_t>(work, f, gz, tensors, out);
-    return gradients<F, 9, 0, 1, 0, false, false, weight_t>(work, f, gz, tensors, out);
+// Calls run with the tiles that kernels are compiled for.
+template <class F, class Run>
+void with_tiles(const LayerWork<F>& work, const Run& run) {
+  [[maybe_unused]] const int tiles = work.pairs.tiles, E = work.E, G = work.G;
+  [[maybe_unused]] const bool has_products = work.pairs.products > 0;
+  if constexpr (std::is_same_v<typename F::Value, double>) {
+    E == 0 ? run(Tiles<3, 0, 1, 0, false, true>()) : run(Tiles<3, 2, 1, 0, false, true>());
   } else {
-    if (has_products) return gradients<F, 5, 4, 1, 0, false, true, weight_t>(work, f, gz, tensors, out);
-    if (tiles == 1 && E <= 8 && G <= 8)
-      return gradients<F, 1, 1, 1, 1, true, false, weight_t>(work, f, gz, tensors, out);
-    if (tiles == 3 && E <= 16 && G <= 8)
-      return gradients<F, 3, 2, 1, 1, true, false, weight_t>(work, f, gz, tensors, out);
-    if (tiles == 5 && E <= 32 && G <= 16)
-      return gradients<F, 5, 4, 1, 2, true, false, weight_t>(work, f, gz, tensors, out);
     constexpr int kHidden = sizeof(F) > 2 * sizeof(float) ? 4 : 8;  // tiles that registers hold
-    return gradients<F, 9, kHidden, 2, 0, false, false, weight_t>(work, f, gz, tensors, out);
+    if (E == 0) return has_products ? run(Tiles<5, 0, 1, 0, false, true>()) : run(Tiles<9, 0, 1, 0, false, false>());
+    if (has_products) return run(Tiles<5, 4, 1, 0, false, true>());
+    if (tiles == 1 && E <= 8 && G <= 8) return run(Tiles<1, 1, 1, 1, true, false>());
+    if (tiles == 3 && E <= 16 && G <= 8) return run(Tiles<3, 2, 1, 1, true, false>());
+    if (tiles == 5 && E <= 32 && G <= 16) return run(Tiles<5, 4, 1, 2, true, false>());
+    run(Tiles<9, kHidden, 2, 0, false, false>());
   }
 }
 
-template <class T, class weight_t>
-LogitGradients<T> logit_gradients(PairWork<T>& work, const Tensor& w, const Tensor& grad) {
+template <class weight_t, class F, class T = typename F::Value>
+LogitGradients<T> logit_gradients(LayerWork<F>& work, const Tensor& w, const Tensor& grad) {
   const Pairs<T>& p = work.pairs;
-  const int G = static_cast<int>(w.size(1)), pitch = (G + 1) / 2 * 2;
+  const int pitch = (work.G + 1) / 2 * 2;
   const int64_t elements = (p.pixels() + 1) * pitch;
-  T* gz = work.template take<T>(elements * p.positions());
+  T* gz = work.take(elements * p.positions());
   SAN_LAUNCH((logit_gradient_kernel<T, weight_t>), blocks_for(elements), kThreads, work.stream(), Strided<weight_t>(w),
-             Strided<weight_t>(grad), p.height * p.width, p.positions(), G, pitch, elements, gz);
-  return {gz, pitch, (G + 7) / 8};
+             Strided<weight_t>(grad), p.height * p.width, p.positions(), work.G, pitch, elements, gz);
+  return {gz, pitch, (work.G + 7) / 8, static_cast<int>(p.pixels())};
 }
 
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -334,13 +332,14 @@ Backward pair_weights_backward(const Tensor& grad, const Tensor& w, const Tensor
   const auto zeros = [&](const Tensor& x) { return torch::stable::new_zeros(center, x.sizes()); };
   WeightGradients out{{center, shift1}, zeros(weight1), zeros(shift2), zeros(weight2)};
   if (w.numel() > 0) {
-    const LayerTensors tensors(weight1, shift2, weight2);
-    with_pair_types(center, weight2, tf32, [&](auto operand, auto weight) {
+    with_operand(center.scalar_type(), weight2.scalar_type(), tf32, [&](auto operand) {
       using F = decltype(operand);
       using T = typename F::Value;
-      using weight_t = decltype(weight);
-      PairWork<T> work(center, around, shift1, f, products);
-      choose<F, weight_t>(work, f, logit_gradients<T, weight_t>(work, w, grad), tensors, out);
+      LayerWork<F> work({center, around, shift1, f, products}, weight1, shift2, weight2);
+      LogitGradients<T> gz{};
+      with_weight_type<T>(weight2.scalar_type(),
+                          [&](auto zero) { gz = logit_gradients<decltype(zero)>(work, w, grad); });
+      with_tiles(work, [&]<class S>(S) { gradients<S>(work, f, gz, out); });
     });
   }
   const auto of_weights = [&](const Tensor& x) {

@@ -1,29 +1,22 @@
-// What the kernels over pairs (i, j) of a pixel and a position of its footprint share: the maps, how warps divide the
-// pairs among themselves, and a1 = relu(relation of i and j) in registers. Definitions: tests/ops/oracle.py.
+// What the kernels over pairs (i, j) of a pixel and a position of its footprint share: the maps, how a launch divides
+// the pairs, and a1 = relu(relation of i and j) in registers. Definitions: tests/ops/oracle.py.
 //
 // A warp takes 16 pixels (or 8) and walks over the footprint. Everything that depends on its own pixel is a pair of
 // coefficients, a1 = relu(scale * partner + bias), which lies in shared memory; partners come from a map with reflected
 // borders through L1. So there is no index arithmetic with reflection, no tensor over pairs, and no barrier in the
 // loop.
 #pragma once
-#include <algorithm>
-#include <vector>
-
-#include "mma.cuh"
+#include "team.cuh"
+#include "workspace.cuh"
 
 namespace san::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // of each block
-constexpr int kPairThreads = kWarps * kWarp;
-constexpr int64_t kWantedWarps = 4096;  // of a launch: they fill an H100
-constexpr int64_t kSumBlocks = 528;     // of a launch at most whose blocks leave partial sums
+constexpr int64_t kSumBlocks = 528;  // of a launch at most whose blocks leave partial sums
 
 // Channels are padded with zeros to tiles of 8, and so are all products.
 template <class T>
-struct Pairs {
-  int64_t images;
-  int height, width, kernel_size;
+struct Pairs : Grid {
   int d, tiles, products;  // relation channels, tiles of 8 of them, and how many are products
   const T* center;         // [images, height, width, pitch]
   const T* around;         // [images, padded_height, padded_width, pitch], with reflected borders
@@ -31,109 +24,64 @@ struct Pairs {
 
   SAN_HOST_DEVICE int pitch() const { return 8 * tiles; }
   SAN_HOST_DEVICE int row_bytes() const { return pitch() * static_cast<int>(sizeof(T)); }
-  SAN_HOST_DEVICE int positions() const { return kernel_size * kernel_size; }
-  SAN_HOST_DEVICE int padded_height() const { return height + kernel_size - 1; }
-  SAN_HOST_DEVICE int padded_width() const { return width + kernel_size - 1; }
-  SAN_HOST_DEVICE int64_t pixels() const { return images * height * width; }
-  SAN_HOST_DEVICE int64_t padded_pixels() const { return images * padded_height() * padded_width(); }
-};
-
-// Row `row` of some with so many bytes each: one instruction, which the compiler does not find for products of
-// elements.
-template <class T>
-__device__ __forceinline__ const T* row_at(const T* rows, int row, int bytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(rows) + int64_t(row) * bytes);
-}
-
-// A position of the footprint.
-struct Offset {
-  int position = 0, down = 0, right = 0;
-
-  __device__ __forceinline__ void advance(int steps, int kernel_size) {
-    position += steps, right += steps;
-    while (right >= kernel_size) right -= kernel_size, ++down;
-  }
-};
-
-// A pixel of center; with kAround, of the padded map of around, whose partners are pixels of center.
-template <class T, bool kAround>
-struct Pixel {
-  int index;     // in its map; 0 if it does not exist
-  int y, x;      // in its image
-  int partners;  // for kAround where the image of its partners begins, else its first partner
-  bool exists;
-
-  __device__ __forceinline__ Pixel(const Pairs<T>& p, int64_t at) {
-    const int height = kAround ? p.padded_height() : p.height, width = kAround ? p.padded_width() : p.width;
-    exists = at < (kAround ? p.padded_pixels() : p.pixels()), index = exists ? static_cast<int>(at) : 0;
-    const int row = index / width, image = row / height;
-    x = index - row * width, y = row - image * height;
-    partners = kAround ? image * p.height * p.width : (image * p.padded_height() + y) * p.padded_width() + x;
-  }
-
-  // The partner's index in its map. There may be none for a padded pixel; then it is any index.
-  __device__ __forceinline__ int partner(const Pairs<T>& p, const Offset& o, bool& is_pair) const {
-    if constexpr (kAround) {
-      const int row = y - o.down, column = x - o.right;
-      is_pair = static_cast<unsigned>(row) < static_cast<unsigned>(p.height) &&
-                static_cast<unsigned>(column) < static_cast<unsigned>(p.width);
-      return partners + (is_pair ? row * p.width + column : 0);
-    } else {
-      return partners + o.down * p.padded_width() + o.right;
-    }
-  }
 
   // a1 = relu(scale * partner + bias) in a channel. A pixel that does not exist has a1 = 0, which stops its gradients.
-  __device__ __forceinline__ void coefficients(const Pairs<T>& p, int channel, T& scale, T& bias) const {
-    const T own = (kAround ? p.around : p.center)[int64_t(index) * p.pitch() + channel];
-    const bool is_product = channel < p.products;
+  template <bool kAround>
+  __device__ __forceinline__ void coefficients(const Pixel<kAround>& pixel, int channel, T& scale, T& bias) const {
+    const T own = (kAround ? around : center)[int64_t(pixel.index) * pitch() + channel];
+    const bool is_product = channel < products;
     scale = is_product ? own : T(kAround ? 1 : -1);
-    bias = p.shift[channel] + (is_product ? T(0) : kAround ? -own : own);
-    if (!exists) scale = bias = 0;
+    bias = shift[channel] + (is_product ? T(0) : kAround ? -own : own);
+    if (!pixel.exists) scale = bias = 0;
+  }
+
+  // A value near the mean of a channel of a1: of three means of some pairs each the one in the middle, so that one
+  // pixel that is unlike the others does no harm.
+  __device__ __forceinline__ T origin(int channel) const {
+    constexpr int kSamples = 8;
+    if (pixels() == 0) return 0;
+    return middle_of_three([&](int quarter) {
+      T mean = 0;
+      SAN_ROLLED
+      for (int n = 0; n < kSamples; ++n) {
+        const Pixel<false> pixel(*this, pixels() * (quarter - 1 + 3 * n) / (3 * kSamples));
+        T scale, bias;
+        coefficients(pixel, channel, scale, bias);
+        mean += rectified(scale * around[int64_t(pixel.partners) * pitch() + channel] + bias) / kSamples;
+      }
+      return mean;
+    });
   }
 };
 
-// How a block's warps divide work: `split` of them, a team, have the same pixels and take footprint positions in turn.
-struct Team {
-  int lane, row, pair;  // the lane's row and column pair in a product's sum: g and 2t of mma.cuh
-  int team, member, split;
+// How a launch divides work. Teams of warps take groups of pixels; its blocks take in turn `jobs` parts of a product,
+// strips of rows and chunks of columns.
+struct Plan {
+  int blocks, split, strips, chunks;  // `blocks` for each job
 
-  __device__ __forceinline__ explicit Team(int split)
-      : lane(threadIdx.x % kWarp), row(lane / 4), pair(lane % 4 * 2), split(split) {
-    const int warp = threadIdx.x / kWarp;
-    team = warp / split, member = warp - team * split;
+  template <class T>
+  Plan(const Pairs<T>& p, int64_t groups, int strips, int chunks, int64_t most = kMaxBlocks)
+      : split(split_for(groups * strips * chunks, p.positions(), p.tiles)), strips(strips), chunks(chunks) {
+    const int64_t needed = blocks_of_teams(groups, split);
+    blocks = static_cast<int>(std::max<int64_t>(1, std::min(needed, most / jobs())));
   }
+
+  SAN_HOST_DEVICE int jobs() const { return strips * chunks; }
+  SAN_HOST_DEVICE int teams() const { return kWarps / split; }
 };
 
-// Large teams where there are few pixels, or where coefficients of a pixel take much shared memory.
-inline int split_for(int64_t groups, int positions, int tiles) {
-  int split = 1;
-  while (split < kWarps &&
-         (tiles * (kWarps / split) > 32 || (groups * split < kWantedWarps && 2 * split <= positions))) {
-    split *= 2;
-  }
-  return split;
-}
+// What a block works on. With kWhole there is one job.
+template <bool kWhole>
+struct Job {
+  int block, strip, chunk;
 
-// Sums N values over the warps of each team, in a fixed order; the first warp of a team gets the sums. `shared` holds
-// kWarps / 2 * N * kWarp values.
-template <int N, class T>
-__device__ __forceinline__ void sum_over_team(const Team& mine, T* shared, T (&values)[N]) {
-  for (int half = mine.split / 2; half > 0; half /= 2) {
-    __syncthreads();
-    T* slot = shared + (mine.team * half + mine.member % half) * N * kWarp + mine.lane;
-    SAN_UNROLL
-    for (int n = 0; n < N; ++n) {
-      if (mine.member >= half && mine.member < 2 * half) slot[n * kWarp] = values[n];
-    }
-    __syncthreads();
-    SAN_UNROLL
-    for (int n = 0; n < N; ++n) {
-      if (mine.member < half) values[n] += slot[n * kWarp];
-    }
+  __device__ __forceinline__ explicit Job(const Plan& plan) : block(blockIdx.x), strip(0), chunk(0) {
+    if constexpr (kWhole) return;
+    block = blockIdx.x / plan.jobs();
+    const int job = blockIdx.x - block * plan.jobs();
+    strip = job / plan.chunks, chunk = job - strip * plan.chunks;
   }
-  __syncthreads();
-}
+};
 
 // Four consecutive values as a product's sum.
 template <int N, class T>
@@ -176,14 +124,12 @@ struct Rows {
   using Two = Pack<2, T>;
   using Four = Pack<4, T>;
 
-  // Coefficients of one tile of channels of a team's pixels, and where a lane finds its own.
+  // Coefficients of one tile of channels of a team's pixels, and the bytes of all tiles.
   static constexpr int kCoefficients = 8 * kWarp;
-  static SAN_HOST_DEVICE size_t bytes(const Pairs<T>& p, int split) {
-    return size_t(kWarps / split) * p.tiles * kCoefficients * sizeof(T);
-  }
+  static SAN_HOST_DEVICE size_t bytes(const Pairs<T>& p) { return size_t(p.tiles) * kCoefficients * sizeof(T); }
 
   const Pairs<T>& p;
-  Pixel<T, kAround> pixels[2];  // of row g and g + 8
+  Pixel<kAround> pixels[2];  // of row g and g + 8
   T* coefficients;
   const T* partners[2];
   int partner[2];
@@ -196,7 +142,7 @@ struct Rows {
       Four scale, bias;
       SAN_UNROLL
       for (int n = 0; n < 4; ++n) {
-        pixels[n / 2].coefficients(p, 8 * c + mine.pair + n % 2, scale.data[n], bias.data[n]);
+        p.coefficients(pixels[n / 2], 8 * c + mine.pair + n % 2, scale.data[n], bias.data[n]);
       }
       scale.store(coefficients + c * kCoefficients), bias.store(coefficients + c * kCoefficients + 4 * kWarp);
     }
@@ -234,9 +180,10 @@ template <class T, bool kFlipped = false>
 struct Columns {
   using Two = Pack<2, T>;
   static constexpr int kCoefficients = 4 * kWarp;  // of one tile of channels
+  static SAN_HOST_DEVICE size_t bytes(const Pairs<T>& p) { return size_t(p.tiles) * kCoefficients * sizeof(T); }
 
   const Pairs<T>& p;
-  Pixel<T, false> pixels[2];
+  Pixel<false> pixels[2];
   T* coefficients;
   const T* partners[2];
 
@@ -252,7 +199,7 @@ struct Columns {
       SAN_UNROLL
       for (int n = 0; n < 2; ++n) {
         const int channel = 8 * c + (kFlipped ? mine.pair + n : mine.row);
-        pixels[n].coefficients(p, channel, both.data[n], both.data[2 + n]);
+        p.coefficients(pixels[n], channel, both.data[n], both.data[2 + n]);
         if (missing != nullptr && !pixels[n].exists) both.data[2 + n] = missing[channel];
       }
       both.store(coefficients + c * kCoefficients);
@@ -295,63 +242,8 @@ __device__ __forceinline__ void hidden_of(const Activation& activation, const F*
   for_each_tile<KT>(tiles, [&](int c) {
     T a1[4];
     activation(c, a1);
-    const F upper(a1[0], a1[1]), lower(a1[2], a1[3]);
-    SAN_UNROLL
-    for (int e = 0; e < KE; ++e) multiply(u[e], upper, lower, weight1[(c * KE + e) * kWarp]);
+    multiply_all(u, F(a1[0], a1[1]), F(a1[2], a1[3]), weight1 + c * KE * kWarp);
   });
-}
-
-// A matrix [rows, columns] anywhere in memory; with `symmetric`, its sum with its transpose.
-template <class T>
-struct Matrix {
-  const T* data;
-  int rows, columns, row_stride, column_stride;
-  double factor = 1;
-  bool symmetric = false;
-};
-
-// Rearranges a matrix, padded with zeros, into right factors: [chunk of rows][tile of columns][`wide` tiles of rows] of
-// one operand for each lane.
-template <class F, class T>
-__global__ void pack_kernel(Matrix<T> matrix, int wide, int depth, int64_t elements, F* out) {
-  SAN_FOR_EACH(index, elements) {
-    const int lane = index % kWarp, tile = static_cast<int>(index / kWarp), k = tile / wide % depth;
-    const int row = (tile / wide / depth * wide + tile % wide) * 8 + lane / 4;
-    typename F::Value values[2];
-    for (int n = 0; n < 2; ++n) {
-      const int column = 8 * k + lane % 4 * 2 + n;
-      const auto at = [&](int i, int j) {
-        return static_cast<double>(matrix.data[int64_t(i) * matrix.row_stride + int64_t(j) * matrix.column_stride]);
-      };
-      double value = 0;
-      if (row < matrix.rows && column < matrix.columns) {
-        value = matrix.factor * (at(row, column) + (matrix.symmetric ? at(column, row) : 0));
-      }
-      values[n] = static_cast<typename F::Value>(value);
-    }
-    out[index] = F(values[0], values[1]);
-  }
-}
-
-// Copies a map [images, height, width, channels] with reflected borders and channels padded with zeros, a tile of 8
-// channels in each thread.
-template <class T>
-__global__ void pad_kernel(const T* from, Footprint f, int channels, int tiles, int64_t elements, T* to) {
-  const int height = static_cast<int>(f.padded_height()), width = static_cast<int>(f.padded_width());
-  SAN_FOR_EACH(index, elements) {
-    const int pixel = static_cast<int>(index / tiles), first = static_cast<int>(index - int64_t(pixel) * tiles) * 8;
-    const int row = pixel / width, image = row / height;
-    const int64_t h = reflect(row - image * height - f.reach(), f.height);
-    const int64_t w = reflect(pixel - row * width - f.reach(), f.width);
-    const T* values = from + ((image * f.height + h) * f.width + w) * channels + first;
-    SAN_UNROLL
-    for (int half = 0; half < 8; half += 4) {
-      Pack<4, T> four;
-      SAN_UNROLL
-      for (int n = 0; n < 4; ++n) four.data[n] = first + half + n < channels ? values[half + n] : T(0);
-      four.store(to + 8 * index + half);
-    }
-  }
 }
 
 // A rectangle of a padded matrix that lies at `first` in each row of partial sums.
@@ -360,39 +252,13 @@ struct Part {
   T* out;  // [rows, columns]
   int rows, columns, pitch;
   int64_t first, size;
-};
-template <class T>
-struct Parts {
-  Part<T> parts[3];
-};
 
-constexpr int kTotalColumns = 8, kTotalThreads = 1024;
-
-// Sums the rows of partial [rows, columns] in double, in a fixed order.
-template <class T, class out_t>
-__global__ void __launch_bounds__(kTotalThreads)
-    total_kernel(const T* partial, int rows, int64_t columns, Parts<out_t> parts) {
-  double* sums = reinterpret_cast<double*>(shared_memory_base());  // [kTotalThreads]
-  const int thread = threadIdx.x, slice = thread / kTotalColumns;
-  const int64_t column = int64_t(blockIdx.x) * kTotalColumns + thread % kTotalColumns;
-  double sum = 0;
-  for (int row = slice; column < columns && row < rows; row += kTotalThreads / kTotalColumns) {
-    sum += partial[row * columns + column];
+  __device__ __forceinline__ void operator()(int64_t column, const double* sum) const {
+    const int64_t at = column - first, row = at / pitch, inside = at - row * pitch;
+    if (at < 0 || at >= size || row >= rows || inside >= columns) return;
+    out[row * columns + inside] = static_cast<T>(*sum);
   }
-  sums[thread] = sum;
-  for (int half = kTotalThreads / 2; half >= kTotalColumns; half /= 2) {
-    __syncthreads();
-    if (thread < half) sums[thread] += sums[thread + half];
-  }
-  if (thread >= kTotalColumns) return;
-  for (const Part<out_t>& part : parts.parts) {
-    const int64_t at = column - part.first;
-    if (at < 0 || at >= part.size) continue;
-    const int64_t row = at / part.pitch, inside = at % part.pitch;
-    if (row < part.rows && inside < part.columns)
-      part.out[row * part.columns + inside] = static_cast<out_t>(sums[thread]);
-  }
-}
+};
 
 // Tiles of 8 relation channels. Kernels are compiled for 1, 3 and 5 tiles, the numbers of SAN's first stages.
 inline int padded_tiles(int channels) {
@@ -400,111 +266,34 @@ inline int padded_tiles(int channels) {
   return tiles <= 1 ? 1 : tiles <= 3 ? 3 : tiles <= 5 ? 5 : tiles;
 }
 
-// The host side of one call: maps ready for the kernels, and memory that lives until all of them are launched.
-template <class T>
-class PairWork {
+// The host side of one call: maps ready for the kernels.
+template <class F>
+class PairWork : public Workspace<F> {
  public:
+  using T = typename F::Value;
   Pairs<T> pairs;
 
   PairWork(const Tensor& center, const Tensor& around, const Tensor& shift, const Footprint& f, int64_t products)
-      : like_(center) {
+      : Workspace<F>(center) {
     const int d = static_cast<int>(center.size(3)), tiles = padded_tiles(d);
-    const int64_t longest = center.size(0) * f.padded_height() * f.padded_width();
-    STD_TORCH_CHECK(longest < (int64_t(1) << 31), "center has ", center.size(0), " images of ", f.height, "x", f.width,
-                    " pixels; together with their borders they must have fewer than 2^31 pixels");
-    pairs = {center.size(0),
-             static_cast<int>(f.height),
-             static_cast<int>(f.width),
-             static_cast<int>(f.kernel_size),
+    pairs = {grid_of(center, f),
              d,
              tiles,
              static_cast<int>(products),
-             nullptr,
-             nullptr,
-             nullptr};
-    pairs.center = pad(center, {1, f.height, f.width}, tiles), pairs.around = pad(around, f, tiles);
-    pairs.shift = pad(shift, {1, 1, 1}, tiles);
+             this->pad(center, {1, f.height, f.width}, tiles),
+             this->pad(around, f, tiles),
+             this->pad(shift, {1, 1, 1}, tiles)};
   }
 
-  auto stream() const { return current_stream(like_); }
-
-  template <class Element>
-  Element* take(int64_t count) {
-    const int64_t words = (count * sizeof(Element) + sizeof(T) - 1) / sizeof(T);
-    kept_.push_back(torch::stable::new_empty(like_, {words}));
-    return reinterpret_cast<Element*>(kept_.back().template mutable_data_ptr<T>());
+  // Shared memory of `bytes_of_team` for each team, or for the sum of N values over a block's warps.
+  size_t shared_bytes(const Plan& plan, size_t bytes_of_team, int N) const {
+    const size_t bytes = std::max(plan.teams() * bytes_of_team, bytes_of_team_sums<T>(N));
+    STD_TORCH_CHECK(bytes <= shared_memory_limit(), pairs.d, " relation channels need ", bytes,
+                    " bytes of shared memory, and a block of this GPU has ", shared_memory_limit(),
+                    "; use fewer channels");
+    return bytes;
   }
-
-  // A vector, or a map with its borders; kept with channels padded with zeros to so many tiles.
-  const T* pad(const Tensor& x, const Footprint& f, int tiles) {
-    const Tensor from = torch::stable::contiguous(x);
-    const int channels = static_cast<int>(x.size(x.dim() - 1));
-    const int64_t images = x.dim() == 1 ? 1 : x.size(0);
-    const int64_t elements = images * f.padded_height() * f.padded_width() * tiles;
-    T* to = take<T>(8 * elements);
-    if (elements > 0) {
-      SAN_LAUNCH(pad_kernel<T>, blocks_for(elements), kThreads, stream(), from.const_data_ptr<T>(), f, channels, tiles,
-                 elements, to);
-    }
-    kept_.push_back(from);
-    return to;
-  }
-
-  // Right factors, `wide` tiles of rows in a chunk and `depth` tiles of columns.
-  template <class F, class weight_t>
-  const F* pack(const Matrix<weight_t>& matrix, int wide, int depth) {
-    const int chunks = (matrix.rows + 8 * wide - 1) / (8 * wide);
-    const int64_t elements = int64_t(chunks) * depth * wide * kWarp;
-    F* out = take<F>(elements);
-    if (elements > 0) {
-      SAN_LAUNCH((pack_kernel<F, weight_t>), blocks_for(elements), kThreads, stream(), matrix, wide, depth, elements,
-                 out);
-    }
-    return out;
-  }
-
-  // Writes the totals of partial sums; see total_kernel.
-  template <class out_t>
-  void total(const T* partial, int rows, const Parts<out_t>& parts) {
-    int64_t columns = 0;
-    for (const auto& part : parts.parts) columns += part.size;
-    const int blocks = static_cast<int>((columns + kTotalColumns - 1) / kTotalColumns);
-    SAN_LAUNCH_SHARED((total_kernel<T, out_t>), blocks, kTotalThreads, kTotalThreads * sizeof(double), stream(),
-                      partial, rows, columns, parts);
-  }
-
- private:
-  const Tensor& like_;
-  std::vector<Tensor> kept_;
 };
-
-inline void check_shared_memory(size_t bytes, int channels) {
-  STD_TORCH_CHECK(bytes <= shared_memory_limit(), channels, " relation channels need ", bytes,
-                  " bytes of shared memory, and a block of this GPU has ", shared_memory_limit(),
-                  "; use fewer channels");
-}
-
-// Calls run with a zero of the maps' type.
-template <class Run>
-void with_pair_type(const Tensor& center, const Run& run) {
-  if (center.scalar_type() == ScalarType::Double) {
-    run(double());
-  } else {
-    run(float());
-  }
-}
-
-// Calls run with a type of operand: what `tf32` and the weights' type allow.
-template <class T, class Run>
-void with_operand(bool tf32, const Run& run) {
-  if constexpr (std::is_same_v<T, double>) {
-    run(Operand<double, true>());
-  } else if (tf32) {
-    run(Operand<float, false>());
-  } else {
-    run(Operand<float, true>());
-  }
-}
 
 }  // namespace
 }  // namespace san::cuda

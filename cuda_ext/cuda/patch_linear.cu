@@ -7,105 +7,50 @@
 // share pixels or weights. No atomics; the order of sums depends on the sizes alone.
 #include <tuple>
 
-#include "fragment.cuh"
-#include "maps.h"
-#include "window.cuh"
+#include "team.cuh"
+#include "workspace.cuh"
 
 namespace san::cuda {
 namespace {
 
-constexpr int kWarps = kThreads / kWarp;
-template <class T>
-constexpr int kResident = sizeof(T) == 4 ? 3 : 1;  // blocks per SM that suffice: for more the compiler would spill
-constexpr int kTile = 8, kRows = 16;               // sides of fragments
+// Blocks per SM that fit into its registers without spills, by a warp's tiles.
+template <class F>
+constexpr int resident_blocks(int tiles) {
+  return sizeof(typename F::Value) == 8 ? 1 : tiles == 1 ? 3 : 2;
+}
 
 // Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
-template <class T>
-struct Patches {
-  Window f;
-  int images = 0, C = 0, R = 0, E = 0;           // C is 0 or R
-  int r_tiles = 0, e_tiles = 0;                  // of `tiles_of` R and E channels
-  int pitch = 0;                                 // elements from one pixel of the maps to the next, even
-  const T *center = nullptr, *around = nullptr;  // [pixels, pitch]
-  const T* affine = nullptr;                     // scale and shift [pieces, channels(), 2]
-  // weight in tiles [8, 8] as the right factor of a product, each a pair of elements for each lane: of rows that are
-  // channels and columns that are hidden channels [pieces, r_tiles, e_tiles, 64], or the reverse [pieces, e_tiles,
-  // r_tiles, 64].
-  const T* weight = nullptr;
+template <class F>
+struct Patches : Grid {
+  using T = typename F::Value;
 
-  // Of position / kernel_size as a product, which is exact below 2^32 / kernel_size.
-  uint64_t inverse = (uint64_t(1) << 32) / f.kernel_size + 1;
+  int C, R, E;               // C is 0 or R
+  int r_tiles, e_tiles;      // of `tiles_of` R and E channels
+  const T *center, *around;  // [images, height, width, channels()], `around` with reflected borders
+  const T *scale, *shift;    // [pieces, channels()]
+  // Right factors [pieces][r_tiles][e_tiles], whose rows are hidden channels; in backward [pieces][e_tiles][r_tiles],
+  // whose rows are channels.
+  const F* weight;
 
-  SAN_HOST_DEVICE int pixels() const { return images * f.pixels(); }
-  // How far down and to the right of a pixel a position of its footprint is.
-  SAN_HOST_DEVICE int down(int position) const {
-    return static_cast<int>(static_cast<unsigned>(position) * inverse >> 32) - f.reach();
-  }
-  SAN_HOST_DEVICE int right(int position) const {
-    return position - (down(position) + f.reach()) * f.kernel_size - f.reach();
-  }
-  SAN_HOST_DEVICE int pieces() const { return f.positions() + (C > 0 ? 1 : 0); }
-  SAN_HOST_DEVICE int columns() const { return C + R * f.positions(); }
-  SAN_HOST_DEVICE int channels() const { return r_tiles * kTile; }
-  SAN_HOST_DEVICE int hidden() const { return e_tiles * kTile; }
+  SAN_HOST_DEVICE int pieces() const { return positions() + (C > 0 ? 1 : 0); }
+  SAN_HOST_DEVICE int columns() const { return C + R * positions(); }
+  SAN_HOST_DEVICE int channels() const { return r_tiles * 8; }
+  SAN_HOST_DEVICE int hidden() const { return e_tiles * 8; }
+  SAN_HOST_DEVICE int row_bytes() const { return channels() * static_cast<int>(sizeof(T)); }
   // The column of a piece's channel in scale, shift and weight.
-  SAN_HOST_DEVICE int column(int piece, int c) const {
-    return piece == f.positions() ? c : C + c * f.positions() + piece;
-  }
+  SAN_HOST_DEVICE int column(int piece, int c) const { return piece == positions() ? c : C + c * positions() + piece; }
 };
 
 // Tiles of so many channels: 1, 2 or a multiple of 4, so that all strips that a warp takes are whole.
 inline int tiles_of(int64_t channels) {
-  const int tiles = static_cast<int>((channels + kTile - 1) / kTile);
+  const int tiles = static_cast<int>((channels + 7) / 8);
   return tiles <= 2 ? tiles : (tiles + 3) / 4 * 4;
 }
-
-// Place of a thread in its warp's fragments.
-struct Lane {
-  int index, g, t;
-
-  __device__ __forceinline__ Lane() : index(threadIdx.x % kWarp), g(index / 4), t(index % 4) {}
-};
 
 template <class T>
 __device__ __forceinline__ Pack<2, T> load_if(bool exists, const T* from) {
   return exists ? Pack<2, T>::load(from) : Pack<2, T>{};
 }
-
-// `affine` and `weight` of Patches from scale, shift and weight [E, columns]; kBackward: hidden channels are rows.
-//
-// Predicted as above: moves 0.1 MB, 0.003 ms, of the launch.
-template <bool kBackward, class T>
-__global__ void arrange_kernel(Patches<T> p, const T* scale, const T* shift, const T* weight, T* affine, T* tiles) {
-  const int down = kBackward ? p.e_tiles : p.r_tiles, across = kBackward ? p.r_tiles : p.e_tiles;
-  SAN_FOR_EACH(index, int64_t(p.pieces()) * down * across * 64) {
-    const int tile = static_cast<int>(index / 64), lane = static_cast<int>(index % 64 / 2);
-    const int row = tile / across % down * kTile + 2 * (lane % 4) + index % 2, piece = tile / across / down;
-    const int column = tile % across * kTile + lane / 4, c = kBackward ? column : row, e = kBackward ? row : column;
-    const int at = p.column(piece, c);
-    tiles[index] = c < p.R && e < p.E ? weight[int64_t(e) * p.columns() + at] : T(0);
-    if (e > 0) continue;
-    const Pack<2, T> both{c < p.R ? scale[at] : T(0), c < p.R ? shift[at] : T(0)};
-    both.store(affine + 2 * (piece * p.channels() + c));
-  }
-}
-
-// A pixel of a map whose border is `reach` wider than the window's.
-struct Spot {
-  int image, h, w;
-
-  __device__ __forceinline__ Spot(int index, const Window& f, int reach) {
-    const unsigned width = f.width + 2 * reach, area = width * (f.height + 2 * reach), at = index;
-    image = at / area;
-    const unsigned rest = at - image * area, row = rest / width;
-    h = static_cast<int>(row) - reach, w = static_cast<int>(rest - row * width) - reach;
-  }
-
-  // The pixel that is seen so far down and to the right.
-  __device__ __forceinline__ int neighbour(const Window& f, int down, int right) const {
-    return (image * f.height + reflect_int(h + down, f.height)) * f.width + reflect_int(w + right, f.width);
-  }
-};
 
 // sums += products. Tensor cores round each sum towards zero, so long sums are cut into parts that are added here.
 template <int kTiles, class T>
@@ -114,280 +59,242 @@ __device__ __forceinline__ void add_to(T (&sums)[kTiles][4], const T (&products)
   for (int i = 0; i < kTiles * 4; ++i) sums[i / 4][i % 4] += products[i / 4][i % 4];
 }
 
-// Adds the sums of the warps that share a tile to those of the first, in a fixed order.
-template <int kTiles, class T>
-__device__ __forceinline__ void add_slices(int slices, int slice, T (&sums)[kTiles][4]) {
-  T* shared = reinterpret_cast<T*>(shared_memory_base());  // [4 * kTiles, kThreads]
-  SAN_UNROLL
-  for (int i = 0; i < kTiles * 4; ++i) shared[i * kThreads + threadIdx.x] = sums[i / 4][i % 4];
-  __syncthreads();
-  for (int other = 1; slice == 0 && other < slices; ++other) {
-    SAN_UNROLL
-    for (int i = 0; i < kTiles * 4; ++i) sums[i / 4][i % 4] += shared[i * kThreads + threadIdx.x + other * kWarp];
-  }
-}
-
-// out [pixels, E] = sum over pieces of relu(scale * x + shift) weight^T. A warp has 16 pixels, kTiles tiles of hidden
-// channels and every slices-th piece; the warps of one tile add their sums in shared memory.
+// out [pixels, E] = sum over pieces of relu(scale * x + shift) weight^T. A team of warps has 16 pixels and kTiles tiles
+// of hidden channels; its warps take pieces in turn.
 //
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB,
-// writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where slices are added; 0.07 ms, of instruction
-// issue.
-template <bool kAccurate, int kTiles, class T>
-__global__ void __launch_bounds__(kThreads, kResident<T>)
-    patch_linear_kernel(Patches<T> p, int strips, int slices, T* out) {
-  const Lane lane;
-  const int warp = threadIdx.x / kWarp, slice = warp % slices, tiles = (p.pixels() + kRows - 1) / kRows;
-  const int task = blockIdx.x * (kWarps / slices) + warp / slices, tile = task / strips;
-  const int first = (task - tile * strips) * kTiles, last = p.pixels() - 1, pixel = tile * kRows + lane.g;
-  const Spot upper(std::min(pixel, last), p.f, 0), lower(std::min(pixel + 8, last), p.f, 0);
-  const int positions = p.f.positions(), depth = p.r_tiles, step = p.e_tiles * 64, pitch = p.pitch;
-  const T *affine = p.affine + 4 * lane.t, *weight = p.weight + first * 64 + 2 * lane.index;
+// writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms, of
+// instruction issue.
+template <class F, int kTiles, class T = typename F::Value>
+__global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
+    patch_linear_kernel(Patches<F> p, int strips, int split, T* out) {
+  const Team mine(split);
+  const int task = blockIdx.x * (kWarps / split) + mine.team, tile = task / strips;
+  const int first = (task - tile * strips) * kTiles, depth = p.r_tiles;
+  const Pixel<false> pixels[2] = {{p, int64_t(tile) * 16 + mine.row}, {p, int64_t(tile) * 16 + mine.row + 8}};
   T sums[kTiles][4] = {};
-  for (int piece = slice; piece < p.pieces(); piece += slices) {
-    const bool is_center = piece == positions;
-    const T* map = (is_center ? p.center : p.around) + 2 * lane.t;
-    const int down = is_center ? 0 : p.down(piece), right = is_center ? 0 : p.right(piece);
-    const T* upper_at = map + int64_t(upper.neighbour(p.f, down, right)) * pitch;
-    const T* lower_at = map + int64_t(lower.neighbour(p.f, down, right)) * pitch;
-    const T *affine_at = affine + piece * depth * 2 * kTile, *weight_at = weight + piece * depth * step;
+  Offset offset;
+  offset.advance(mine.member, p.kernel_size);
+  for (int piece = mine.member; piece < p.pieces(); piece += split, offset.advance(split, p.kernel_size)) {
+    const bool is_center = piece == p.positions();
+    const T *map = (is_center ? p.center : p.around) + mine.pair, *rows[2];
+    SAN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      bool is_pair;
+      const int partner = pixels[i].partner(p, offset, is_pair);
+      rows[i] = row_at(map, is_center ? pixels[i].index : partner, p.row_bytes());
+    }
+    const T *scale_at = p.scale + piece * p.channels() + mine.pair, *shift_at = p.shift + (scale_at - p.scale);
+    const F* weight = p.weight + (int64_t(piece) * depth * p.e_tiles + first) * kWarp + mine.lane;
     T products[kTiles][4] = {};
-    for (int k = 0; k < depth; ++k, upper_at += kTile, lower_at += kTile, affine_at += 2 * kTile, weight_at += step) {
-      const bool exists = k * kTile + 2 * lane.t < pitch;
-      const auto above = load_if(exists, upper_at), below = load_if(exists, lower_at);
-      const auto both = Pack<4, T>::load(affine_at);
-      const T left[4] = {fast_relu(both.data[0] * above.data[0] + both.data[1]),
-                         fast_relu(both.data[0] * below.data[0] + both.data[1]),
-                         fast_relu(both.data[2] * above.data[1] + both.data[3]),
-                         fast_relu(both.data[2] * below.data[1] + both.data[3])};
-      SAN_UNROLL
-      for (int n = 0; n < kTiles; ++n) {
-        add_product<kAccurate>(left, Pack<2, T>::load(weight_at + n * 64).data, products[n]);
-      }
+    SAN_ROLLED
+    for (int k = 0; k < depth; ++k, weight += p.e_tiles * kWarp) {
+      const auto above = Pack<2, T>::load(rows[0] + 8 * k), below = Pack<2, T>::load(rows[1] + 8 * k);
+      const auto scale = Pack<2, T>::load(scale_at + 8 * k), shift = Pack<2, T>::load(shift_at + 8 * k);
+      const auto activated = [&](const Pack<2, T>& x, int n) {
+        return rectified(scale.data[n] * x.data[n] + shift.data[n]);
+      };
+      const F upper(activated(above, 0), activated(above, 1)), lower(activated(below, 0), activated(below, 1));
+      multiply_all(products, upper, lower, weight);
     }
     add_to(sums, products);
   }
-  if (slices > 1) add_slices(slices, slice, sums);
-  if (slice > 0 || tile >= tiles) return;
+  if (split > 1) {
+    sum_over_team(mine, reinterpret_cast<T*>(shared_memory_base()), reinterpret_cast<T(&)[kTiles * 4]>(sums));
+  }
   SAN_UNROLL
   for (int i = 0; i < kTiles * 4; ++i) {
-    const int row = pixel + i % 4 / 2 * 8, e = (first + i / 4) * kTile + 2 * lane.t + i % 2;
-    if (row <= last && e < p.E) out[int64_t(row) * p.E + e] = sums[i / 4][i % 4];
+    const Pixel<false>& pixel = pixels[i % 4 / 2];
+    const int e = (first + i / 4) * 8 + mine.pair + i % 2;
+    if (mine.member == 0 && pixel.exists && e < p.E) out[int64_t(pixel.index) * p.E + e] = sums[i / 4][i % 4];
   }
 }
 
-// The gradient of `map`, which is shown in the pieces from `piece` on, on the padded grid [images, height + 2 * reach,
-// width + 2 * reach, R], where a position of the footprint is a bijection between pixels that see and pixels that are
-// seen. Each product with a piece's weights passes the mask of that piece's ReLU on its way into the sum.
+// The gradient of `around`, on its padded grid [padded pixels, R], where a position of the footprint is a bijection
+// between pixels that see and pixels that are seen. Each product with a piece's weights passes the mask of that piece's
+// ReLU on its way into the sum. `grad` [pixels + 1, hidden()] ends in zeros, which a pixel sees beyond the map.
 //
-// Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.06 ms, of instruction issue.
-template <bool kAccurate, int kTiles, class T>
-__global__ void __launch_bounds__(kThreads)
-    map_gradient_kernel(Patches<T> p, const T* map, const T* grad, int first_piece, int strips, T* out) {
-  const Lane lane;
-  const int reach = p.f.reach(), task = blockIdx.x * kWarps + threadIdx.x / kWarp, tile = task / strips;
-  const int first = (task - tile * strips) * kTiles, pixel = tile * kRows + lane.g;
-  const int last = p.images * (p.f.height + 2 * reach) * (p.f.width + 2 * reach) - 1;
-  const Spot spots[2] = {Spot(std::min(pixel, last), p.f, reach), Spot(std::min(pixel + 8, last), p.f, reach)};
+// Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.05 ms, of instruction issue.
+template <class F, int kTiles, class T = typename F::Value>
+__global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
+    map_gradient_kernel(Patches<F> p, const T* grad, int strips, T* out) {
+  const Team mine(1);
+  const int task = blockIdx.x * kWarps + mine.team, tile = task / strips, first = (task - tile * strips) * kTiles;
+  const Pixel<true> pixels[2] = {{p, int64_t(tile) * 16 + mine.row}, {p, int64_t(tile) * 16 + mine.row + 8}};
   Pack<2, T> x[kTiles][2];
   SAN_UNROLL
   for (int i = 0; i < kTiles * 2; ++i) {
-    const int c = (first + i / 2) * kTile + 2 * lane.t;
-    x[i / 2][i % 2] = load_if(c < p.pitch, map + int64_t(spots[i % 2].neighbour(p.f, 0, 0)) * p.pitch + c);
+    x[i / 2][i % 2] =
+        Pack<2, T>::load(row_at(p.around + (first + i / 2) * 8 + mine.pair, pixels[i % 2].index, p.row_bytes()));
   }
-  const int depth = p.e_tiles, step = p.r_tiles * 64, hidden = p.hidden();
-  const T* affine = p.affine + first_piece * 2 * p.channels() + 2 * kTile * first + 4 * lane.t;
-  const T* weight = p.weight + first_piece * depth * step + first * 64 + 2 * lane.index;
+  const int grad_bytes = p.hidden() * static_cast<int>(sizeof(T)), zeros = static_cast<int>(p.pixels());
+  const T *scale_at = p.scale + first * 8 + mine.pair, *shift_at = p.shift + first * 8 + mine.pair;
+  const F* weight = p.weight + first * kWarp + mine.lane;
   T sums[kTiles][4] = {};
-  for (int position = 0; position < p.f.positions(); ++position, affine += 2 * p.channels()) {
-    const int down = p.down(position), right = p.right(position);
-    const T* grads[2];
-    bool sees[2];
+  for (Offset offset; offset.position < p.positions(); offset.advance(1, p.kernel_size)) {
+    const T* rows[2];
     SAN_UNROLL
-    for (int row = 0; row < 2; ++row) {
-      const int h = spots[row].h - down, w = spots[row].w - right;
-      sees[row] = static_cast<unsigned>(h) < static_cast<unsigned>(p.f.height) &&
-                  static_cast<unsigned>(w) < static_cast<unsigned>(p.f.width);
-      grads[row] = grad + int64_t((spots[row].image * p.f.height + h) * p.f.width + w) * hidden + 2 * lane.t;
+    for (int i = 0; i < 2; ++i) {
+      bool is_pair;
+      const int partner = pixels[i].partner(p, offset, is_pair);
+      rows[i] = row_at(grad + mine.pair, is_pair ? partner : zeros, grad_bytes);
     }
     T products[kTiles][4] = {};
-    for (int k = 0; k < depth; ++k, weight += step) {
-      const auto above = load_if(sees[0], grads[0] + k * kTile), below = load_if(sees[1], grads[1] + k * kTile);
-      const T left[4] = {above.data[0], below.data[0], above.data[1], below.data[1]};
-      SAN_UNROLL
-      for (int n = 0; n < kTiles; ++n) {
-        add_product<kAccurate>(left, Pack<2, T>::load(weight + n * 64).data, products[n]);
-      }
+    SAN_ROLLED
+    for (int k = 0; k < p.e_tiles; ++k, weight += p.r_tiles * kWarp) {
+      const auto above = Pack<2, T>::load(rows[0] + 8 * k), below = Pack<2, T>::load(rows[1] + 8 * k);
+      multiply_all(products, F(above.data[0], above.data[1]), F(below.data[0], below.data[1]), weight);
     }
     SAN_UNROLL
     for (int n = 0; n < kTiles; ++n) {
-      const auto both = Pack<4, T>::load(affine + n * 2 * kTile);
+      const auto scale = Pack<2, T>::load(scale_at + 8 * n), shift = Pack<2, T>::load(shift_at + 8 * n);
       SAN_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const T scale = both.data[i % 2 * 2], activated = scale * x[n][i / 2].data[i % 2] + both.data[i % 2 * 2 + 1];
-        if (!(activated <= 0)) sums[n][i] += scale * products[n][i];
+        const T activated = scale.data[i % 2] * x[n][i / 2].data[i % 2] + shift.data[i % 2];
+        if (!(activated <= 0)) sums[n][i] += scale.data[i % 2] * products[n][i];
       }
     }
+    scale_at += p.channels(), shift_at += p.channels();
   }
   SAN_UNROLL
   for (int i = 0; i < kTiles * 4; ++i) {
-    const int row = pixel + i % 4 / 2 * 8, c = (first + i / 4) * kTile + 2 * lane.t + i % 2;
-    if (row <= last && c < p.R) out[int64_t(row) * p.R + c] = sums[i / 4][i % 4];
-  }
-}
-
-// The gradient of a map [pixels, R] from that of the padded grid: each pixel's own and those of its mirror images.
-//
-// Predicted as above: reads 8 MB, writes 6 MB; no products, no shared memory; 0.005 ms, of memory bandwidth.
-template <class T>
-__global__ void __launch_bounds__(kThreads) fold_kernel(Patches<T> p, const T* padded, int64_t elements, T* out) {
-  const int width = p.f.width + 2 * p.f.reach(), height = p.f.height + 2 * p.f.reach();
-  SAN_FOR_EACH(index, elements) {
-    const int pixel = static_cast<int>(index / p.R), c = static_cast<int>(index - int64_t(pixel) * p.R);
-    const Spot spot(pixel, p.f, 0);
-    T sum = 0;
-    for_each_image(spot.h, p.f.height, p.f.reach(), [&](int64_t h) {
-      for_each_image(spot.w, p.f.width, p.f.reach(), [&](int64_t w) {
-        const int64_t row = int64_t(spot.image) * height + h + p.f.reach();
-        sum += padded[(row * width + w + p.f.reach()) * p.R + c];
-      });
-    });
-    out[index] = sum;
+    const Pixel<true>& pixel = pixels[i % 4 / 2];
+    const int c = (first + i / 4) * 8 + mine.pair + i % 2;
+    if (pixel.exists && c < p.R) out[int64_t(pixel.index) * p.R + c] = sums[i / 4][i % 4];
   }
 }
 
 // What a warp sums for the gradients of 16 channels of a piece and kTiles tiles of hidden channels. Channels are the
 // rows of its left factors, and a lane receives weight^T grad^T of the pixels whose values it gives to relu(..)^T grad.
-template <bool kAccurate, int kTiles, class T>
+template <class F, int kTiles>
 class ParameterSums {
  public:
-  __device__ __forceinline__ ParameterSums(const Patches<T>& p, int piece, int band, int first_tile)
-      : width_(p.f.width), pitch_(p.pitch), hidden_(p.hidden()), hidden_at_(first_tile * kTile) {
+  using T = typename F::Value;
+
+  __device__ __forceinline__ ParameterSums(const Patches<F>& p, const Team& mine, int piece, int band, int first_tile)
+      : mine_(mine), width_(p.width), pitch_(p.channels()), hidden_(p.hidden()), hidden_at_(first_tile * 8) {
     SAN_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const int c = band * kRows + lane_.g + 8 * i;
-      exists_[i] = c < p.channels(), channel_[i] = piece * p.channels() + c, value_at_[i] = std::min(c, p.R - 1);
-      affine_[i] = load_if(exists_[i], p.affine + 2 * channel_[i]);
+      const int c = band * 16 + mine.row + 8 * i;
+      exists_[i] = c < pitch_, value_at_[i] = exists_[i] ? c : 0;
+      scale_[i] = p.scale[piece * pitch_ + value_at_[i]], shift_[i] = p.shift[piece * pitch_ + value_at_[i]];
+      SAN_UNROLL
+      for (int n = 0; n < kTiles; ++n) {
+        const int tile = (piece * p.e_tiles + first_tile + n) * p.r_tiles + value_at_[i] / 8;
+        weight_[n][i] = p.weight[tile * kWarp + mine.lane];
+      }
     }
+  }
+
+  // Takes 8 pixels from `begin` on of a row of `grads`, which see the row `values`. What is beyond the row has no
+  // gradient, and what is beyond the channels is a sum that `store` leaves out.
+  __device__ __forceinline__ void add_pixels(const T* values, const T* grads, int begin) {
+    T x[4], activated[4], products[4] = {};  // of the channels and pixels [2, 2]
+    const int pair = begin + mine_.pair, last = width_ - 1;
+    SAN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      x[i] = values[std::min(pair + i % 2, last) * pitch_ + value_at_[i / 2]];
+      activated[i] = scale_[i / 2] * x[i] + shift_[i / 2];
+    }
+    const F upper(rectified(activated[0]), rectified(activated[1]));
+    const F lower(rectified(activated[2]), rectified(activated[3]));
+    const bool is_along = begin + mine_.row <= last, is_pair[2] = {pair <= last, pair < last};
+    const T* along = grads + (begin + mine_.row) * hidden_ + hidden_at_ + mine_.pair;
+    const T* across = grads + pair * hidden_ + hidden_at_ + mine_.row;
     SAN_UNROLL
     for (int n = 0; n < kTiles; ++n) {
-      const int tile = (piece * p.e_tiles + first_tile + n) * p.r_tiles + 2 * band;
-      const T* from = p.weight + tile * 64 + 2 * lane_.index;
-      const auto upper = Pack<2, T>::load(from), lower = load_if(exists_[1], from + 64);
-      weight_[n][0] = upper.data[0], weight_[n][1] = lower.data[0];
-      weight_[n][2] = upper.data[1], weight_[n][3] = lower.data[1];
+      const auto two = load_if(is_along, along + n * 8);
+      multiply(products, weight_[n][0], weight_[n][1], F(two.data[0], two.data[1]));
+      const F right(is_pair[0] ? across[n * 8] : T(0), is_pair[1] ? across[hidden_ + n * 8] : T(0));
+      multiply(sums_[n], upper, lower, right);
+    }
+    SAN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const T passed = activated[i] <= 0 ? T(0) : products[i];
+      affine_[i / 2].data[0] += passed * x[i], affine_[i / 2].data[1] += passed;
     }
   }
 
-  // Takes a row of `grads`, whose pixels see the row `values` shifted by `right`.
-  __device__ __forceinline__ void add_row(const T* values, const T* grads, int right) {
-    for (int begin = 0; begin < width_; begin += kTile) add_pixels(values, grads, begin, right);
-  }
-
-  // To [pieces, channels(), hidden()] and [pieces, channels(), 2]; four lanes have summed the pixels of a channel.
+  // To [channels(), hidden()] and [channels(), 2]; four lanes have summed the pixels of a channel.
   __device__ __forceinline__ void store(T* weight, T* affine) const {
     SAN_UNROLL
     for (int i = 0; i < 2; ++i) {
-      Pack<2, T> total = affine_sums_[i];
+      Pack<2, T> total = affine_[i];
       SAN_UNROLL
       for (int bits = 1; bits < 4; bits *= 2) {
         total.data[0] += __shfl_xor_sync(~0u, total.data[0], bits);
         total.data[1] += __shfl_xor_sync(~0u, total.data[1], bits);
       }
       if (!exists_[i]) continue;
-      if (lane_.t == 0) total.store(affine + 2 * channel_[i]);
+      if (mine_.pair == 0) total.store(affine + 2 * value_at_[i]);
       SAN_UNROLL
       for (int n = 0; n < kTiles; ++n) {
         const Pack<2, T> sums{sums_[n][2 * i], sums_[n][2 * i + 1]};
-        sums.store(weight + int64_t(channel_[i]) * hidden_ + hidden_at_ + n * kTile + 2 * lane_.t);
+        sums.store(weight + value_at_[i] * hidden_ + hidden_at_ + n * 8 + mine_.pair);
       }
     }
   }
 
  private:
-  // Takes 8 pixels of a row from `begin` on. What is beyond the row has no gradient, and what is beyond the channels is
-  // a sum that `store` leaves out.
-  __device__ __forceinline__ void add_pixels(const T* values, const T* grads, int begin, int right) {
-    T x[4], activated[4], left[4], products[4] = {};  // of the channels and pixels [2, 2]
-    const int pair = begin + 2 * lane_.t;
-    SAN_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int seen = reflect_int(std::min(pair + i % 2, width_ - 1) + right, width_);
-      x[i] = values[seen * pitch_ + value_at_[i / 2]];
-      activated[i] = affine_[i / 2].data[0] * x[i] + affine_[i / 2].data[1];
-      left[i / 2 + i % 2 * 2] = fast_relu(activated[i]);
-    }
-    const bool is_along = begin + lane_.g < width_, is_pair[2] = {pair < width_, pair + 1 < width_};
-    const T* along = grads + (begin + lane_.g) * hidden_ + hidden_at_ + 2 * lane_.t;
-    const T* across = grads + pair * hidden_ + hidden_at_ + lane_.g;
-    SAN_UNROLL
-    for (int n = 0; n < kTiles; ++n) {
-      add_product<kAccurate>(weight_[n], load_if(is_along, along + n * kTile).data, products);
-      const T two[2] = {is_pair[0] ? across[n * kTile] : T(0), is_pair[1] ? across[hidden_ + n * kTile] : T(0)};
-      add_product<kAccurate>(left, two, sums_[n]);
-    }
-    SAN_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const T passed = activated[i] <= 0 ? T(0) : products[i];
-      affine_sums_[i / 2].data[0] += passed * x[i], affine_sums_[i / 2].data[1] += passed;
-    }
-  }
-
-  const Lane lane_;
+  const Team mine_;
   const int width_, pitch_, hidden_, hidden_at_;
   bool exists_[2];
-  int channel_[2], value_at_[2];
-  Pack<2, T> affine_[2], affine_sums_[2] = {};
-  T weight_[kTiles][4], sums_[kTiles][4] = {};
+  int value_at_[2];
+  T scale_[2], shift_[2], sums_[kTiles][4] = {};
+  Pack<2, T> affine_[2] = {};
+  F weight_[kTiles][2];
 };
 
-// Each slice of rows' part of the gradients of weight, [pieces, channels(), hidden()], and of scale and shift, [strips,
-// pieces, channels(), 2]: [slices, part_size].
+// Each slice of rows' part of the gradients of weight, [slices, pieces, channels(), hidden()], and of scale and shift,
+// [slices, strips, pieces, channels(), 2].
 //
-// Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.1 ms, of instruction issue.
-template <bool kAccurate, int kTiles, class T>
+// Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, of instruction issue.
+template <class F, int kTiles, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads)
-    parameter_gradient_kernel(Patches<T> p, const T* grad, int strips, int tasks, int rows_per_slice, T* parts,
-                              int64_t part_size) {
+    parameter_gradient_kernel(Patches<F> p, const T* grad, int strips, int tasks, int rows_per_slice, T* weights,
+                              T* affine) {
+  const Team mine(1);
   const int blocks = (tasks + kWarps - 1) / kWarps, slice = blockIdx.x / blocks;
-  const int task = (blockIdx.x - slice * blocks) * kWarps + threadIdx.x / kWarp, strip = task % strips;
+  const int task = (blockIdx.x - slice * blocks) * kWarps + mine.team, strip = task % strips;
   const int bands = (p.r_tiles + 1) / 2, piece = task / strips / bands, band = task / strips - piece * bands;
   if (task >= tasks) return;
-  ParameterSums<kAccurate, kTiles, T> sums(p, piece, band, strip * kTiles);
-  const bool is_center = piece == p.f.positions();
-  const int down = is_center ? 0 : p.down(piece), right = is_center ? 0 : p.right(piece);
-  const int end = std::min((slice + 1) * rows_per_slice, p.images * p.f.height);
+  ParameterSums<F, kTiles> sums(p, mine, piece, band, strip * kTiles);
+  const bool is_center = piece == p.positions();
+  const T* map = is_center ? p.center : p.around;
+  const int border = is_center ? 0 : p.kernel_size - 1;
+  Offset offset;
+  if (!is_center) offset.advance(piece, p.kernel_size);
+  const int end = std::min((slice + 1) * rows_per_slice, static_cast<int>(p.images) * p.height);
   for (int row = slice * rows_per_slice; row < end; ++row) {
-    const int image = row / p.f.height, seen = reflect_int(row - image * p.f.height + down, p.f.height);
-    const T* values = is_center ? p.center : p.around;
-    values += (int64_t(image) * p.f.height + seen) * p.f.width * p.pitch;
-    const T* grads = grad + int64_t(row) * p.f.width * p.hidden();
-    sums.add_row(values, grads, right);
+    const int64_t seen = row + row / p.height * border + offset.down;  // a row of the padded map
+    const T* values = map + (seen * (p.width + border) + offset.right) * p.channels();
+    const T* grads = grad + int64_t(row) * p.width * p.hidden();
+    for (int begin = 0; begin < p.width; begin += 8) sums.add_pixels(values, grads, begin);
   }
-  T *weight = parts + slice * part_size, *affine = weight + int64_t(p.pieces()) * p.channels() * p.hidden();
-  sums.store(weight, affine + int64_t(strip) * p.pieces() * p.channels() * 2);
+  const int64_t channels = int64_t(p.pieces()) * p.channels();
+  const int64_t channel = int64_t(piece) * p.channels();
+  sums.store(weights + (slice * channels + channel) * p.hidden(),
+             affine + ((int64_t(slice) * strips + strip) * channels + channel) * 2);
 }
 
-// The gradients of weight, scale and shift in the order of their columns, from the sum of all parts.
-//
-// Predicted as above: moves 0.1 MB, 0.003 ms, of the launch.
-template <class T>
-__global__ void place_gradients_kernel(Patches<T> p, const T* sums, int strips, T* weight, T* scale, T* shift) {
-  const int64_t channels = int64_t(p.pieces()) * p.channels();
-  SAN_FOR_EACH(index, int64_t(p.E) * p.columns()) {
-    const int e = static_cast<int>(index / p.columns()), column = static_cast<int>(index - int64_t(e) * p.columns());
-    const int around = column - p.C, c = around < 0 ? column : around / p.f.positions();
-    const int64_t piece = around < 0 ? p.f.positions() : around % p.f.positions(), channel = piece * p.channels() + c;
-    weight[index] = sums[channel * p.hidden() + e];
-    if (e > 0) continue;
-    T total[2] = {};
-    for (int strip = 0; strip < strips; ++strip) {
-      const T* affine = sums + channels * p.hidden() + 2 * (strip * channels + channel);
-      total[0] += affine[0], total[1] += affine[1];
-    }
-    scale[column] = total[0], shift[column] = total[1];
+// Places sums [pieces, channels(), hidden()] as the gradient of weight, or [pieces, channels(), 2] as those of scale
+// and shift.
+template <class F, bool kWeight>
+struct PlaceGradients {
+  using T = typename F::Value;
+
+  Patches<F> p;
+  T *weight, *scale, *shift;
+
+  __device__ __forceinline__ void operator()(int64_t index, const double* sum) const {
+    const int inner = kWeight ? p.hidden() : 2, channel = static_cast<int>(index / inner);
+    const int e = static_cast<int>(index - int64_t(channel) * inner), piece = channel / p.channels();
+    const int c = channel - piece * p.channels(), column = p.column(piece, c);
+    if (c >= p.R || (kWeight && e >= p.E)) return;
+    T* to = kWeight ? weight + int64_t(e) * p.columns() : e == 0 ? scale : shift;
+    to[column] = static_cast<T>(*sum);
   }
-}
+};
 
 // Calls run with the number of tiles of 8 that a warp has at once.
 template <class Run>
@@ -397,139 +304,142 @@ void with_tiles(int tiles, const Run& run) {
   run(std::integral_constant<int, 4>());
 }
 
+struct PatchTensors {
+  Tensor center, around, scale, shift, weight;
+};
+
 // Inputs of one call as kernels take them.
-template <class T, bool kAccurate>
+template <class F>
 class PatchProblem {
  public:
-  PatchProblem(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
-               const Tensor& weight, const Footprint& f, bool backward)
-      : space_(around, around.scalar_type()), p_{Window(f)} {
-    check_sizes(around, weight, f);
-    p_.images = static_cast<int>(around.size(0)), p_.E = static_cast<int>(weight.size(0));
-    p_.C = static_cast<int>(center.size(3)), p_.R = static_cast<int>(around.size(3));
-    p_.r_tiles = tiles_of(p_.R), p_.e_tiles = tiles_of(p_.E), p_.pitch = p_.R + p_.R % 2;
-    if (around.size(0) == 0) return;
-    p_.around = keep_padded(around, p_.pitch), p_.center = p_.C > 0 ? keep_padded(center, p_.pitch) : nullptr;
-    const int64_t rows = int64_t(p_.pieces()) * p_.channels(), elements = rows * p_.hidden();
-    T *affine = space_.take(2 * rows), *tiles = space_.take(elements);
-    auto* arrange = backward ? &arrange_kernel<true, T> : &arrange_kernel<false, T>;
-    SAN_LAUNCH(arrange, blocks_for(elements), kThreads, space_.stream(), p_, space_.keep(scale), space_.keep(shift),
-               space_.keep(weight), affine, tiles);
-    p_.affine = affine;
-    p_.weight = tiles;
+  using T = typename F::Value;
+
+  PatchProblem(const PatchTensors& x, const Footprint& f, bool backward) : f_(f), space_(x.around) {
+    check_weight(x, f);
+    static_cast<Grid&>(p_) = grid_of(x.around, f);
+    p_.C = static_cast<int>(x.center.size(3)), p_.R = static_cast<int>(x.around.size(3));
+    p_.E = static_cast<int>(x.weight.size(0)), p_.r_tiles = tiles_of(p_.R), p_.e_tiles = tiles_of(p_.E);
+    p_.around = space_.pad(x.around, f, p_.r_tiles);
+    p_.center = p_.C > 0 ? space_.pad(x.center, {1, f.height, f.width}, p_.r_tiles) : nullptr;
+    p_.scale = add_affine(space_.keep(x.scale)), p_.shift = add_affine(space_.keep(x.shift));
+    const T* weight = space_.keep(x.weight);
+    F* packed = space_.template take<F>(int64_t(p_.pieces()) * piece_size());
+    add_weight(weight + p_.C, p_.positions(), p_.positions(), backward, packed);
+    if (p_.C > 0) add_weight(weight, 1, 1, backward, packed + p_.positions() * piece_size());
+    p_.weight = packed;
   }
 
   // [N, H, W, E]
   Tensor forward() {
-    Tensor out = space_.new_maps({p_.images, p_.f.height, p_.f.width, p_.E});
+    Tensor out = space_.empty({p_.images, p_.height, p_.width, p_.E});
     if (out.numel() == 0) return out;
+    space_.prepare();
     with_tiles(p_.e_tiles, [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
-      const int strips = p_.e_tiles / kTiles, tasks = (p_.pixels() + kRows - 1) / kRows * strips;
-      int slices = 1;  // where tiles are few, more warps share one
-      while (slices < kWarps && tasks * slices < kWantedWarps && slices < p_.pieces()) slices *= 2;
-      const int grid = (tasks + kWarps / slices - 1) / (kWarps / slices);
-      const size_t bytes = slices > 1 ? kTiles * 4 * kThreads * sizeof(T) : 0;
-      SAN_LAUNCH_SHARED((patch_linear_kernel<kAccurate, kTiles, T>), grid, kThreads, bytes, space_.stream(), p_, strips,
-                        slices, out.template mutable_data_ptr<T>());
+      const int strips = p_.e_tiles / kTiles;
+      const int64_t tasks = (p_.pixels() + 15) / 16 * strips;
+      const int split = split_for(tasks, p_.pieces());
+      const size_t bytes = split > 1 ? bytes_of_team_sums<T>(kTiles * 4) : 0;
+      SAN_LAUNCH_SHARED((patch_linear_kernel<F, kTiles>), blocks_of_teams(tasks, split), kThreads, bytes,
+                        space_.stream(), p_, strips, split, out.template mutable_data_ptr<T>());
     });
     return out;
   }
 
-  // Gradients of center, around, scale, shift, weight for `grad` [N, H, W, E].
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad) {
-    const std::vector<int64_t> map{p_.images, p_.f.height, p_.f.width, p_.R};
-    Tensor center = p_.C > 0 ? space_.new_maps(map) : space_.new_maps({map[0], map[1], map[2], 0});
-    Tensor around = space_.new_maps(map), weight = space_.new_sums({p_.E, p_.columns()});
-    Tensor scale = space_.new_sums({p_.columns()}), shift = space_.new_sums({p_.columns()});
+  // Gradients of all inputs for `grad` [N, H, W, E].
+  PatchTensors backward(const Tensor& grad) {
+    const auto map = [&](int channels) { return space_.empty({p_.images, p_.height, p_.width, channels}); };
+    PatchTensors out{map(p_.C), map(p_.R), space_.empty({p_.columns()}), space_.empty({p_.columns()}),
+                     space_.empty({p_.E, p_.columns()})};
     if (p_.images == 0) {
-      for (Tensor* x : {&weight, &scale, &shift}) torch::stable::zero_(*x);
-      return {center, around, scale, shift, weight};
+      for (Tensor* x : {&out.weight, &out.scale, &out.shift}) torch::stable::zero_(*x);
+      return out;
     }
-    const T* grads = keep_padded(grad, p_.hidden());
+    T* grads = space_.take((p_.pixels() + 1) * p_.hidden());
+    const Footprint one{1, f_.height, f_.width};
+    space_.pad({space_.keep(grad), one, p_.E, p_.e_tiles, p_.pixels() * p_.e_tiles, grads, p_.E, 1});
+    space_.pad({nullptr, {1, 1, 1}, 0, p_.e_tiles, p_.e_tiles, grads + p_.pixels() * p_.hidden(), 0, 1});
+    space_.prepare();
     if (p_.C > 0) {
-      Patches<T> pixel = p_;
-      pixel.f.kernel_size = 1;  // of which `down` and `right` are only asked for the first position
-      map_gradient(pixel, p_.center, grads, p_.f.positions(), center.template mutable_data_ptr<T>());
+      Patches<F> center = p_;
+      const int64_t behind = int64_t(p_.positions()) * p_.channels();
+      center.kernel_size = 1, center.around = p_.center, center.weight += p_.positions() * piece_size();
+      center.scale += behind, center.shift += behind;
+      map_gradient(center, grads, out.center.template mutable_data_ptr<T>());
     }
-    around_gradient(grads, around);
-    parameter_gradients(grads, weight, scale, shift);
-    return {center, around, scale, shift, weight};
+    T* padded = space_.take(p_.padded_pixels() * p_.R);
+    map_gradient(p_, grads, padded);
+    SAN_LAUNCH(fold_kernel<T>, blocks_for(out.around.numel()), kThreads, space_.stream(), padded, f_, p_.R,
+               out.around.numel(), out.around.template mutable_data_ptr<T>());
+    parameter_gradients(grads, out);
+    return out;
   }
 
  private:
-  // Warps that fill a large GPU some times over.
-  static constexpr int kWantedWarps = 4096;
+  int64_t piece_size() const { return int64_t(p_.r_tiles) * p_.e_tiles * kWarp; }
 
-  // Pixels and weights are counted in 32 bits; the latter are padded to tiles.
-  static void check_sizes(const Tensor& around, const Tensor& weight, const Footprint& f) {
-    constexpr int64_t kMost = int64_t(1) << 30;
-    const int64_t pixels = around.size(0) * f.padded_height() * f.padded_width();
-    STD_TORCH_CHECK(pixels < kMost, around.size(0), " maps with their reflected borders have ", pixels,
-                    " pixels; fewer than 2^30 are supported: split the batch");
-    const int64_t weights = (f.positions() + 1) * (around.size(3) + 32) * (weight.size(0) + 32);
-    STD_TORCH_CHECK(weights < kMost, "a weight of [", weight.size(0), ", ", weight.size(1),
+  // Weights are counted in 32 bits, padded to tiles.
+  static void check_weight(const PatchTensors& x, const Footprint& f) {
+    const int64_t weights = (f.positions() + 1) * (x.around.size(3) + 32) * (x.weight.size(0) + 32);
+    STD_TORCH_CHECK(weights < int64_t(1) << 30, "a weight of [", x.weight.size(0), ", ", x.weight.size(1),
                     "] is too large; fewer than 2^30 elements are supported");
   }
 
-  // A map whose channels are padded with zeros to this number.
-  const T* keep_padded(const Tensor& map, int channels) {
-    return space_.keep_map(map.size(3) == channels ? map : torch::stable::pad(map, {0, channels - map.size(3)}));
+  // scale or shift as [pieces, channels()].
+  const T* add_affine(const T* from) {
+    T* to = space_.take(int64_t(p_.pieces()) * p_.channels());
+    const auto add = [&](const T* values, int pieces, T* out) {
+      space_.pad({values, {1, 1, pieces}, p_.R, p_.r_tiles, int64_t(pieces) * p_.r_tiles, out, 1, pieces});
+    };
+    add(from + p_.C, p_.positions(), to);
+    if (p_.C > 0) add(from, 1, to + int64_t(p_.positions()) * p_.channels());
+    return to;
   }
 
-  void map_gradient(const Patches<T>& p, const T* map, const T* grads, int piece, T* out) {
+  // The columns of `pieces` pieces, whose channels lie `stride` columns apart.
+  void add_weight(const T* from, int pieces, int stride, bool backward, F* to) {
+    const Matrix<T> rows{from, p_.E, p_.R, p_.columns(), stride, pieces};
+    const Matrix<T> columns{from, p_.R, p_.E, stride, p_.columns(), pieces};
+    backward ? space_.pack(columns, p_.r_tiles, p_.e_tiles, to) : space_.pack(rows, p_.e_tiles, p_.r_tiles, to);
+  }
+
+  void map_gradient(const Patches<F>& p, const T* grads, T* out) {
     with_tiles(p.r_tiles, [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
       const int strips = p.r_tiles / kTiles;
-      const int pixels = p.images * (p.f.height + 2 * p.f.reach()) * (p.f.width + 2 * p.f.reach());
-      const int64_t tasks = (int64_t(pixels) + kRows - 1) / kRows * strips;
-      SAN_LAUNCH_SHARED((map_gradient_kernel<kAccurate, kTiles, T>), static_cast<int>((tasks + kWarps - 1) / kWarps),
-                        kThreads, 0, space_.stream(), p, map, grads, piece, strips, out);
+      SAN_LAUNCH_SHARED((map_gradient_kernel<F, kTiles>), blocks_of_teams((p.padded_pixels() + 15) / 16 * strips, 1),
+                        kThreads, 0, space_.stream(), p, grads, strips, out);
     });
   }
 
-  void around_gradient(const T* grads, Tensor& around) {
-    T* out = around.template mutable_data_ptr<T>();
-    if (p_.f.reach() == 0) return map_gradient(p_, p_.around, grads, 0, out);
-    const int64_t height = p_.f.height + 2 * p_.f.reach(), width = p_.f.width + 2 * p_.f.reach();
-    T* padded = space_.take(p_.images * height * width * p_.R);
-    map_gradient(p_, p_.around, grads, 0, padded);
-    SAN_LAUNCH(fold_kernel<T>, blocks_for(around.numel()), kThreads, space_.stream(), p_, padded, around.numel(), out);
-  }
-
-  void parameter_gradients(const T* grads, Tensor& weight, Tensor& scale, Tensor& shift) {
+  void parameter_gradients(const T* grads, PatchTensors& out) {
     with_tiles(p_.e_tiles, [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
-      const int strips = p_.e_tiles / kTiles, rows = p_.images * p_.f.height;
+      const int strips = p_.e_tiles / kTiles, rows = static_cast<int>(p_.images) * p_.height;
       const int tasks = p_.pieces() * ((p_.r_tiles + 1) / 2) * strips;
-      const int64_t part = int64_t(p_.pieces()) * p_.channels() * (p_.hidden() + 2 * strips);
+      const int64_t channels = int64_t(p_.pieces()) * p_.channels(), part = channels * (p_.hidden() + 2 * strips);
       const int64_t fitting = std::max<int64_t>(1, workspace_limit() / 4 / static_cast<int64_t>(part * sizeof(T)));
-      const int64_t steps = int64_t(rows) * ((p_.f.width + kTile - 1) / kTile);  // at most 256 in a sum, see add_to
-      const int wanted = static_cast<int>(
-          std::min<int64_t>({std::max<int64_t>(kWantedWarps / tasks, steps / 256) + 1, fitting, rows}));
-      const int rows_per_slice = (rows + wanted - 1) / wanted, slices = (rows + rows_per_slice - 1) / rows_per_slice;
-      T *parts = space_.take(slices * part), *sums = space_.take(part);
-      SAN_LAUNCH_SHARED((parameter_gradient_kernel<kAccurate, kTiles, T>), slices * ((tasks + kWarps - 1) / kWarps),
-                        kThreads, 0, space_.stream(), p_, grads, strips, tasks, rows_per_slice, parts, part);
-      sum_blocks(parts, slices, part, Totals<T>{{sums}, {part}}, space_.stream());
-      SAN_LAUNCH(place_gradients_kernel<T>, blocks_for(weight.numel()), kThreads, space_.stream(), p_, sums, strips,
-                 weight.template mutable_data_ptr<T>(), scale.template mutable_data_ptr<T>(),
-                 shift.template mutable_data_ptr<T>());
+      const int64_t steps = int64_t(rows) * ((p_.width + 7) / 8);  // at most 256 in a sum, see add_to
+      const int64_t wanted =
+          std::min<int64_t>({std::max<int64_t>(kWantedWarps / tasks, steps / 256) + 1, fitting, rows});
+      const int rows_per_slice = static_cast<int>((rows + wanted - 1) / wanted);
+      const int slices = (rows + rows_per_slice - 1) / rows_per_slice;
+      T *weights = space_.take(slices * channels * p_.hidden()), *affine = space_.take(slices * strips * channels * 2);
+      SAN_LAUNCH_SHARED((parameter_gradient_kernel<F, kTiles>), slices * ((tasks + kWarps - 1) / kWarps), kThreads, 0,
+                        space_.stream(), p_, grads, strips, tasks, rows_per_slice, weights, affine);
+      T *weight = out.weight.template mutable_data_ptr<T>(), *scale = out.scale.template mutable_data_ptr<T>();
+      T* shift = out.shift.template mutable_data_ptr<T>();
+      sum_blocks(weights, slices, channels * p_.hidden(), PlaceGradients<F, true>{p_, weight, scale, shift},
+                 space_.stream());
+      sum_blocks(affine, slices * strips, channels * 2, PlaceGradients<F, false>{p_, weight, scale, shift},
+                 space_.stream());
     });
   }
 
-  Workspace<T> space_;
-  Patches<T> p_;
+  const Footprint f_;
+  Workspace<F> space_;
+  Patches<F> p_{};
 };
-
-// Calls run with the type of sums and whether products are accurate: those with a weight in a half type run as TF32,
-// which holds it without error, as loads and not products take the time.
-template <class Run>
-auto with_types(const Tensor& around, const Tensor& weight, bool tf32, const Run& run) {
-  if (around.scalar_type() == ScalarType::Double) return run(double(), std::true_type());
-  const bool accurate = weight.scalar_type() == ScalarType::Float && !tf32;
-  return accurate ? run(float(), std::true_type()) : run(float(), std::false_type());
-}
 
 }  // namespace
 
@@ -537,10 +447,9 @@ Tensor patch_linear(const Tensor& center, const Tensor& around, const Tensor& sc
                     const Tensor& weight, int64_t kernel_size, bool tf32) {
   const Footprint f = check_patches(center, around, scale, shift, weight, kernel_size);
   const OperatorGuard guard("patch_linear", around);
-  const Tensor out = with_types(around, weight, tf32, [&](auto type, auto accurate) {
-    return PatchProblem<decltype(type), decltype(accurate)::value>(center, around, scale, shift, weight, f, false)
-        .forward();
-  });
+  const PatchTensors x{center, around, scale, shift, weight};
+  const Tensor out = with_operand(around.scalar_type(), weight.scalar_type(), tf32,
+                                  [&](auto operand) { return PatchProblem<decltype(operand)>(x, f, false).forward(); });
   return torch::stable::transpose(torch::stable::transpose(out, 1, 3), 2, 3);
 }
 
@@ -554,14 +463,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> patch_linear_backward(const T
                       grad.size(2) == f.height && grad.size(3) == f.width,
                   "grad must be [", around.size(0), ", ", weight.size(0), ", ", f.height, ", ", f.width, "]");
   const OperatorGuard guard("patch_linear_backward", around);
+  const PatchTensors x{center, around, scale, shift, weight};
   const Tensor last = torch::stable::transpose(torch::stable::transpose(grad, 2, 3), 1, 3);  // [N, H, W, E]
-  auto gradients = with_types(around, weight, tf32, [&](auto type, auto accurate) {
-    return PatchProblem<decltype(type), decltype(accurate)::value>(center, around, scale, shift, weight, f, true)
-        .backward(last);
+  const PatchTensors out = with_operand(around.scalar_type(), weight.scalar_type(), tf32, [&](auto operand) {
+    return PatchProblem<decltype(operand)>(x, f, true).backward(last);
   });
-  Tensor& grad_weight = std::get<4>(gradients);
-  grad_weight = contiguous_of(grad_weight, weight.scalar_type());
-  return gradients;
+  const bool same = out.weight.scalar_type() == weight.scalar_type();
+  return {out.center, out.around, out.scale, out.shift,
+          same ? out.weight : torch::stable::to(out.weight, weight.scalar_type())};
 }
 
 }  // namespace san::cuda

@@ -22,8 +22,6 @@ void with_warp(const Value& value, const Visit& visit) {
 }
 
 inline float as_tf32(uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); }
-// The bfloat16 in the lower or the upper half of a word.
-inline float half_of(uint32_t bits, int upper) { return __uint_as_float(upper == 0 ? bits << 16 : bits & 0xffff0000u); }
 
 }  // namespace san::shim
 
@@ -43,25 +41,6 @@ inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32
         const float right = shim::as_tf32(read(4 * (2 * t + column) + k % 4).b[k / 4]);
         c[column] += shim::as_tf32(left.a[k / 4 * 2]) * right;
         c[2 + column] += shim::as_tf32(left.a[k / 4 * 2 + 1]) * right;
-      }
-    }
-  });
-}
-
-// c [16, 8] += a [16, 16] b [16, 8] in bfloat16.
-inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  struct Shown {
-    uint32_t a[4], b[2];
-  };
-  const Shown mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  const int g = shim::Scheduler::running().lane() / 4, t = shim::Scheduler::running().lane() % 4;
-  shim::with_warp(mine, [&](const auto& read) {
-    for (int k = 0; k < 16; ++k) {
-      const Shown left = read(4 * g + k % 8 / 2);
-      for (int column = 0; column < 2; ++column) {
-        const float right = shim::half_of(read(4 * (2 * t + column) + k % 8 / 2).b[k / 8], k % 2);
-        c[column] += shim::half_of(left.a[k / 8 * 2], k % 2) * right;
-        c[2 + column] += shim::half_of(left.a[k / 8 * 2 + 1], k % 2) * right;
       }
     }
   });

@@ -45,7 +45,7 @@ def convert(
     \b
     Example: san convert released.pth san10.pt --name san10_pairwise
     """
-    from experiments.evaluation.evaluate import kind_of, open_checkpoint, reach
+    from experiments.evaluation.evaluate import kind_of, open_checkpoint, resolve_checkpoint
     from experiments.grids.config import merged
     from experiments.grids.expand import parse_override
     from experiments.runs.store import is_uri
@@ -57,7 +57,7 @@ def convert(
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
     try:
-        with reach(source, runs) as (path, _):
+        with resolve_checkpoint(source, runs) as (path, _):
             if kind_of(path) == "released":
                 fields = merged({}, *map(parse_override, overrides))
                 if "name" in fields:
@@ -71,7 +71,7 @@ def convert(
         save(model, target)
     except ValueError as error:  # CheckpointError is one
         raise UserError(str(error)) from None
-    hidden = released.untold(model.spec) if form == "released" else []
+    hidden = released.unrecorded_overrides(model.spec) if form == "released" else []
     if hidden:
         click.echo(
             f"note: the released format does not store {', '.join(hidden)}; give the missing values as overrides when you "
@@ -110,14 +110,16 @@ def evaluate(
     \b
     Example: san evaluate runs/checkpoints/0123456789ab --split val
     """
-    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, reach, shown
+    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, resolve_checkpoint
     from experiments.grids.transform import transform
+    from experiments.training.progress import counting
 
-    with reach(checkpoint, runs) as (path, place):
+    with resolve_checkpoint(checkpoint, runs) as (path, place):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
-        with shown(len(images), opened.config.recipe.batch_size) as ended:
-            found = evaluate_checkpoint(opened, images, transform(opened.config.data), ended)
+        batches = -(-len(images) // opened.config.recipe.batch_size)
+        with counting("", batches, "batches") as count:
+            found = evaluate_checkpoint(opened, images, transform(opened.config.data), count)
     if place is not None:
         found = dataclasses.replace(found, checkpoint=place)
     if found.own_images is False and split is None:
@@ -164,17 +166,18 @@ def robustness(
     """
     from experiments.evaluation.checkpoints import measure_all
     from experiments.evaluation.protocols import PROTOCOLS
-    from experiments.report import robustness as table
+    from experiments.report.data import measurements
+    from experiments.report.tables import protocol_table
     from experiments.runs.store import is_uri
 
     # An address may hold a `=` behind its `?`, and a file in its name.
     names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]
     overrides = [word for word in checkpoints if word not in names]
-    cells = table.cells(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
+    found = measurements(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+        click.echo(json.dumps([dataclasses.asdict(one) for one in found]))
     else:
-        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{table.as_text(cells)}")
+        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{protocol_table(found).text()}")
 
 
 @click.command()
@@ -219,9 +222,9 @@ def show(
     \b
     Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
-    from experiments.evaluation.evaluate import open_checkpoint, reach
-    from experiments.report.attention import draw, in_words
-    from experiments.report.show import look, open_image
+    from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
+    from experiments.report.attention import in_words, look, open_image
+    from experiments.report.attention_plot import save
 
     if pixel is not None and grid is not None:
         raise UserError("both `--pixel` and `--grid`; give only one of these options")
@@ -230,9 +233,9 @@ def show(
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
-    with reach(checkpoint, runs) as (path, _):
+    with resolve_checkpoint(checkpoint, runs) as (path, _):
         opened = open_checkpoint(path, overrides, profile)
     chosen = None if place is None else (int(place[1]), int(place[2]))
     attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
-    draw(attention, out)
+    save(attention, out)
     click.echo(f"{out}: {in_words(attention)}")

@@ -232,7 +232,7 @@ def report(
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
-    from experiments.report.answer import robustness_of, show, table_of, tables, tell_what_is_left, write_page
+    from experiments.report.build import print_unfinished, records_of, show, tables, write_page
     from experiments.training.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":
@@ -242,12 +242,11 @@ def report(
         write_page(job, finished_results(job), html)
         say(f"report: {html}")
     if as_json:
-        lines = (robustness_of if job.grid.robustness else table_of)(job, known_results(job))
-        click.echo(json.dumps([dataclasses.asdict(line) for line in lines]))
+        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(job, known_results(job))]))
     elif form != "text":
         results = finished_results(job)
         click.echo(tables(job, results)[form].rstrip("\n"))
-        tell_what_is_left(job, results)
+        print_unfinished(job, results)
     else:
         _, complete = show(job, finished_results(job))
         sys.exit(0 if complete else 1)

@@ -7,9 +7,6 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +18,6 @@ from experiments.errors import UserError
 if TYPE_CHECKING:
     from pipelines import Dataset
 
-SECONDS_BETWEEN_LINES = 10.0
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 ROOT = click.argument("root", type=click.Path(path_type=Path))
@@ -136,6 +132,7 @@ def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
 
 
 def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
+    from experiments.training.progress import counting
     from pipelines import DataError
     from pipelines.datasets.check import check as check_images
     from pipelines.datasets.dataset import passed_over
@@ -144,15 +141,15 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     broken = []
     others = [] if dataset.packed else passed_over(dataset.root, dataset.split)
     if dataset.shards is not None:
-        with _counting(f"{dataset.split}: checksums of shards", None, "shard") as count:
+        with counting(f"{dataset.split}: checksums of shards", None, "shards") as count:
             for name, complaint in dataset.shards.damaged(workers):
                 broken += [{"path": name, "reason": complaint}] if complaint else []
-                count(1, len(broken))
-    with _counting(dataset.split, len(dataset), "image") as count:
+                count(1, f", {len(broken)} broken")
+    with counting(dataset.split, len(dataset), "images") as count:
         images = []
         for number, found in check_images(dataset, workers):
             images += found
-            count(number, len(images))
+            count(number, f", {len(images)} broken")
     images.sort(key=lambda one: one.index)
     broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
     result = {
@@ -250,6 +247,7 @@ def pack(
     \b
     Example: san data pack /data/imagenet /data/imagenet-shards
     """
+    from experiments.training.progress import counting
     from pipelines import Dataset
     from pipelines.datasets.pack import pack as pack_shards
     from pipelines.datasets.shards import index_path
@@ -257,11 +255,11 @@ def pack(
     splits = splits or tuple(name for name in ("train", "val") if (root / name).is_dir()) or ("train",)
     results: list[dict[str, Any]] = []
     for dataset in [Dataset.open(root, name, lists) for name in splits]:
-        with _counting(dataset.split, len(dataset), "image") as count:
+        with counting(dataset.split, len(dataset), "images") as count:
             shards = []
             for packed in pack_shards(dataset, out, shard_size, workers):
                 shards.append(packed)
-                count(packed.images, 0)
+                count(packed.images)
         shards.sort(key=lambda packed: packed.shard.name)
         results.append(
             {
@@ -326,30 +324,6 @@ def order(
         return
     for step, worker, path in rows:
         click.echo(f"{step}\t{worker}\t{_printable(path)}")
-
-
-@contextmanager
-def _counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how far something is: a bar on a terminal, lines in a log. It is told of so many more, and of all broken ones."""
-    from tqdm import tqdm
-
-    bar = tqdm(total=total, desc=what, unit=f" {unit}s", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty())
-    start = told = time.monotonic()
-    done = 0
-
-    def count(more: int, broken: int) -> None:
-        nonlocal told, done
-        done += more
-        bar.update(more)
-        if broken:
-            bar.set_postfix_str(f"{broken} broken")
-        if bar.disable and time.monotonic() - told >= SECONDS_BETWEEN_LINES:
-            told = time.monotonic()
-            of = "" if total is None else f" of {total}"
-            click.echo(f"[{told - start:4.0f} s] {what}: {done}{of} {unit}s, {broken} broken", err=True)
-
-    with bar:
-        yield count
 
 
 def _printable(name: str) -> str:

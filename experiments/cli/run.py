@@ -20,7 +20,7 @@ from experiments.evaluation.cells import Watch, Work, measure
 from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.grid import Trial
 from experiments.grids.paper import paper_claims
-from experiments.report.answer import measured, note, show, to_measure
+from experiments.report.build import column_metrics, missing_measurements, note, show
 from experiments.report.study import section_of, write_study
 from experiments.runs.locks import WhileLocked, claimed_cells, mlflow_lock
 from experiments.runs.retry import retry
@@ -55,7 +55,7 @@ def run(job: Job, address: str | None) -> bool:
     found += f", {stopped} already stopped early" if stopped else ""
     found += f", {equal} identical to another cell" if equal else ""
     say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
-    if not missing and not to_measure(job, results):
+    if not missing and not missing_measurements(job, results):
         files, complete = show(job, results)
         _refresh(job, results, files, complete)
         return complete
@@ -68,12 +68,12 @@ def run(job: Job, address: str | None) -> bool:
                 f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
                 "run the same command again to send the rest"
             )
-        if unmeasured := to_measure(job, results):
+        if unmeasured := missing_measurements(job, results):
             _measure(job, unmeasured, results, address)
             results = retry(lambda: known_results(job))
         files, complete = show(job, results)
         retry(lambda: job.tracker.log_report(files, complete))
-        retry(lambda: job.tracker.describe(note(job, results), measured(job)))
+        retry(lambda: job.tracker.describe(note(job, results), column_metrics(job)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
@@ -159,7 +159,7 @@ def _prepare(job: Job, results: Mapping[str, Result]) -> None:
     """The grid's place in the store, with the table of what is finished so far."""
     with mlflow_lock(job.workspace.store):
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        job.tracker.describe(note(job, results), measured(job))
+        job.tracker.describe(note(job, results), column_metrics(job))
 
 
 def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:

@@ -1,9 +1,9 @@
 """White-box targeted attacks by projected gradient descent in the L-inf ball (Madry et al. 2018, arXiv 1706.06083).
 
-An image's target is any class but its own, drawn by the trial's seed and the image's place in the dataset. Pixels go n times a
-step down the sign of the gradient of the target's cross entropy, and stay within epsilon of where they were and in [0, 1].
-The first step starts at the image itself, not at a random point of the ball: the paper speaks of none, n steps of its sizes
-reach just as far as epsilon, and what the authors' library, foolbox, called PGD then (2.x) starts there.
+The target of an image is a random class other than its own, chosen by the seed and the image's place in the dataset. In each
+of n steps, pixels move against the sign of the gradient of the target's cross entropy, but stay within epsilon of their
+original values and in [0, 1]. The first step starts at the image, not at a random point in the ball: the paper mentions no
+random start, its steps reach exactly epsilon, and PGD in the authors' library at that time (foolbox 2.x) starts there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments.evaluation.evaluate import Opened, evaluation_loader
+from experiments.evaluation.evaluate import LoadedModel, evaluation_loader
 from experiments.evaluation.protocol import Condition, Ended, Numbers, Protocol
-from experiments.evaluation.rotation import Turned
+from experiments.evaluation.rotation import Rotation
 from experiments.grids.transform import transform
 from pipelines import Dataset, Transform
 
 
 class OnPixels(nn.Module):
-    """A network that takes pixels in [0, 1] and normalises them itself."""
+    """A network that takes pixels in [0, 1] and normalizes them."""
 
     mean_C11: Tensor
     std_C11: Tensor
@@ -40,14 +40,14 @@ class OnPixels(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """The attack's parameters, in units of 1/255; called, it measures what it does.
+    """An attack with its parameters in units of 1/255. Calling it measures its success.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: a parameter is out of range.
     """
 
     epsilon: int
-    """The most that a pixel is changed."""
+    """The largest change of a pixel."""
     step: int
     steps: int
 
@@ -55,9 +55,9 @@ class Attack:
         if not 0 < self.epsilon <= 255 or not 0 < self.step <= 255 or self.steps < 1:
             raise ValueError(f"an attack needs 0 < epsilon <= 255, 0 < step <= 255 and at least one step, not {self}")
 
-    def __call__(self, opened: Opened, images: Dataset, batch: int, ended: Ended) -> Numbers:
+    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
         how = transform(opened.config.data)
-        pixels = replace(how, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exactly: nothing is undone
+        pixels = replace(how, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
         loader = evaluation_loader(opened, images, pixels, batch)
         network = OnPixels(opened.model, how).eval().to(loader.device)
         targets_N = targets(np.asarray(images.labels), len(images.classes), opened.seed).to(loader.device)
@@ -72,15 +72,15 @@ class Attack:
         return {"success": success, "top1": top1}
 
     def attacked(self, network: nn.Module, pixels_NCHW: Tensor, targets_N: Tensor) -> Tensor:
-        """The images [N, 3, H, W] after the attack; pixels in [0, 1], before and after.
+        """Returns the attacked images [N, 3, H, W], with pixels in [0, 1] before and after.
 
-        n forward and n backward passes; the network's parameters should want no gradients.
+        Runs n forward and n backward passes; the network's parameters should not require gradients.
         """
         low_NCHW, high_NCHW = within(pixels_NCHW, self.epsilon / 255)
         x_NCHW = pixels_NCHW
         for _ in range(self.steps):
             x_NCHW = x_NCHW.detach().requires_grad_()
-            loss = cross_entropy(network(x_NCHW), targets_N, reduction="sum")  # a sum: images do not see each other
+            loss = cross_entropy(network(x_NCHW), targets_N, reduction="sum")  # a sum, so images do not affect each other
             (gradient_NCHW,) = torch.autograd.grad(loss, x_NCHW)
             x_NCHW = x_NCHW.detach().sub(gradient_NCHW.sign_(), alpha=self.step / 255).clamp_(low_NCHW, high_NCHW)
         return x_NCHW
@@ -88,12 +88,12 @@ class Attack:
 
 @torch.no_grad()
 def predictions(network: nn.Module, pixels_NCHW: Tensor) -> Tensor:
-    """The classes [N] that a network answers with."""
+    """The predicted classes [N]."""
     return network(pixels_NCHW).argmax(1)
 
 
 def within(pixels_NCHW: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The least and the greatest values in [0, 1] that differ by no more than `epsilon`, not even by a rounding."""
+    """The smallest and largest values in [0, 1] that differ by at most `epsilon`, without rounding errors."""
     exact_NCHW = pixels_NCHW.double()
 
     def rounded_inwards(edge_NCHW: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def within(pixels_NCHW: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def targets(labels_N: np.ndarray[tuple[int], np.dtype[np.int64]], classes: int, seed: int) -> Tensor:
-    """A class for each image of a dataset that is not its label, int64 [N]: by the seed and the image's place alone."""
+    """A random class for each image that differs from its label, int64 [N]; depends only on the seed and the image's place."""
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
     return torch.from_numpy((labels_N + generator.integers(1, classes, len(labels_N))) % classes)
 
@@ -117,7 +117,7 @@ def _condition(name: str, attack: Attack) -> Condition:
 
 PROTOCOL = Protocol(
     conditions=(
-        Condition("clean", "none", ("top1",), Turned("none")),
+        Condition("clean", "none", ("top1",), Rotation("none")),
         _condition("n2", Attack(epsilon=8, step=4, steps=2)),
         _condition("n4", Attack(epsilon=8, step=2, steps=4)),
     ),

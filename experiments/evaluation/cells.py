@@ -1,4 +1,4 @@
-"""Takes the trained cells of a grid through a protocol, on the machines that trained them."""
+"""Measures the trained cells of a grid under a protocol, on the machines that trained them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from tqdm import tqdm
-
-from experiments.evaluation.evaluate import SECONDS_BETWEEN_LINES, open_checkpoint, open_images
+from experiments.evaluation.evaluate import open_checkpoint, open_images
 from experiments.evaluation.protocol import Condition, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName, Trial
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
 from experiments.training.checkpoint import last_of
+from experiments.training.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.training.trainer import kept_log, logging_to
 
 if TYPE_CHECKING:
@@ -27,15 +26,15 @@ Report = Callable[[Mapping[str, float]], None]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be measured of a cell."""
+    """The missing measurements of a cell."""
 
     workspace: Workspace
     trial: Trial
     run_id: str
-    """Of its run in the tracker."""
+    """The cell's run in the tracker."""
     protocol: ProtocolName
     missing: tuple[str, ...]
-    """Names of conditions."""
+    """Names of the missing conditions."""
 
     @property
     def name(self) -> str:
@@ -47,7 +46,7 @@ class Work:
 
 
 def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]) -> dict[str, Work]:
-    """What is to be measured of trained cells after their last epoch, by their keys; of one that has all numbers nothing."""
+    """The missing measurements of trained cells, by key; complete cells are left out."""
     found = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
@@ -57,11 +56,11 @@ def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple
 
 
 def measure(work: Work, report: Report) -> None:
-    """Measures a cell; what is reported is `condition`, its place in `work.conditions`, with its metrics when it is done, and
-    with `done`, a part of 1, on the way.
+    """Measures a cell after its last epoch. Reports contain `condition`, an index into `work.conditions`, and either `done`,
+    the finished fraction, or the metrics of the finished condition.
 
     Raises:
-        UserError: there is no checkpoint that can be used, or no memory.
+        UserError: the checkpoint cannot be used, or memory does not suffice.
         DataError: an image cannot be used.
     """
     workspace, config = work.workspace, work.trial.config
@@ -89,46 +88,46 @@ def measure(work: Work, report: Report) -> None:
 
 
 class Watch:
-    """Observes a sweep of `measure`: `keep` gets the metrics of a cell as they come; a bar on a terminal, lines in a log."""
+    """Observes a sweep of `measure`; `keep` gets the metrics of a cell as they arrive."""
 
     def __init__(self, works: Mapping[str, Work], keep: Callable[[Work, dict[str, float]], None], out: TextIO) -> None:
-        self.works, self.keep, self.out, self.start = works, keep, out, time.monotonic()
-        self.left = sum(len(work.missing) for work in works.values())
-        is_terminal = out.isatty()
-        self.bar = tqdm(total=self.left, unit="condition", file=out, dynamic_ncols=True, leave=False) if is_terminal else None
+        self.works, self.keep, self.display, self.start = works, keep, Display(out), time.monotonic()
+        self.left = self.total = sum(len(work.missing) for work in works.values())
+        self.running: dict[str, tuple[str, str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """Nothing: Ray writes down who observes a sweep, for a restart that never comes."""
+        """Nothing: Ray pickles the observer of a sweep for a restart that never happens."""
         return {}
 
     def started(self, key: str) -> None:
-        """Its first condition tells."""
+        """Does nothing: the first condition is reported soon."""
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         work, values = self.works[key], dict(metrics)
         condition = work.conditions[int(values.pop("condition"))]
         what = f"{work.name} {condition.name}"
         if "done" in values:
-            if self.bar is not None:
-                self.bar.set_postfix_str(f"{what} {values['done']:.0%}")
-            else:
+            self.running[key] = work.name, f"{condition.name} {values['done']:.0%}"
+            if self.display.live is None:
                 self._say(f"{what}: {values['done']:.0%}")
-            return
-        self.keep(work, values)
-        self.left -= 1
-        if self.bar is not None:
-            self.bar.update()
-        self._say(f"{what}: {percentages(condition.found(values))}")
+        else:
+            self.keep(work, values)
+            self.left -= 1
+            self._say(f"{what}: {percentages(condition.found(values))}")
+        self._show()
 
     def finished(self, outcome: Outcome) -> None:
+        self.running.pop(outcome.key, None)
         if outcome.error is not None:
             self._say(f"{self.works[outcome.key].name} FAILED: {outcome.error}")
+        self._show()
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.display.close()
 
     def _say(self, text: str) -> None:
-        line = f"[{time.monotonic() - self.start:4.0f} s, {self.left} left] {text}"
-        tqdm.write(line, file=self.out)
-        self.out.flush()
+        self.display.say(f"[{time.monotonic() - self.start:4.0f} s, {self.left} left] {text}")
+
+    def _show(self) -> None:
+        done = self.total - self.left
+        self.display.show("robustness", done, self.total, f"{done}/{self.total} conditions", list(self.running.values()))

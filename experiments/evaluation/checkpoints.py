@@ -1,20 +1,19 @@
-"""`san robustness`: any checkpoints through a protocol."""
+"""Measures any checkpoints under a protocol."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.evaluation import evaluate
-from experiments.evaluation.evaluate import CHECKPOINT, Kind, kind_of, open_checkpoint, open_images, reach
+from experiments.evaluation.evaluate import CHECKPOINT, Kind, kind_of, open_checkpoint, open_images, resolve_checkpoint
 from experiments.evaluation.protocol import Ended, Numbers, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.expand import parse_override
 from experiments.grids.grid import ProtocolName
+from experiments.training.progress import counting
 
 
 def measure_all(
@@ -25,13 +24,12 @@ def measure_all(
     split: str | None,
     runs: str | Path | None,
 ) -> dict[str, list[dict[str, Numbers]]]:
-    """The numbers of each checkpoint under each condition, by the name that `reach` knows. The profile is for those that tell
-    no data, overrides of the model are for the authors'.
-
-    All are looked at, and their images, before the first is measured.
+    """Measures the numbers of each checkpoint under each condition. The profile applies to checkpoints without preprocessing,
+    and overrides of the model apply to released files. All checkpoints and their images are checked before the first is
+    measured.
 
     Raises:
-        UserError, DataError: as `open_checkpoint` and `open_images`; none is given, or one twice.
+        UserError, DataError: as in `open_checkpoint` and `open_images`; or no checkpoint is given, or one twice.
     """
     if not names:
         raise UserError(f"no checkpoint given; expected {CHECKPOINT}")
@@ -39,7 +37,7 @@ def measure_all(
         raise UserError(f"{twice[0]}: given more than once; give each checkpoint once")
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
-        paths = {name: reached.enter_context(reach(name, runs))[0] for name in names}
+        paths = {name: reached.enter_context(resolve_checkpoint(name, runs))[0] for name in names}
         kinds = {name: kind_of(path) for name, path in paths.items()}
         fitting = {name: _fitting(kind, set(kinds.values()), overrides, profile) for name, kind in kinds.items()}
         for name, path in paths.items():
@@ -47,7 +45,11 @@ def measure_all(
         for name, path in paths.items():
             opened = open_checkpoint(path, *fitting[name])  # again: they may be too many for the memory
             images, found = open_images(opened, split), {}
-            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, partial(_shown, name)):
+
+            def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[Ended]:
+                return counting(f"{name} {condition}", -(-images // batch), "batches")
+
+            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
                 found[condition.name] = numbers
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
             ours[name] = [found]
@@ -55,11 +57,7 @@ def measure_all(
 
 
 def _fitting(kind: Kind, kinds: Set[Kind], overrides: Sequence[str], profile: str | None) -> tuple[Sequence[str], str | None]:
-    """Overrides and profile without what a checkpoint of this kind tells itself, where others beside it have a use for that."""
+    """Leaves out what a checkpoint of this kind contains itself, if it is meant for other checkpoints."""
     if kind != "released" and "released" in kinds:
         overrides = [text for text in overrides if "model" not in parse_override(text)]
     return overrides, None if kind == "trial" and kinds != {"trial"} else profile
-
-
-def _shown(name: str, condition: str, images: int, batch: int) -> AbstractContextManager[Ended]:
-    return evaluate.shown(images, batch, f"{name} {condition}")

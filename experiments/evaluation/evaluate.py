@@ -1,12 +1,10 @@
-"""`san evaluate`: what a checkpoint's network makes of a split, exactly: every image counts once."""
+"""Opening checkpoints of any kind, and their accuracy on a split, in which every image counts exactly once."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +14,6 @@ from urllib.parse import urlsplit
 
 import torch
 from pydantic import ValidationError
-from tqdm import tqdm
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
@@ -31,52 +28,51 @@ from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import threads_of
 from san.models import checkpoint, released
-from san.models.spec import Trunk
+from san.models.base import BaseModel
 
-TAKEN = ("recipe.batch_size", "placement.cpus")
-"""Overrides besides those of `data` that an evaluation has a use for."""
-SECONDS_BETWEEN_LINES = 10.0
+ALLOWED_OVERRIDES = ("recipe.batch_size", "placement.cpus")
+"""Allowed besides those of `data`."""
 KEY = "[0-9a-f]{12}"
-"""Of a trial."""
+"""The content hash of a cell."""
 RUN_ID = "[0-9a-f]{32}"
-"""Of MLflow."""
+"""The id of an MLflow run."""
 CHECKPOINT = (
     "a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, or models:/NAME/VERSION"
 )
-"""What `reach` knows, for sentences."""
+"""What `resolve_checkpoint` accepts, for messages."""
 
 Kind = Literal["trial", "weights", "released"]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A classifier, and what its images go through before it sees them."""
+class LoadedModel:
+    """A classifier with the preprocessing of its images."""
 
     path: Path
-    model: Trunk
+    model: BaseModel
     config: TrialConfig
     epoch: int | None = None
-    """Whole epochs that a trial has trained it for."""
+    """Epochs of training, for the checkpoint of a trial."""
     classes: tuple[str, ...] | None = None
-    """Names; None where the file tells none."""
+    """None for a file without class names."""
     data_digest: str = ""
-    """Of the trial's training and validation images."""
+    """Digest of the trial's training and validation images."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How a checkpoint does on a split."""
+    """The accuracy of a checkpoint on a split."""
 
     checkpoint: str
     model: str
-    """Name of the variant."""
+    """Name of the model."""
     epoch: int | None
-    """Whole epochs that it was trained for, where the file tells."""
+    """Epochs of training, for the checkpoint of a trial."""
     root: str
     split: str
     own_images: bool | None
-    """Whether the trial trained or validated on these images, by their names and sizes; None where the file is of no trial."""
+    """Whether the trial trained or validated on images with these names and sizes; None for other files."""
     images: int
     classes: int
     top1: float
@@ -87,15 +83,16 @@ class Evaluation:
     """Mean cross entropy, without label smoothing."""
 
 
-def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Opened:
-    """A trial's checkpoint, or its folder and of that the best epoch's; a file of `save_checkpoint`; one of the authors'.
+def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> LoadedModel:
+    """Loads the checkpoint of a trial, the best checkpoint in a trial's folder, a file of `save_checkpoint`, or a file that the
+    paper's authors released.
 
-    A trial's tells how its images are to be treated. Of the others, a profile does, `imagenet` where none is given.
-    `overrides` such as `data.root=/data` change `data`, `recipe.batch_size` and `placement.cpus`; for a file of the
-    authors', also what that does not tell, such as `model.footprint=9`.
+    The checkpoint of a trial contains the preprocessing; for other files, the profile gives it (by default `imagenet`).
+    `overrides` such as `data.root=/data` change `data`, `recipe.batch_size` and `placement.cpus`; for released files, also
+    missing fields of the model, such as `model.footprint=9`.
 
     Raises:
-        UserError: there is no such file, or it is none of these, or it does not fit the overrides.
+        UserError: the file does not exist, is not a checkpoint or does not fit the overrides.
     """
     changes = _changes(overrides)
     found = _trial_checkpoint(path)
@@ -109,15 +106,16 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     origin = found.origin
     config = _config(merged(origin.record, changes))
     file = path / found.name if path.is_dir() else path
-    return Opened(file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed)
+    return LoadedModel(file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed)
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     changes = merged({}, *map(parse_override, overrides))
     for key in flat(changes):
-        if not key.startswith(("data.", "model.")) and key not in TAKEN:
+        if not key.startswith(("data.", "model.")) and key not in ALLOWED_OVERRIDES:
             raise UserError(
-                f"override {key}: not allowed here; allowed are data.*, {', '.join(TAKEN)} and, for released files, model.*"
+                f"override {key}: not allowed here; allowed are data.*, {', '.join(ALLOWED_OVERRIDES)} and, for released "
+                "files, model.*"
             )
     return changes
 
@@ -130,8 +128,8 @@ def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def kind_of(path: Path) -> Kind:
-    """Whose a file or folder is: a trial's, which tells its model and how images are treated; of `save_checkpoint`, which tells
-    its model; or of the authors', which need not tell either.
+    """Returns `trial` for a checkpoint that contains its model and preprocessing, `weights` for a file of `save_checkpoint`,
+    which contains its model, and `released` for a file of the paper's authors, which may contain neither.
 
     Raises:
         UserError: as `open_checkpoint`.
@@ -142,7 +140,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def _trial_checkpoint(path: Path) -> Checkpoint | None:
-    """None for a file that is no trial's."""
+    """Reads the checkpoint of a trial; None for other files."""
     if os.path.isdir(path):
         best = best_in(LocalStore(path))
         if best is None:
@@ -165,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(str(error)) from None
 
 
-def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> Opened:
+def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
     values = merged(read_profile(profile_path(profile or "imagenet")), changes)
     try:
         if checkpoint.is_checkpoint(_read(path)):
@@ -178,7 +176,7 @@ def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | Non
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
     except ValueError as error:  # CheckpointError and UserError are
         raise UserError(str(error)) from None
-    return Opened(path, model, _config(values | {"model": asdict(model.spec)}))
+    return LoadedModel(path, model, _config(values | {"model": asdict(model.spec)}))
 
 
 def _config(values: Mapping[str, Any]) -> TrialConfig:
@@ -191,12 +189,12 @@ def _config(values: Mapping[str, Any]) -> TrialConfig:
     return config
 
 
-def open_images(opened: Opened, split: str | None = None) -> Dataset:
-    """The images of a split (`open_split`) with the classes that the network knows.
+def open_images(opened: LoadedModel, split: str | None = None) -> Dataset:
+    """Opens the images of a split (`open_split`) and checks that they have the classes of the model.
 
     Raises:
-        DataError: they cannot be used.
-        UserError: they have other classes.
+        DataError: the images cannot be used.
+        UserError: their classes differ.
     """
     images = open_split(opened.config.data, split)
     where = images.root / images.split
@@ -215,16 +213,17 @@ def open_images(opened: Opened, split: str | None = None) -> Dataset:
 
 
 def evaluate_checkpoint(
-    opened: Opened,
+    opened: LoadedModel,
     images: Dataset,
     transform: Transform,
     ended: Callable[[], None] = lambda: None,
     batch: int | None = None,
 ) -> Evaluation:
-    """Exact accuracy and loss over all images, on a GPU where torch sees one; `ended` is called after each batch, of the
-    recipe's size unless `batch` gives another.
+    """Measures exact accuracy and loss over all images, on a GPU if there is one. `batch` is the recipe's by default, and
+    `ended` is called after each batch.
 
-    With the images, the transform and the batch of its trial, and on the same hardware, what the trial's validation gave.
+    With the images, transform and batch size of its trial, and on the same hardware, the results equal those of the trial's
+    validation.
 
     Raises:
         DataError: an image cannot be used.
@@ -246,8 +245,8 @@ def evaluate_checkpoint(
     )
 
 
-def evaluation_loader(opened: Opened, images: Dataset, transform: Transform, batch: int) -> Loader:
-    """Batches in the order of the images, where the network is to run, with the threads that the config gives."""
+def evaluation_loader(opened: LoadedModel, images: Dataset, transform: Transform, batch: int) -> Loader:
+    """Loads batches in the order of the images to the available device, with the threads of the config."""
     cpus = opened.config.placement.cpus
     torch.set_num_threads(cpus)
     threads, where = threads_of(cpus), available_device()
@@ -255,43 +254,20 @@ def evaluation_loader(opened: Opened, images: Dataset, transform: Transform, bat
 
 
 @contextmanager
-def shown(images: int, batch: int, what: str = "") -> Iterator[Callable[[], None]]:
-    """Shows how far an evaluation is, with each call of what it yields: a bar on a terminal, lines in a log."""
-    steps, start = -(-images // batch), time.monotonic()
-    if sys.stderr.isatty():
-        with tqdm(total=steps, desc=what or None, unit="batch", dynamic_ncols=True, leave=False) as bar:
-            yield bar.update
-        return
-    done, told = 0, start
-
-    def ended() -> None:
-        nonlocal done, told
-        done += 1
-        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
-            told = time.monotonic()
-            told_of = f"{what}: " if what else ""
-            print(f"[{told - start:4.0f} s] {told_of}{done} of {steps} batches", file=sys.stderr, flush=True)
-
-    yield ended
-
-
-@contextmanager
-def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None]]:
-    """The checkpoint that a name means, as a file or folder of this machine: a path, a URI, a trial's key, the id of its run
-    in MLflow, or its registered model, `models:/NAME/VERSION` or `models:/NAME@ALIAS`. One in a bucket is there as long as the
-    block lasts, and comes with its URI; of a folder there, it is that of the best epoch.
-
-    `runs` is where runs are kept, as `open_workspace` takes it.
+def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None]]:
+    """Finds the local file or folder of a checkpoint by its path, URI, key, run id in MLflow, or registered model
+    (`models:/NAME/VERSION` or `models:/NAME@ALIAS`). A checkpoint in a bucket is downloaded for the duration of the block and
+    comes with its URI; in a folder there, the best epoch is chosen. `runs` is the store, as in `open_workspace`.
 
     Raises:
-        UserError: there is none; or MLflow, where it is asked, cannot be used or has no such run or model.
+        UserError: there is no such checkpoint, run or model, or MLflow cannot be used.
         StorageError: the bucket cannot be used.
     """
     if not name or (is_uri(name) and not name.startswith("s3://")):
         told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
         raise UserError(f"{told}: not a checkpoint; give {CHECKPOINT}")
     store, asked = open_runs(runs), name
-    if (key := _tracked(name, runs)) is not None:
+    if (key := _key_in_mlflow(name, runs)) is not None:
         if store.shared and not (store.folder / "checkpoints" / key).is_dir():
             raise UserError(f"{name}: the checkpoints of cell {key} are not in {store.folder}; give their folder with --runs")
         asked = key
@@ -313,8 +289,8 @@ def reach(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None
         yield path, found.uri(own) if own else str(found)
 
 
-def _tracked(name: str, runs: str | Path | None) -> str | None:
-    """The key of the trial where it is the id of its run, or its registered model; None for any other name."""
+def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
+    """The key of the trial if the name is a run id or a registered model; otherwise None."""
     is_run = re.fullmatch(RUN_ID, name) and not os.path.exists(name)
     if not is_run and not name.startswith("models:/"):
         return None
@@ -331,7 +307,7 @@ def _tracked(name: str, runs: str | Path | None) -> str | None:
 
 
 def checkpoint_path(name: str, runs: Path) -> Path:
-    """A path as it is; a trial's key, where there is no such file, as the folder of its checkpoints.
+    """The path itself, or the folder of a cell's checkpoints if the name is its key and there is no such file.
 
     Raises:
         UserError: there is neither.

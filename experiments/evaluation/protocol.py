@@ -1,4 +1,4 @@
-"""What a protocol is: conditions under which a network is tested, and the numbers that each gives."""
+"""Protocols: conditions under which networks are tested, and the numbers that each condition gives."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from experiments.errors import UserError
-from experiments.evaluation.evaluate import Opened
-from experiments.evaluation.memory import first_batch
+from experiments.evaluation.evaluate import LoadedModel
 from experiments.training.device import is_out_of_memory
 from pipelines import Dataset
 
 _log = logging.getLogger(__name__)
 
 Numbers = dict[str, float]
-"""By name, such as `top1`; percent."""
+"""Percent by name, such as `top1`."""
 
 TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
-"""Of numbers that are percentages."""
+"""Titles of the numbers."""
 
 Ended = Callable[[], None]
-"""To be called after each batch."""
-Measure = Callable[[Opened, Dataset, int, Ended], Numbers]
-"""Takes a checkpoint's network through a condition, over all images in batches of so many."""
+"""Called after each batch."""
+Measure = Callable[[LoadedModel, Dataset, int, Ended], Numbers]
+"""Measures a network under a condition on all images, in batches of the given size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,50 +31,55 @@ class Condition:
     """One condition of a protocol."""
 
     name: str
-    """Of its lines in the table; with `_` and a number's name it is a column of the paper's table."""
+    """The name in the table. Followed by `_` and the name of a number, it is a column of the paper's table."""
     key: str
-    """Tells the condition with all its parameters: in the tracker its numbers are `robustness/<key>/<number>`."""
+    """Contains all parameters; the tracker calls the numbers `robustness/<key>/<number>`."""
     numbers: tuple[str, ...]
-    """Names of what is measured: `top1`, `top5`, `success`."""
+    """Names of the numbers: `top1`, `top5`, `success`."""
     measure: Measure
 
+    def metric(self, number: str) -> str:
+        """The name of a number in the tracker."""
+        return f"robustness/{self.key}/{number}"
+
     def metrics(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Numbers under their names in the tracker."""
-        return {f"robustness/{self.key}/{name}": numbers[name] for name in self.numbers}
+        """The numbers by their names in the tracker."""
+        return {self.metric(name): numbers[name] for name in self.numbers}
 
     def found(self, metrics: Mapping[str, float]) -> Numbers:
-        """What a run has of the numbers."""
-        names = {name: f"robustness/{self.key}/{name}" for name in self.numbers}
-        return {name: metrics[key] for name, key in names.items() if key in metrics}
+        """The numbers that a run has."""
+        return {name: metrics[self.metric(name)] for name in self.numbers if self.metric(name) in metrics}
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """Conditions in the table's order, the first without any disturbance."""
+    """Conditions in the order of the table; the first one does not disturb the images."""
 
     conditions: tuple[Condition, ...]
     caption: str
 
     def missing(self, metrics: Mapping[str, float]) -> tuple[Condition, ...]:
-        """The conditions of which a run lacks a number."""
+        """The conditions for which the metrics of a run are incomplete."""
         return tuple(condition for condition in self.conditions if len(condition.found(metrics)) < len(condition.numbers))
 
 
 Shown = Callable[[str, int, int], AbstractContextManager[Ended]]
-"""Shows a condition of that name over so many images in batches of so many."""
+"""Shows the progress of a condition, given its name, the number of images and the batch size."""
 
 
 def measured(
-    opened: Opened, images: Dataset, conditions: Iterable[Condition], shown: Shown
+    opened: LoadedModel, images: Dataset, conditions: Iterable[Condition], shown: Shown
 ) -> Iterator[tuple[Condition, Numbers]]:
-    """Conditions one after the other, in batches that fit into memory: halved where they did not.
+    """Measures conditions one after the other. The batch size is halved while memory does not suffice.
 
     Raises:
         DataError: an image cannot be used.
         UserError: memory does not suffice for a single image.
     """
     opened.model.eval().requires_grad_(False)
-    batch = min(first_batch(opened.model, opened.config), len(images))
+    recipe, placement = opened.config.recipe, opened.config.placement
+    # What one worker trained on at once fits, with gradients, on the same hardware.
+    batch = max(min(recipe.batch_size // (placement.workers * recipe.grad_accum_steps), len(images)), 1)
     for condition in conditions:
         numbers = None
         while numbers is None:

@@ -1,7 +1,4 @@
-"""How a trained network stands what it was not trained for: turned images and attacks (section 5.4, "Robustness").
-
-A protocol is a row of `PROTOCOLS`; a grid names it, and `san robustness` takes any checkpoints through it.
-"""
+"""The protocols by name: robustness to rotated images and to attacks (section 5.4 of the paper, "Robustness")."""
 
 from __future__ import annotations
 

@@ -1,33 +1,33 @@
-"""Zero-shot accuracy on images that are turned: by 90, 180 and 270 degrees clockwise, and upside down.
+"""Zero-shot accuracy on images that are rotated by 90, 180 and 270 degrees clockwise or flipped upside down.
 
-Nothing is turned in training. The finished squares are turned, so no pixel is interpolated and none comes into view. Upside
-down is a flip about the horizontal axis, as the paper says: rows change places, columns do not.
+Training does not rotate images. Preprocessed squares are rotated, so no pixel is interpolated or comes into view. Upside down
+is a flip about the horizontal axis, as in the paper: rows change places, columns do not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from experiments.evaluation.evaluate import Opened, evaluate_checkpoint
+from experiments.evaluation.evaluate import LoadedModel, evaluate_checkpoint
 from experiments.evaluation.protocol import Condition, Ended, Numbers, Protocol
 from experiments.grids.transform import transform
 from pipelines import Dataset
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """Measures accuracy on images after one of the `MANIPULATIONS` of `pipelines.transform`."""
+class Rotation:
+    """Measures accuracy on images after one of the `MANIPULATIONS` in `pipelines.transform`."""
 
     manipulation: str
 
-    def __call__(self, opened: Opened, images: Dataset, batch: int, ended: Ended) -> Numbers:
+    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
         turned = replace(transform(opened.config.data), manipulation=self.manipulation)
         found = evaluate_checkpoint(opened, images, turned, ended, batch)
         return {"top1": found.top1, "top5": found.top5}
 
 
 def _condition(name: str, manipulation: str) -> Condition:
-    return Condition(name, manipulation, ("top1", "top5"), Turned(manipulation))
+    return Condition(name, manipulation, ("top1", "top5"), Rotation(manipulation))
 
 
 PROTOCOL = Protocol(

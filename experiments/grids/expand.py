@@ -73,6 +73,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_grid(path: Path) -> dict[str, Any]:
+    """A grid's file; keys that it does not have come from the grid that it extends. Raises UserError naming the file."""
+    content, files = read_yaml(path), [path]
+    while (parent := content.pop("extends", None)) is not None:
+        if not isinstance(parent, str):
+            raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
+        files.append(files[-1].parent / parent)
+        if files[-1].resolve() in (file.resolve() for file in files[:-1]):
+            raise UserError(f"{files[-2]}: extends: this grid extends itself ({' -> '.join(map(str, files))})")
+        content = read_yaml(files[-1]) | content
+    return content
+
+
 def profile_path(name: str) -> Path:
     """The file of a profile. Raises UserError for an unknown one."""
     known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
@@ -123,7 +136,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
             layers.append((text, parse_override(text)))
         except UserError as error:
             wrong.append(str(error))
-    content = read_yaml(path)
+    content = read_grid(path)
     grid = _readable(path, content, tables, wrong)
     product = content.get("product")
     for key in product if isinstance(product, dict) else ():

@@ -60,6 +60,8 @@ ProtocolName = Literal["rotation", "attack"]
 class Grid(Strict):
     """The keys of a grid file."""
 
+    extends: str | None = None
+    """Another grid, as a path relative to this file, whose keys apply unless this file sets them."""
     question: str
     """Question that the grid answers; used as the title of the results."""
     table: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from san.models.spec import RENAMED_FIELDS
+from san.models.base import RENAMED_FIELDS
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "model": RENAMED_FIELDS,

@@ -1,1 +1,1 @@
-"""Answers: the table and the plots of a grid, ours beside the paper's."""
+"""Reports: tables, plots and the page of a grid, with our results beside the paper's."""

@@ -1,55 +1,49 @@
-"""The picture of `san show`: attention weights over footprints, channel by channel, with one scale."""
+"""The attention weights of one layer for some pixels of an image."""
 
 from __future__ import annotations
 
 import math
-import textwrap
+import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from experiments.errors import UserError
+from experiments.evaluation.evaluate import LoadedModel, open_images
+from experiments.grids.transform import transform
+from pipelines import DataError, Dataset, Loader
+from pipelines.datasets.check import broken_images
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
 
 Floats = NDArray[np.float32]
-
-# Inches, and points for letters: at 1000 pixels of width the smallest have 14.
-WIDTH, MARGIN, GAP, HEADING, LINE = 8.0, 0.22, 0.24, 0.36, 0.17
-SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0
-DPI = 150
-INK, GREY, BETWEEN_TILES = "#222222", "#666666", "#BBBBBB"
-PIXEL, FOOTPRINT, DASHES = "#E69F00", "#FFFFFF", (0, (2, 2))
-MOST_CHANNELS = 64
-"""That are drawn; the numbers are of all."""
-# Colour maps of even steps that are told apart with any colour vision; signed weights are white at zero.
-WEIGHTS, SIGNED, SPREAD = "viridis", "RdBu_r", "cividis"
+KINDS = {PairwiseAttention: "pairwise", PatchwiseAttention: "patchwise", ScalarAttention: "scalar"}
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How an attention layer weighs the footprints of a square grid of pixels, or of one."""
+    """The attention weights of one layer in the footprints of one pixel or of a square grid of pixels."""
 
     model: str
     picture: str
-    answer: str
-    """What the network makes of the picture."""
+    prediction: str
     layer: str
     kind: str
     """pairwise, patchwise or scalar."""
     footprint: int
     """Side, in pixels of the layer's map."""
     image_HW3: Floats
-    """As the network sees it, 0 to 1."""
+    """The image after preprocessing, from 0 to 1."""
     reduction: int
-    """Side of a pixel of the layer's map, in pixels of the image."""
+    """Side of a map's pixel, in pixels of the image."""
     pixels: tuple[tuple[int, int], ...]
-    """(row, column) on the layer's map, a square grid row by row."""
+    """(row, column) on the layer's map, row by row."""
     weight_GKn: Floats
-    """Weights of the pixels by channel (head) and position of the footprint."""
+    """Weights by channel (head), position in the footprint and pixel."""
     between: float
-    """Percent of these weights' variation that lies between channels."""
+    """Percent of the variance of these weights that is between channels."""
     between_everywhere: float
     """The same over all pixels of the map."""
 
@@ -61,23 +55,175 @@ class Attention:
 
     @property
     def is_signed(self) -> bool:
-        """Without softmax."""
+        """Whether weights can be negative, because they are not a softmax."""
         return self.kind == "patchwise"
 
     @property
     def channel(self) -> str:
-        """What a map of weights belongs to."""
+        """How to call a set of weights: `channel` or `head`."""
         return "head" if self.kind == "scalar" else "channel"
 
     @property
     def channels(self) -> str:
-        """How many there are, in words."""
+        """The number of channels in words."""
         count, what = len(self.weight_GKn), "head" if self.kind == "scalar" else "weight channel"
         return f"{count} {what}{'s' * (count > 1)}"
 
+    @property
+    def limit(self) -> float:
+        """The largest absolute weight, or 1 if all are zero."""
+        return float(np.abs(self.weight_GKn).max()) or 1.0
+
+    @property
+    def reach(self) -> int:
+        """Number of map pixels by which the footprint of the first pixel extends beyond the border, at most."""
+        (H, W), half, (row, column) = self.map, self.footprint // 2, self.pixels[0]
+        return max(half - row, half - column, row + half - H + 1, column + half - W + 1, 0)
+
+    def mirrored(self, reach: int) -> tuple[Floats, NDArray[np.bool_]]:
+        """The image in map pixels, [h, w, r, r, 3], with a border of reflected pixels; and which pixels are reflected."""
+        (H, W), r = self.map, self.reduction
+        blocks = self.image_HW3[: H * r, : W * r].reshape(H, r, W, r, 3).transpose(0, 2, 1, 3, 4)
+        around = ((reach, reach), (reach, reach))
+        outside = np.pad(np.zeros((H, W), bool), around, constant_values=True)
+        return np.pad(blocks, (*around, (0, 0), (0, 0), (0, 0)), mode="reflect"), outside
+
+    def footprints(self) -> tuple[Floats, NDArray[np.bool_]]:
+        """The image in the footprint of each pixel, [n, k, k, r, r, 3]; and which pixels are reflected, [n, k, k]."""
+        k = self.footprint
+        blocks, outside = self.mirrored(k // 2)
+        squares = [(slice(row, row + k), slice(column, column + k)) for row, column in self.pixels]
+        return np.stack([blocks[square] for square in squares]), np.stack([outside[square] for square in squares])
+
+    def image_part(self) -> tuple[int, int, int, int]:
+        """Left, top, width and height of the image inside the footprint of the first pixel, in map pixels."""
+        k, (H, W), (row, column) = self.footprint, self.map, self.pixels[0]
+        left, top = max(k // 2 - column, 0), max(k // 2 - row, 0)
+        return left, top, min(k // 2 - column + W, k) - left, min(k // 2 - row + H, k) - top
+
+
+def open_image(opened: LoadedModel, image: str, split: str | None = None) -> Dataset:
+    """Opens an image file in any format that DALI decodes, or if there is no such file, the image with that number in a
+    split (`open_split`).
+
+    Raises:
+        UserError: the number is too large.
+        DataError: the file does not exist or is not an image, or the split cannot be used.
+    """
+    if os.path.isfile(image) or not image.isdecimal():
+        picture = Dataset.of_image(image)
+        for broken in broken_images(picture, [0]):
+            raise DataError(f"{image}: {broken.reason}; give a valid JPEG or PNG file")
+        return picture
+    images = open_images(opened, split)
+    if int(image) >= len(images):
+        where = images.root / images.split
+        raise UserError(
+            f"image {image}: {where} has {len(images)} images; give a number from 0 to {len(images) - 1}, or a file"
+        )
+    return images.only([int(image)])
+
+
+def look(
+    opened: LoadedModel, picture: Dataset, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None
+) -> Attention:
+    """Computes the attention weights of one layer for the first image of `picture`, preprocessed as in validation.
+
+    Args:
+        pixel: (row, column) in the network's input.
+        grid: number of pixels per side of an even grid, if no pixel is given.
+        layer: name or number. The default is the last layer of the first stage with the largest footprint: of all stages with
+            wide footprints, this one has the largest map.
+
+    Raises:
+        UserError: no such pixel, grid or layer, or a network without attention.
+        DataError: the image cannot be used.
+    """
+    model, config = opened.model, opened.config
+    name, attention = _layer(opened, layer)
+    batch = next(Loader(picture, transform(config.data), train=False, batch=1, seed=opened.seed).epoch(0))
+    with torch.no_grad():
+        answer = model(batch.images_NCHW).softmax(1)[0]
+        weight_GKP = attention_weights(model, batch.images_NCHW)[name][0]
+    size, reduction = config.data.size, model.reductions[int(name.split(".")[1])]
+    side = size // reduction
+    pixels = [_map_pixel(pixel, size, reduction)] if pixel is not None else _grid(grid, side, name)
+    weight_GKn = weight_GKP[:, :, [row * side + column for row, column in pixels]]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (config.data.mean, config.data.std))
+    image_3HW = (batch.images_NCHW[0] * std + mean).clamp(0, 1)
+    best = int(answer.argmax())
+    return Attention(
+        model=model.spec.name,
+        picture=picture.paths[0],
+        prediction=f"{opened.classes[best] if opened.classes else f'class {best}'} ({100 * answer[best]:.1f} %)",
+        layer=name,
+        kind=next(word for kind, word in KINDS.items() if isinstance(attention, kind)),
+        footprint=attention.footprint,
+        image_HW3=image_3HW.permute(1, 2, 0).numpy(),
+        reduction=reduction,
+        pixels=tuple(pixels),
+        weight_GKn=weight_GKn.numpy(),
+        between=between_channels(weight_GKn),
+        between_everywhere=between_channels(weight_GKP),
+    )
+
+
+def between_channels(weight_GKP: Tensor) -> float:
+    """Percent of the variance of the weights that is between channels.
+
+    The total is the sum of squared deviations from the mean over footprint and channels; the part between channels has
+    deviations from the mean over channels at each position. The result is 0 if all channels have the same weights,
+    100 (1 - 1/G) if they are uncorrelated with equal variance, and 100 if their mean is constant. Constant weights give 0.
+    """
+    weight_GKP = weight_GKP.double()
+    total = (weight_GKP - weight_GKP.mean((0, 1), keepdim=True)).square().sum()
+    between = (weight_GKP - weight_GKP.mean(0, keepdim=True)).square().sum()
+    return 100 * float(between / total) if total > 0 else 0.0
+
+
+def _layer(opened: LoadedModel, asked: str | None) -> tuple[str, SelfAttention]:
+    layers = {name: module for name, module in opened.model.named_modules() if isinstance(module, SelfAttention)}
+    if not layers:
+        raise UserError(
+            f"{opened.path}: {opened.model.spec.name} has no attention layers; give a checkpoint of a self-attention network"
+        )
+    names = list(layers)
+    if asked is None:
+        widest = max(layer.footprint for layer in layers.values())
+        first = next(name for name in names if layers[name].footprint == widest)
+        stage = first.rpartition(".blocks.")[0]
+        name = [name for name in names if name.startswith(f"{stage}.")][-1]
+    elif asked.isdecimal() and int(asked) < len(names):
+        name = names[int(asked)]
+    elif asked in layers:
+        name = asked
+    else:
+        known = ", ".join(f"{number} {name}" for number, name in enumerate(names))
+        raise UserError(
+            f"--layer {asked}: no such attention layer in {opened.model.spec.name}; "
+            f"give a number or one of these names: {known}"
+        )
+    return name, layers[name]
+
+
+def _map_pixel(pixel: tuple[int, int], size: int, reduction: int) -> tuple[int, int]:
+    row, column = pixel
+    if not (0 <= row < size and 0 <= column < size):
+        seen = f"outside the model's input of {size} x {size} pixels"
+        raise UserError(f"--pixel {row},{column}: {seen}; give a row and a column from 0 to {size - 1}")
+    last = size // reduction - 1  # pooling drops an incomplete border
+    return min(row // reduction, last), min(column // reduction, last)
+
+
+def _grid(grid: int, side: int, layer: str) -> list[tuple[int, int]]:
+    if grid > side:
+        raise UserError(f"--grid {grid}: the feature map of {layer} has {side} x {side} pixels; give at most {side}")
+    places = [(2 * number + 1) * side // (2 * grid) for number in range(grid)]
+    return [(row, column) for row in places for column in places]
+
 
 def in_words(attention: Attention) -> str:
-    """What the picture shows, for those who do not see it."""
+    """Describes the weights."""
     G, K, n = attention.weight_GKn.shape
     k, (H, W), (row, column), side = attention.footprint, attention.map, attention.pixels[0], math.isqrt(n)
     one = f"the footprint of the pixel in row {row}, column {column}"
@@ -90,17 +236,18 @@ def in_words(attention: Attention) -> str:
         ("strongest", "zero is white") if attention.is_signed else ("largest", f"uniform weights would be {1 / K:.3g}")
     )
     sentences = (
-        f"{attention.model} predicts {attention.answer} for {attention.picture}.",
+        f"{attention.model} predicts {attention.prediction} for {attention.picture}.",
         f"The picture shows the weights of {attention.layer} ({attention.kind} attention, {attention.channels}) for {whose}",
         f"of its {H} x {W} feature map; each footprint has {k} x {k} pixels.",
         f"The {most} weight, {attention.weight_GKn[g, j, p]:.3g}, belongs to {attention.channel} {g} and the pixel",
         f"{' and '.join(steps) if steps else 'itself'}; {compared}.",
-        between_in_words(attention),
+        variance_in_words(attention),
     )
     return " ".join(sentences)
 
 
-def between_in_words(attention: Attention) -> str:
+def variance_in_words(attention: Attention) -> str:
+    """Describes the variance between channels."""
     G, one = len(attention.weight_GKn), len(attention.pixels) == 1
     if G == 1:
         return f"There is only one {attention.channel}, so all value channels share one map of weights."
@@ -110,222 +257,3 @@ def between_in_words(attention: Attention) -> str:
         f"{here} of the variance of {whose} weights is between {attention.channel}s, which one shared map of weights could "
         f"not express ({everywhere} over the whole feature map; uncorrelated {attention.channel}s would give {unlike})."
     )
-
-
-def draw(attention: Attention, path: Path) -> None:
-    """Writes the picture as PNG, with `in_words` as its description.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    G = len(attention.weight_GKn)
-    shown = min(G, MOST_CHANNELS)
-    columns = 4 if shown <= 8 else 6 if shown <= 18 else 8
-    top_side, side = _side(4), _side(columns)
-    rows = -(-shown // columns)
-    words = textwrap.wrap(between_in_words(attention), 112)
-    top = MARGIN + 0.62
-    channels = top + HEADING + top_side + 0.66
-    bar = channels + rows * (side + 0.28) - 0.08
-    height = bar + 0.48 + LINE * len(words) + MARGIN
-    figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    page = _Page(figure, height)
-
-    page.text(MARGIN, MARGIN, _title(attention), LARGE)
-    page.text(MARGIN, MARGIN + 0.24, _subtitle(attention), NORMAL, GREY)
-    left = [MARGIN + place * (top_side + GAP) for place in range(4)]
-    _draw_image(page.axes(left[0], top + HEADING, top_side, "the image as the\nnetwork sees it"), attention)
-    patches = page.axes(left[1], top + HEADING, top_side, f"pixels in\nthe footprint{'s' * (len(attention.pixels) > 1)}")
-    _show(patches, attention, np.stack([_picture(*seen) for seen in zip(*footprints(attention), strict=True)]), {})
-
-    weight_GKn, scale = attention.weight_GKn, _scale(attention)
-    mean = page.axes(left[2], top + HEADING, top_side, f"mean over {attention.channel}s (what\nscalar attention could express)")
-    drawn = _draw_weights(mean, attention, weight_GKn.mean(0), scale)
-    spread_Kn = weight_GKn.std(0)
-    spread = page.axes(left[3], top + HEADING, top_side, f"standard deviation\nover {attention.channel}s")
-    spreads = _draw_weights(spread, attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
-    page.bar(spreads, left[3], top + HEADING + top_side + 0.06, top_side, {0: "0", spread_Kn.max(): f"{spread_Kn.max():.2g}"})
-
-    for number in range(shown):
-        x = MARGIN + number % columns * (side + GAP)
-        y = channels + number // columns * (side + 0.28)
-        axes = page.axes(x, y, side, f"{attention.channel} {number}")
-        _draw_weights(axes, attention, weight_GKn[number], scale)
-    page.bar(drawn, MARGIN, bar, 2 * top_side + GAP, _ticks(attention, scale["norm"].vmax))
-    page.text(MARGIN + 2 * (top_side + GAP), bar - 0.03, _legend(attention, shown), SMALL, GREY)
-    page.text(MARGIN, bar + 0.42, "\n".join(words), NORMAL)
-    metadata = {"Title": _title(attention), "Description": in_words(attention)}
-    try:
-        figure.savefig(path, format="png", dpi=DPI, metadata=metadata)
-    except OSError as error:
-        raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
-
-
-def _side(columns: int) -> float:
-    return (WIDTH - 2 * MARGIN - (columns - 1) * GAP) / columns
-
-
-def _title(attention: Attention) -> str:
-    n, k = len(attention.pixels), attention.footprint
-    whose = "the footprint of one pixel" if n == 1 else f"the footprints of {n} pixels"
-    return f"{attention.model}: {attention.kind} attention over {whose}, {k} × {k}"  # noqa: RUF001
-
-
-def _subtitle(attention: Attention) -> str:
-    H, W = attention.map
-    where = f"{attention.layer}, map of {H} × {W}, {attention.channels}"  # noqa: RUF001
-    return f"{attention.picture}, predicted {attention.answer}  |  {where}"
-
-
-def _legend(attention: Attention, shown: int) -> str:
-    scale = "one scale" if attention.is_signed else "one square-root scale"
-    lines = [f"weights on {scale}; orange: the pixel itself"]
-    is_mirrored = bool(footprints(attention)[1].any())
-    if len(attention.pixels) > 1:
-        lines.append(f"white: the footprint of the first pixel{'; pale: reflected' * is_mirrored}")
-    elif is_mirrored:
-        lines.append("dashed: border of the image; pixels beyond it are reflected")
-    if shown < len(attention.weight_GKn):
-        lines.append(f"{attention.channel}s 0 to {shown - 1} of {len(attention.weight_GKn)}")
-    return "\n".join(lines)
-
-
-def _scale(attention: Attention) -> dict[str, Any]:
-    """Signed weights are linear around zero. Of others most are small and few are large: their colours follow the root."""
-    from matplotlib.colors import Normalize, PowerNorm
-
-    limit = float(np.abs(attention.weight_GKn).max()) or 1.0
-    if attention.is_signed:
-        return {"cmap": SIGNED, "norm": Normalize(-limit, limit)}
-    return {"cmap": WEIGHTS, "norm": PowerNorm(0.5, 0.0, limit)}
-
-
-def _ticks(attention: Attention, limit: float) -> dict[float, str]:
-    if attention.is_signed:
-        return {-limit: f"\N{MINUS SIGN}{limit:.2g}", 0: "0", limit: f"{limit:.2g}"}
-    K = attention.weight_GKn.shape[1]
-    even = {1 / K: f"1/{K} (uniform)"} if limit > 4 / K else {}
-    return {0: "0", **even, limit: f"{limit:.2g}"}
-
-
-class _Page:
-    """Squares and words at places in inches from the top left corner."""
-
-    def __init__(self, figure: Any, height: float) -> None:
-        self.figure, self.height = figure, height
-
-    def axes(self, left: float, top: float, side: float, heading: str) -> Any:
-        axes = self._axes(left, top, side, side)
-        for place, line in enumerate(reversed(heading.splitlines())):
-            y = 1 - (top - 0.07 - place * LINE) / self.height
-            self.figure.text((left + side / 2) / WIDTH, y, line, fontsize=SMALL, color=INK, ha="center")
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-        return axes
-
-    def bar(self, drawn: Any, left: float, top: float, width: float, ticks: dict[float, str]) -> None:
-        bar = self.figure.colorbar(drawn, cax=self._axes(left, top, width, 0.1), orientation="horizontal")
-        bar.set_ticks(list(ticks), labels=list(ticks.values()), fontsize=SMALL, color=INK)
-        bar.ax.tick_params(length=3, pad=2)
-        bar.outline.set_visible(False)
-        labels = bar.ax.get_xticklabels()
-        labels[0].set_horizontalalignment("left")
-        labels[-1].set_horizontalalignment("right")
-
-    def text(self, left: float, top: float, words: str, size: float, color: str = INK) -> None:
-        x, y = left / WIDTH, 1 - top / self.height
-        self.figure.text(x, y, words, fontsize=size, color=color, va="top", linespacing=1.35)
-
-    def _axes(self, left: float, top: float, width: float, height: float) -> Any:
-        return self.figure.add_axes((left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height))
-
-
-def reach_of(attention: Attention) -> int:
-    """How many pixels of the map the footprint of the first pixel reaches over the border, at most."""
-    (H, W), half, (row, column) = attention.map, attention.footprint // 2, attention.pixels[0]
-    return max(half - row, half - column, row + half - H + 1, column + half - W + 1, 0)
-
-
-def _mirrored(attention: Attention, reach: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """The image in pixels of the map, [h, w, r, r, 3], with so many around it as the layer sees them; and where those are."""
-    (H, W), r = attention.map, attention.reduction
-    blocks = attention.image_HW3[: H * r, : W * r].reshape(H, r, W, r, 3).transpose(0, 2, 1, 3, 4)
-    around = ((reach, reach), (reach, reach))
-    outside = np.pad(np.zeros((H, W), bool), around, constant_values=True)
-    return np.pad(blocks, (*around, (0, 0), (0, 0), (0, 0)), mode="reflect"), outside
-
-
-def surroundings(attention: Attention) -> Floats:
-    """The image with as much of the mirrored border, pale, as `reach_of` says."""
-    return _picture(*_mirrored(attention, reach_of(attention)))
-
-
-def footprints(attention: Attention) -> tuple[Floats, NDArray[np.bool_]]:
-    """What lies in the footprint of each pixel, [n, k, k, r, r, 3], r = `reduction`; and what of it is mirrored, [n, k, k]."""
-    k = attention.footprint
-    blocks, outside = _mirrored(attention, k // 2)
-    squares = [(slice(row, row + k), slice(column, column + k)) for row, column in attention.pixels]
-    return np.stack([blocks[square] for square in squares]), np.stack([outside[square] for square in squares])
-
-
-def _picture(blocks: Floats, outside: NDArray[np.bool_]) -> Floats:
-    """Blocks [h, w, r, r, 3] side by side, pale where they are mirrored."""
-    pale = np.where(outside[:, :, None, None, None], 0.6 + 0.4 * blocks, blocks)
-    h, w, r, _, _ = blocks.shape
-    return pale.transpose(0, 2, 1, 3, 4).reshape(h * r, w * r, 3)
-
-
-def _draw_image(axes: Any, attention: Attention) -> None:
-    """The image with all pixels and the footprint of the first, and as much of the mirrored border as that needs."""
-    (H, W), k, half, reach = attention.map, attention.footprint, attention.footprint // 2, reach_of(attention)
-    row, column = attention.pixels[0]
-    axes.imshow(surroundings(attention), extent=(-reach, W + reach, H + reach, -reach), interpolation="nearest")
-    if reach:
-        _outline(axes, 0, 0, W, H, FOOTPRINT, 0.9, linestyle=DASHES)
-    _outline(axes, column - half, row - half, k, k, FOOTPRINT, 1.2)
-    for row, column in attention.pixels:
-        _outline(axes, column, row, 1, 1, PIXEL, 1.2)
-
-
-def _outline(axes: Any, left: float, top: float, width: float, height: float, color: str, line: float, **style: Any) -> None:
-    """A rectangle with a dark edge, so that it is seen on any ground."""
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
-    dark = [withStroke(linewidth=2 * line, foreground=INK)]
-    style |= {"edgecolor": color, "linewidth": line, "path_effects": dark, "clip_on": False}
-    axes.add_patch(Rectangle((left, top), width, height, fill=False, **style))
-
-
-def _draw_weights(axes: Any, attention: Attention, weight_Kn: Floats, scale: dict[str, Any]) -> Any:
-    k = attention.footprint
-    return _show(axes, attention, weight_Kn.T.reshape(-1, k, k), scale)
-
-
-def _show(axes: Any, attention: Attention, tiles: Floats, scale: dict[str, Any]) -> Any:
-    """A tile [n, ...] for each pixel in a square, a pixel of the map apart, each with its pixel in the middle marked."""
-    k, side = attention.footprint, math.isqrt(len(tiles))
-    step = k + 1
-    whole = side * step - 1
-    axes.set_facecolor(BETWEEN_TILES if side > 1 else "none")
-    for number, (tile, (row, column)) in enumerate(zip(tiles, attention.pixels, strict=True)):
-        left, top = number % side * step, number // side * step
-        drawn = axes.imshow(tile, extent=(left, left + k, top + k, top), interpolation="nearest", **scale)
-        _outline(axes, left + k // 2, top + k // 2, 1, 1, PIXEL, 1.2 if side == 1 else 0.7)
-        if side == 1:
-            _draw_border(axes, attention, row - k // 2, column - k // 2)
-    axes.set(xlim=(0, whole), ylim=(whole, 0))
-    return drawn
-
-
-def _draw_border(axes: Any, attention: Attention, top: int, left: int) -> None:
-    """Where the image ends inside a footprint with this corner."""
-    k, (H, W) = attention.footprint, attention.map
-    first, last = (max(-top, 0), max(-left, 0)), (min(H - top, k), min(W - left, k))
-    if first != (0, 0) or last != (k, k):
-        _outline(axes, first[1], first[0], last[1] - first[1], last[0] - first[0], FOOTPRINT, 0.9, linestyle=DASHES)

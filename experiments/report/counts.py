@@ -1,4 +1,4 @@
-"""What models cost, without training any: parameters and FLOPs of named variants and of a grid's rows."""
+"""Parameters and FLOPs of named models and of the rows of a grid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.errors import UserError
 from experiments.grids.config import ModelConfig, merged, model_mistakes
 from experiments.grids.expand import expand, parse_override
 from experiments.grids.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
-from experiments.report.text import aligned
+from experiments.report.tables import Table
 from san.complexity import Part
 
 HEADING = ("model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)")
@@ -21,7 +21,7 @@ NOT_PRINTED = PaperRow()
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A model's counts for the paper's number of classes, beside what the paper prints."""
+    """The counts of a model for the paper's number of classes, and the paper's counts."""
 
     id: str
     counts: san.Complexity
@@ -29,19 +29,19 @@ class Counted:
 
 
 def of_variants(size: int) -> list[Counted]:
-    """Every named variant as it is, for images of `size` pixels.
+    """Counts every named model for images of `size` pixels.
 
     Raises:
-        UserError: every variant that cannot take such images.
+        UserError: names all models that cannot take such images.
     """
     return _counted({name: ModelConfig(name=name) for name in san.list_models()}, size, {})
 
 
 def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:
-    """One named variant with fields replaced, such as `footprint=9`.
+    """Counts one named model with overrides such as `footprint=9`.
 
     Raises:
-        UserError: unknown name or field, or numbers that do not fit together.
+        UserError: an unknown name or field, or numbers that do not fit together.
     """
     fields = merged({"name": name}, *map(parse_override, overrides))
     if fields["name"] != name:
@@ -50,10 +50,10 @@ def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:
 
 
 def of_grid(path: Path, size: int) -> list[Counted]:
-    """Every row of a grid at full size; beside the printed numbers if these are for such images.
+    """Counts every row of a grid at full size, with the paper's counts if these are for images of `size` pixels.
 
     Raises:
-        UserError: all mistakes in the grid, with their places, or every row that cannot take such images.
+        UserError: names all mistakes in the grid, or all rows that cannot take such images.
     """
     expanded = expand(path, "imagenet", (), table_names())
     table = expanded.grid.table
@@ -77,10 +77,10 @@ def as_objects(lines: Iterable[Counted]) -> list[dict[str, Any]]:
 
 
 def as_text(lines: Iterable[Counted], stages: bool) -> str:
-    """Columns lined up for a terminal, without those that are empty; with `stages`, a line for each of them too."""
+    """A table for a terminal without empty columns, with a line for each stage if `stages`."""
     rows = [HEADING, *(row for line in lines for row in _rows(line, stages))]
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    return aligned(list(zip(*columns, strict=True)))
+    return Table(list(zip(*columns, strict=True))).text()
 
 
 def _rows(line: Counted, stages: bool) -> Iterator[tuple[str, ...]]:

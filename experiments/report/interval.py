@@ -1,7 +1,6 @@
-"""95 % confidence intervals over seeds; the only file that imports scipy.
+"""95 % confidence intervals over seeds.
 
-They tell how far another set of seeds could lead: initial weights and the order of images. They do not tell what other
-validation images would show.
+They cover the randomness of initial weights and of the order of images, but not the choice of validation images.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and what lies around it: `middle - half_width` to `middle + half_width`."""
+    """An interval around a mean, from `middle - half_width` to `middle + half_width`."""
 
     middle: float
     half_width: float
@@ -31,7 +30,7 @@ class Interval:
 
 
 def of_mean(values: Sequence[float]) -> Interval | None:
-    """The interval of the mean (Student's t). None for fewer than three values: two are clearer than an interval with a
+    """The interval of a mean by Student's t. None for fewer than three values: two values are clearer than an interval with a
     t quantile of 12.7."""
     if len(values) < 3:
         return None
@@ -40,8 +39,8 @@ def of_mean(values: Sequence[float]) -> Interval | None:
 
 
 def of_difference(better: Sequence[float], worse: Sequence[float]) -> Interval | None:
-    """Where the difference of two means lies (Welch's t, spreads may differ); None for fewer than two values in either, and
-    where neither has any spread, which says that accuracy comes in steps, not that it is certain."""
+    """The interval of a difference of means by Welch's t, which allows different variances. None for fewer than two values, and
+    if all values are equal: accuracy has discrete steps, so equal values do not mean certainty."""
     if min(len(better), len(worse)) < 2:
         return None
     difference = statistics.fmean(better) - statistics.fmean(worse)

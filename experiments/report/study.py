@@ -12,10 +12,11 @@ from pathlib import Path
 
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import Claim, paper_claims, paper_rows
-from experiments.report import figures, interval
+from experiments.report import interval
+from experiments.report.charts import save_plot
+from experiments.report.data import TableRow, finished_cells, finished_metrics, table_rows
 from experiments.report.interval import Interval
-from experiments.report.table import ACCURACY, Line, as_markdown, finished_metrics, lines
-from experiments.report.text import markdown
+from experiments.report.tables import ACCURACY, Table, grid_table
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE = "confirmed", "reversed", "inconclusive"
@@ -28,7 +29,7 @@ class Section:
 
     grid: Grid
     trials: Sequence[Trial]
-    lines: Sequence[Line]
+    rows: Sequence[TableRow]
     top1: Mapping[str, Sequence[float]]
     """Of each row, one value per finished seed."""
     seconds: Mapping[str, float]
@@ -60,16 +61,16 @@ class Finding:
 def section_of(grid: Grid, trials: Sequence[Trial], results: Mapping[str, Result]) -> Section:
     """The section of a grid that is a table of the paper; `results` by content hash may hold other grids' too."""
     assert grid.table is not None, "the study is made of tables of the paper"
-    answer = lines(grid, trials, results, paper_rows(grid.table), counts={})
+    rows = table_rows(grid, trials, results, paper_rows(grid.table), counts={})
     top1 = {row.id: [metrics["val/top1"] for metrics in finished_metrics(row.id, trials, results)] for row in grid.rows}
-    seconds = {t.key: results[t.key].seconds for t in trials if t.key in results and results[t.key].finished}
-    return Section(grid, trials, answer, top1, seconds)
+    seconds = {trial.key: result.seconds for trial, result in finished_cells(trials, results)}
+    return Section(grid, trials, rows, top1, seconds)
 
 
 def findings(section: Section) -> list[Finding]:
     """The paper's orderings of a section, in the order of its claims."""
     found = []
-    printed = {line.id: line.paper_top1 for line in section.lines}
+    printed = {row.id: row.paper_top1 for row in section.rows}
     for claim in paper_claims()[section.table]:
         better, worse = printed[claim.better], printed[claim.worse]
         assert better is not None and worse is not None, "every row of an ablation table has a printed top-1"
@@ -88,11 +89,11 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     page = [_header(sections, train_images, val_images), _summary(sections)]
     for section in sections:
         page += [f"## {section.table.capitalize()}", section.grid.question]
-        if any(line.top1 is not None for line in section.lines):
+        if any(row.top1 is not None for row in section.rows):
             files.append(path.with_name(f"study-{section.table}.png"))
-            figures.draw(section.grid.plot, section.trials, section.lines, section.grid.question, files[-1])
+            save_plot(section.grid.plot, section.trials, section.rows, section.grid.question, files[-1])
             page.append(f"![{section.grid.question} Our results next to those in the paper]({files[-1].name})")
-        page += [as_markdown(section.lines, ACCURACY), _orderings(findings(section))]
+        page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
 
@@ -101,7 +102,7 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     trials = [trial for section in sections for trial in section.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
-    done = sum(line.seeds for section in sections for line in section.lines)
+    done = sum(row.seeds for section in sections for row in section.rows)
     seconds = {key: spent for section in sections for key, spent in section.seconds.items()}
     placement, model = config.placement, config.model.spec()
     kept = len(model.kept_depths())
@@ -151,7 +152,7 @@ def _summary(sections: Sequence[Section]) -> str:
 def _orderings(found: Sequence[Finding]) -> str:
     heading = ("ordering", "source", "result", "gap in the paper", "our gap")
     rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in found)
-    return markdown([heading, *rows], words=3)
+    return Table([heading, *rows], words=3).markdown()
 
 
 def _gap(gap: Interval | None) -> str:

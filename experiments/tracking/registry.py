@@ -16,12 +16,12 @@ from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
 from experiments.grids.config import TrialConfig
+from experiments.tracking import pyfunc
 from experiments.tracking.errors import TrackerError
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, Origin
 from san import save_checkpoint
-from san.models import served
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _write(folder: Path, run_id: str, best: Checkpoint) -> None:
     origin, size = best.origin, _config(best).data.size
     signature = ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(origin.classes)))
     told = Model(FOLDER, run_id, signature=signature, metadata={"classes": list(origin.classes)})
-    mlflow.pyfunc.add_to_model(told, loader_module=served.__name__, data=WEIGHTS)
+    mlflow.pyfunc.add_to_model(told, loader_module=pyfunc.__name__, data=WEIGHTS)
     told.save(folder / "MLmodel")
     versions = {"mlflow": mlflow.__version__, "numpy": np.__version__, "torch": torch.__version__.partition("+")[0]}
     (folder / "requirements.txt").write_text("".join(f"{package}=={version}\n" for package, version in versions.items()))

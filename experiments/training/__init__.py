@@ -1,1 +1,1 @@
-"""One training run: engine (DeepSpeed), loop, metrics, checkpoint."""
+"""Training of one trial: trainer, loop, engine (DeepSpeed), checkpoints, images and progress."""

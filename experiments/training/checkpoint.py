@@ -23,7 +23,7 @@ from experiments.runs.store import Lock, StorageError, Store
 from experiments.runs.summary import Epoch
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
-from san.models.spec import Trunk
+from san.models.base import BaseModel
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Checkpoint:
         """Of its file; names sort as the training goes."""
         return _name(self.running.number, self.running.steps)
 
-    def model(self) -> Trunk:
+    def model(self) -> BaseModel:
         """The classifier with the weights that validation sees, in evaluation mode, on the CPU."""
         spec = TrialConfig.model_validate(self.origin.record).model.spec()
         model = spec.build(len(self.origin.classes))

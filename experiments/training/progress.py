@@ -1,13 +1,13 @@
-"""What a person sees while a grid runs: a bar and a line for each cell on a terminal, lines in a log."""
+"""The progress of long work: a bar and a line per running cell on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
-import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from experiments.training.reporter import words
 
@@ -15,33 +15,97 @@ if TYPE_CHECKING:
     from cluster.sweep import Outcome
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Of a log, on one cell, at least."""
-BAR = 30
-"""Characters at most."""
+"""Between two lines of a log about the same cell, at least."""
+SECONDS_BETWEEN_DRAWINGS = 0.1
+NARROWEST = 50
+"""Narrower terminals show plain lines, in columns."""
 
 
-class Screen:
-    """Lines at the bottom of a terminal, redrawn in place; what is said scrolls above them."""
+class Display:
+    """Messages, and on a terminal a bar and rows of text below them that are redrawn in place."""
 
     def __init__(self, out: TextIO) -> None:
-        self.out = out
-        self._drawn: list[int] = []
+        self.out, self.live = out, self._live(out)
 
-    def size(self) -> tuple[int, int]:
-        """Columns and rows; a terminal that does not know, or is gone, has 80 and 24."""
-        try:
-            columns, rows = os.get_terminal_size(self.out.fileno())
-        except OSError:
-            return 80, 24
-        return columns or 80, rows or 24
+    def __getstate__(self) -> dict[str, object]:
+        """Nothing: Ray pickles the observer of a sweep for a restart that never happens."""
+        return {}
 
-    def draw(self, lines: Sequence[str], said: str = "") -> None:
-        """Puts these lines in the place of those before. Each must be shorter than the terminal is wide."""
-        columns, _ = self.size()
-        up = sum(-(-max(length, 1) // columns) for length in self._drawn)  # a terminal made narrower has broken some
-        self._drawn = [len(line) for line in lines]
-        text = said + "".join(f"{line}\n" for line in lines)
-        _write(self.out, (f"\x1b[{up}A" if up else "") + f"\r\x1b[J{text}")
+    @staticmethod
+    def _live(out: TextIO) -> Any:
+        """The bar and rows; None without a terminal that can redraw lines."""
+        if not out.isatty():
+            return None
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=out, force_terminal=True, highlight=False)
+        if console.is_dumb_terminal or console.width < NARROWEST:
+            return None
+        return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar on a terminal."""
+        with suppress(OSError):  # training goes on without a terminal
+            if self.live is not None and self.live.is_started:
+                self.live.console.out(line)
+            else:
+                print(line, file=self.out, flush=True)
+
+    def show(self, before: str, done: float, total: float | None, after: str, rows: Sequence[tuple[str, str]] = ()) -> None:
+        """Redraws the bar between two texts, and rows of a name and a text; does nothing in a log."""
+        if self.live is None:
+            return
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        bar = Table.grid(padding=(0, 2))
+        for _ in range(3):
+            bar.add_column(no_wrap=True)
+        bar.add_row(before, ProgressBar(total, done, width=20), after)
+        width = min(max((len(name) for name, _ in rows), default=0), self.live.console.width // 3)
+        lines = [f"{name if len(name) <= width else f'{name[: width - 2]}..':{width}s}  {text}" for name, text in rows]
+        with suppress(OSError):
+            self.live.start()
+            texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+            self.live.update(Group(bar, *texts), refresh=True)
+
+    def close(self) -> None:
+        """Removes the bar and the rows."""
+        if self.live is not None:
+            with suppress(OSError):
+                self.live.stop()
+
+
+class Count(Protocol):
+    def __call__(self, more: int = 1, note: str = "") -> None:
+        """Adds to the count; the note, for example `, 2 broken`, follows it."""
+
+
+@contextmanager
+def counting(what: str, total: int | None, unit: str) -> Iterator[Count]:
+    """Shows on stderr how much is done."""
+    display, start = Display(sys.stderr), time.monotonic()
+    done, shown = 0, start
+
+    def count(more: int = 1, note: str = "") -> None:
+        nonlocal done, shown
+        done, now = done + more, time.monotonic()
+        if now - shown < (SECONDS_BETWEEN_LINES if display.live is None else SECONDS_BETWEEN_DRAWINGS):
+            return
+        shown = now
+        text = f"{done}{'' if total is None else f' of {total}'} {unit}{note}"
+        if display.live is None:
+            display.say(f"[{now - start:4.0f} s] {f'{what}: ' if what else ''}{text}")
+        left = (total - done) * (now - start) / done if total and done else None
+        display.show(what, done, total, text + _left(left))
+
+    try:
+        yield count
+    finally:
+        display.close()
 
 
 @dataclass(slots=True)
@@ -49,169 +113,120 @@ class _Cell:
     name: str
     epochs: int
     begun: float
-    """When the latest attempt was; the sweep's begin before there is one."""
+    """Start of the latest attempt; of the sweep if there is none."""
     attempts: int = 0
     running: bool = False
     failed: bool = False
-    told: float = 0.0
-    """When the log was told of it."""
-    heard: float | None = None
-    """When the latest attempt was first heard of; and where it was then, in epochs."""
-    heard_at: float = 0.0
+    logged: float = 0.0
+    """Time of the latest line in the log."""
     latest: Mapping[str, float] | None = None
-    seen: float = 0.0
-    """When the latest report came."""
     done: float = 0.0
-    """Epochs, with the part of the running one."""
+    """Epochs, with the trained part of the current one."""
     done_before: float | None = None
-    """Epochs that were done before this sweep, None until that is known."""
-
-    def start(self, now: float) -> None:
-        self.attempts += 1
-        self.running, self.begun, self.told, self.heard = True, now, now, None
+    """Epochs before this sweep; None until the first report."""
+    first: tuple[float, float] | None = None
+    """Time of the first report of the latest attempt, and epochs done by then."""
+    seen: float = 0.0
+    """Time of the latest report."""
 
     def report(self, metrics: Mapping[str, float], now: float) -> None:
-        begun_at = metrics["epoch"] - 1  # of the epoch that is told
+        before = metrics["epoch"] - 1
         self.done = metrics["epoch"]
         if "step" in metrics:
-            begun_at = self.done = metrics["epoch"] + metrics["step"] / metrics["steps"]
-        if self.done_before is None or begun_at < self.done_before:
-            self.done_before = begun_at
-        if self.heard is None:
-            self.heard, self.heard_at = now, self.done
+            before = self.done = metrics["epoch"] + metrics["step"] / metrics["steps"]
+        self.done_before = before if self.done_before is None else min(before, self.done_before)
+        self.first = self.first or (now, self.done)
         self.latest, self.seen = metrics, now
 
     def end(self, failed: bool) -> None:
         self.running, self.failed = False, failed
         if self.stopped:
-            self.epochs = round(self.done)  # the others are not to come
+            self.epochs = round(self.done)  # the others will not be trained
         elif not failed:
             self.done = self.epochs
-        if self.done_before is None:
-            self.done_before = self.done
+        self.done_before = self.done if self.done_before is None else self.done_before
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended early."""
+        """Whether early stopping ended the cell."""
         return self.latest is not None and "stopped" in self.latest
 
+    def text(self, now: float) -> str:
+        if self.latest is None or self.first is None:
+            return "starts"
+        where, *others = words(self.latest)
+        return ", ".join([where + _left(self.seconds_left(now)), *others])
+
     def seconds_left(self, now: float) -> float | None:
-        """By the speed of the latest attempt; None before there is one, and in the last validation, whose time is not known."""
-        if self.heard is None or self.done <= self.heard_at or self.done >= self.epochs:
+        """By the speed of the latest attempt. None at its beginning, and in the last validation, whose time is unknown."""
+        if self.first is None or self.done <= self.first[1] or self.done >= self.epochs:
             return None
-        pace = (self.seen - self.heard) / (self.done - self.heard_at)
+        pace = (self.seen - self.first[0]) / (self.done - self.first[1])
         return max((self.epochs - self.done) * pace - (now - self.seen), 0)
 
 
 class Progress:
-    """Observes a sweep over trials; `names` gives each key's name, `epochs` its length."""
+    """Observes a sweep over trials. `names` and `epochs` give each key's name and length."""
 
     def __init__(
-        self,
-        names: Mapping[str, str],
-        epochs: Mapping[str, int],
-        out: TextIO,
-        clock: Callable[[], float] = time.monotonic,
+        self, names: Mapping[str, str], epochs: Mapping[str, int], out: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.out, self.clock, self.start = out, clock, clock()
+        self.clock, self.start, self.display = clock, clock(), Display(out)
         self.cells = {key: _Cell(name, epochs[key], self.start) for key, name in names.items()}
         self.ended = 0
-        has_places = out.isatty() and os.environ.get("TERM") != "dumb"
-        self.screen = Screen(out) if has_places else None
 
     def started(self, key: str) -> None:
-        cell = self.cells[key]
+        cell, now = self.cells[key], self.clock()
         again = "resumes after a failure" if cell.attempts else "starts"
-        cell.start(self.clock())
+        cell.attempts += 1
+        cell.running, cell.begun, cell.logged, cell.first = True, now, now, None
         self._say(f"{cell.name} {again}")
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         cell, now = self.cells[key], self.clock()
         cell.report(metrics, now)
-        if self.screen is not None:
-            self.screen.draw(self._lines())
-        elif now - cell.told >= (_pause(now - cell.begun) if "step" in metrics else SECONDS_BETWEEN_LINES):
-            cell.told = now
-            self._say(f"{cell.name} {', '.join(self._words(cell))}")
+        # Lines from inside an epoch become rarer, down to one per minute.
+        pause = min(max((now - cell.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
+        if self.display.live is None and now - cell.logged >= pause:
+            cell.logged = now
+            self._say(f"{cell.name} {cell.text(now)}")
+        self._show()
 
     def finished(self, outcome: Outcome) -> None:
         self.ended += 1
         cell = self.cells[outcome.key]
         cell.end(outcome.error is not None)
-        seconds = self.clock() - cell.begun
+        seconds = f"{self.clock() - cell.begun:.0f} s"
         if outcome.error is not None:
-            self._say(f"{cell.name} FAILED after {seconds:.0f} s: {outcome.error}")
-        elif cell.latest is not None and cell.stopped:
-            self._say(f"{cell.name} {', '.join(words(cell.latest)[:2])}, after {seconds:.0f} s")
-        elif cell.latest is not None:
-            self._say(f"{cell.name} finished in {seconds:.0f} s: {', '.join(words(cell.latest))}")
+            self._say(f"{cell.name} FAILED after {seconds}: {outcome.error}")
+        elif cell.latest is None:
+            self._say(f"{cell.name} finished in {seconds}: already complete")
+        elif cell.stopped:
+            self._say(f"{cell.name} {', '.join(words(cell.latest)[:2])}, after {seconds}")
         else:
-            self._say(f"{cell.name} finished in {seconds:.0f} s: already complete")
+            self._say(f"{cell.name} finished in {seconds}: {', '.join(words(cell.latest))}")
 
     def close(self) -> None:
-        """Leaves nothing behind but what was said."""
-        if self.screen is not None:
-            self.screen.draw([])
+        self.display.close()
 
     def seconds_left(self) -> float | None:
-        """Of the sweep: as many epochs as are left, at the speed of those done here; None before there are any."""
+        """For the remaining epochs of the sweep, at the speed of those trained in it; None before there are any."""
         here = sum(cell.done - cell.done_before for cell in self.cells.values() if cell.done_before is not None)
         left = sum(cell.epochs - cell.done for cell in self.cells.values() if not cell.failed)
         return left * (self.clock() - self.start) / here if here > 0 and left > 0 else None
 
     def _say(self, text: str) -> None:
-        line = f"[{self.clock() - self.start:4.0f} s, {self.ended}/{len(self.cells)} done{_left(self.seconds_left())}] {text}\n"
-        if self.screen is not None:
-            self.screen.draw(self._lines(), line)
-        else:
-            _write(self.out, line)
+        seconds = self.clock() - self.start
+        self.display.say(f"[{seconds:4.0f} s, {self.ended}/{len(self.cells)} done{_left(self.seconds_left())}] {text}")
+        self._show()
 
-    def _words(self, cell: _Cell) -> list[str]:
-        if cell.latest is None or cell.heard is None:
-            return ["starts"]
-        where, *others = words(cell.latest)
-        return [where + _left(cell.seconds_left(self.clock())), *others]
-
-    def _lines(self) -> list[str]:
-        """The bar, and a line for every cell that runs, cut to the terminal's size."""
-        assert self.screen is not None
-        columns, rows = self.screen.size()
-        columns -= 1  # a full line may be broken
-        running = [cell for cell in self.cells.values() if cell.running]
-        hidden = max(len(running) - max(rows - 3, 0), 0)
-        shown = running[: len(running) - hidden]
-        width = min(max((len(cell.name) for cell in shown), default=0), columns // 3)
-        lines = [self._bar(columns)]
-        for cell in shown:
-            parts = self._words(cell)
-            while len(", ".join(parts)) > columns - width - 2 and len(parts) > 1:
-                parts.pop()
-            lines.append(_cut(f"{_cut(cell.name, width):{width}s}  {', '.join(parts)}", columns))
-        return [*lines, _cut(f"and {hidden} more", columns)] if hidden else lines
-
-    def _bar(self, columns: int) -> str:
-        done, total = (sum(values) for values in zip(*((cell.done, cell.epochs) for cell in self.cells.values()), strict=True))
-        failed = sum(cell.failed for cell in self.cells.values())
-        cells = f"{self.ended}/{len(self.cells)} cells" + (f" ({failed} FAILED)" if failed else "")
-        epochs = f"{int(done)}/{total} epochs{_left(self.seconds_left())}"
-        width = min(columns - len(cells) - len(epochs) - 6, BAR)
-        bar = "#" * int(width * done / total)
-        return _cut(f"{cells}  [{bar:-<{width}s}]  {epochs}" if width > 0 else f"{cells}, {epochs}", columns)
-
-
-def _write(out: TextIO, text: str) -> None:
-    with suppress(OSError):  # nobody is there any more: no reason to stop training
-        out.write(text)
-        out.flush()
-
-
-def _pause(seconds: float) -> float:
-    """Between two lines of a log from inside an epoch of a cell that has run for so long."""
-    return min(max(seconds / 10, SECONDS_BETWEEN_LINES), 60)
-
-
-def _cut(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"{text[: max(columns - 2, 0)]}.."
+    def _show(self) -> None:
+        cells, now = self.cells.values(), self.clock()
+        failed = sum(cell.failed for cell in cells)
+        before = f"{self.ended}/{len(cells)} cells{f' ({failed} FAILED)' if failed else ''}"
+        done, total = sum(cell.done for cell in cells), sum(cell.epochs for cell in cells)
+        rows = [(cell.name, cell.text(now)) for cell in cells if cell.running]
+        self.display.show(before, done, total, f"{int(done)}/{total} epochs{_left(self.seconds_left())}", rows)
 
 
 def _left(seconds: float | None) -> str:
@@ -223,6 +238,4 @@ def _left(seconds: float | None) -> str:
     if minutes < 100:
         return f", {minutes} min left"
     hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f", {hours} h {minutes:02d} min left"
-    return f", {hours / 24:.1f} d left"
+    return f", {hours} h {minutes:02d} min left" if hours < 48 else f", {hours / 24:.1f} d left"

@@ -1,9 +1,9 @@
 """Networks: SAN and its ResNet baselines, as rows of a registry, and files of their weights."""
 
+from san.models.base import ModelSpec
 from san.models.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from san.models.registry import create_model, list_models, model_spec
 from san.models.released import load_released_checkpoint, released_state_dict, save_released_checkpoint
-from san.models.spec import ModelSpec
 
 __all__ = [
     "CheckpointError",

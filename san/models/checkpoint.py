@@ -1,7 +1,7 @@
-"""Files of weights: read without running what they carry, written whole or not at all, loaded strictly.
+"""Files of weights. Reading one never runs code from the file; writing replaces a file completely or not at all.
 
-A file of ours is a dict: `name` of the variant, `overrides` (the fields in which the model differs from that variant),
-`num_classes`, `in_channels` (3 where it is missing) and `state_dict`.
+`save_checkpoint` writes a dict: `name` of the variant, `overrides` (the fields in which the model differs from that variant),
+`num_classes`, `in_channels` (3 if it is missing) and `state_dict`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from san.models.base import RENAMED_FIELDS, BaseModel, ModelSpec
 from san.models.registry import model_spec
-from san.models.spec import RENAMED_FIELDS, ModelSpec, Trunk
 
-LISTED = 8  # keys of each kind that a refusal names
+MAX_LISTED_KEYS = 8  # of each kind, in an error message
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be read, written or loaded, or a model that such a file cannot hold; one sentence."""
+    """A file cannot be read, written or loaded, or a model cannot be saved in this format. The message is one sentence."""
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The dict that `torch.save` wrote to a file, on the CPU. Tensors and plain values only: nothing in the file is run.
+    """Reads a dict that `torch.save` wrote, onto the CPU. Only tensors and plain values are allowed, so no code is run.
 
     Raises:
-        CheckpointError: no such file, not a dict that `torch.save` wrote, or code would have to be run to read it.
+        CheckpointError: there is no such file, `torch.save` did not write it, it is not a dict, or loading it would run code.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read this file ({error.strerror or error})") from None
-    except Exception as error:  # bytes that are no pickle can raise anything
+    except Exception as error:  # damaged files can raise any exception
         code = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if code is None:
             raise CheckpointError(f"{path}: not a file written by torch.save, or damaged") from None
@@ -53,10 +53,10 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def write(content: dict[str, Any], path: str | Path) -> None:
-    """Saves a dict so that a kill at any moment leaves the old file or the new one.
+    """Saves a dict. A kill at any moment leaves either the old or the new file.
 
     Raises:
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
     """
     path = Path(path)
     partial = path.parent / f".{path.name}.{os.getpid()}.partial"
@@ -78,70 +78,70 @@ def write(content: dict[str, Any], path: str | Path) -> None:
 
 
 def is_state(value: object) -> bool:
-    """Whether a value of a file is a state dict: names to tensors, at least one."""
+    """Whether a value is a state dict: a non-empty dict of tensors by name."""
     if not isinstance(value, dict) or not value:
         return False
     return all(isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items())
 
 
 def on_meta(spec: ModelSpec, num_classes: int, in_channels: int = 3) -> dict[str, Tensor]:
-    """The state dict of a classifier without its memory: names and shapes."""
+    """The state dict of a classifier on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         return spec.build(num_classes, in_channels).state_dict()
 
 
-def check_fit(path: str | Path, model: str, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Whether a file's state dict has the names and shapes that `model` wants. Counts of batches may be missing.
+def check_fit(path: str | Path, model: str, expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Checks that a file's state dict has the names and shapes of `expected`. `num_batches_tracked` may be missing.
 
     Raises:
-        CheckpointError: with the names that are missing, left over or of another shape.
+        CheckpointError: names are missing or unexpected, or shapes differ; the message lists them.
     """
-    told = _misfits(wanted, state)
-    if told:
-        raise CheckpointError(f"{path}: does not match {model}; {told}")
+    mismatches = _mismatches(expected, state)
+    if mismatches:
+        raise CheckpointError(f"{path}: does not match {model}; {mismatches}")
 
 
-def check_own(path: str | Path, model: Trunk) -> None:
-    """Whether a classifier still is what its record tells, so that a file of it can be loaded.
+def check_own(path: str | Path, model: BaseModel) -> None:
+    """Checks that a classifier still matches its spec, so that a file with its weights can be loaded.
 
     Raises:
-        CheckpointError: a backbone, none of our models, or one whose layers were replaced.
+        CheckpointError: the model is a backbone, is not one of ours, or layers were replaced.
     """
     num_classes = classes(model)
-    told = _misfits(on_meta(model.spec, num_classes, model.in_channels), model.state_dict())
-    if told:
+    mismatches = _mismatches(on_meta(model.spec, num_classes, model.in_channels), model.state_dict())
+    if mismatches:
         built = f"{model.spec.name} with {num_classes} classes"
         raise CheckpointError(
-            f"{path}: not saved, because the model no longer matches {built} and could not be loaded again; {told}"
+            f"{path}: not saved, because the model no longer matches {built} and could not be loaded again; {mismatches}"
         )
 
 
-def _misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    shapes = ((key, list(state[key].shape), list(wanted[key].shape)) for key in wanted if key in state)
-    kinds = {key: (state[key].is_floating_point(), state[key].layout) for key in wanted if key in state}
+def _mismatches(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    shapes = ((key, list(state[key].shape), list(expected[key].shape)) for key in expected if key in state)
+    kinds = {key: (state[key].is_floating_point(), state[key].layout) for key in expected if key in state}
     mistakes = {
-        "missing": [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")],
-        "unexpected": [key for key in state if key not in wanted],
+        "missing": [key for key in expected if key not in state and not key.endswith("num_batches_tracked")],
+        "unexpected": [key for key in state if key not in expected],
         "of the wrong shape": [f"{key} {seen} instead of {due}" for key, seen, due in shapes if seen != due],
         "of the wrong type": [
-            f"{key} {state[key].dtype}" for key in kinds if kinds[key] != (wanted[key].is_floating_point(), torch.strided)
+            f"{key} {state[key].dtype}" for key in kinds if kinds[key] != (expected[key].is_floating_point(), torch.strided)
         ],
     }
     return "; ".join(f"{len(keys)} {what}: {_first(keys)}" for what, keys in mistakes.items() if keys)
 
 
 def _first(keys: list[str]) -> str:
-    rest = len(keys) - LISTED
-    return ", ".join(keys[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(keys) - MAX_LISTED_KEYS
+    return ", ".join(keys[:MAX_LISTED_KEYS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def classes(model: Trunk) -> int:
-    """Number of classes that a classifier answers with.
+def classes(model: BaseModel) -> int:
+    """Number of classes of a classifier.
 
     Raises:
-        CheckpointError: a backbone, which has no head, or a module that is none of ours.
+        CheckpointError: the model is a backbone, which has no classifier, or is not one of ours.
     """
-    if not isinstance(model, Trunk):
+    if not isinstance(model, BaseModel):
         raise CheckpointError(f"{type(model).__name__}: only models from san.create_model can be saved in this format")
     if not model.num_classes:
         raise CheckpointError(f"{model.spec.name}: this model has no Linear head; only classifiers can be saved, not backbones")
@@ -149,17 +149,17 @@ def classes(model: Trunk) -> int:
 
 
 def overrides_of(spec: ModelSpec) -> dict[str, Any]:
-    """The fields in which a record differs from the named variant that it comes from."""
+    """The fields in which a spec differs from the named variant."""
     named = model_spec(spec.name)
     values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     return {field: value for field, value in values.items() if value != getattr(named, field)}
 
 
-def save_checkpoint(model: Trunk, path: str | Path) -> None:
-    """Writes a classifier to a file that `load_checkpoint` reads back, whole or not at all; an old file is replaced.
+def save_checkpoint(model: BaseModel, path: str | Path) -> None:
+    """Writes a classifier to a file for `load_checkpoint`, completely or not at all; an existing file is replaced.
 
     Raises:
-        CheckpointError: a backbone, a model whose layers were replaced, or a place that cannot be written.
+        CheckpointError: the model is a backbone, layers were replaced, or the file cannot be written.
     """
     check_own(path, model)
     content = {"name": model.spec.name, "overrides": overrides_of(model.spec), "num_classes": classes(model)}
@@ -167,15 +167,15 @@ def save_checkpoint(model: Trunk, path: str | Path) -> None:
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
-    """Whether `save_checkpoint` wrote what was read."""
+    """Whether `content` was written by `save_checkpoint`."""
     return {"name", "overrides", "num_classes", "state_dict"} <= content.keys()
 
 
-def load_checkpoint(path: str | Path) -> Trunk:
-    """The classifier that `save_checkpoint` or `san convert` wrote, in evaluation mode, on the CPU, in torch's default dtype.
+def load_checkpoint(path: str | Path) -> BaseModel:
+    """Loads a file of `save_checkpoint` or `san convert`. The model is on the CPU, in evaluation mode, in the default dtype.
 
     Raises:
-        CheckpointError: the file cannot be read, is none of ours, or its weights do not fit the variant that it names.
+        CheckpointError: the file cannot be read, has another format, or its weights do not fit the variant that it names.
     """
     content = read(path)
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
@@ -186,11 +186,11 @@ def load_checkpoint(path: str | Path) -> Trunk:
         stored: dict[str, object] = dict(content["overrides"])
         overrides = {RENAMED_FIELDS.get(field, field): value for field, value in stored.items()}
         spec = model_spec(content["name"], overrides)
-        wanted = on_meta(spec, num_classes, in_channels)
+        expected = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
-        raise CheckpointError(f"{path}: the model described in this file cannot be built ({said})") from None
-    check_fit(path, f"{spec.name} with {num_classes} classes", wanted, state)
+        reason = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
+        raise CheckpointError(f"{path}: the model described in this file cannot be built ({reason})") from None
+    check_fit(path, f"{spec.name} with {num_classes} classes", expected, state)
     model = spec.build(num_classes, in_channels)
-    model.load_state_dict(dict(state))  # a plain dict, so that torch begins missing counts of batches at zero
+    model.load_state_dict(dict(state))  # in a plain dict, torch sets missing values of num_batches_tracked to zero
     return model.eval()

@@ -1,4 +1,4 @@
-"""The named variants, one row each, and the two functions that users call on them."""
+"""The named variants, one row each, and functions to list and create them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from fnmatch import fnmatchcase
 
 from san.choice import choose
+from san.models.base import RENAMED_FIELDS, BaseModel, ModelSpec
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
-from san.models.spec import RENAMED_FIELDS, ModelSpec, Trunk
 
 VARIANTS: dict[str, ModelSpec] = {
     spec.name: spec
@@ -33,7 +33,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSpec:
-    """The record of a named variant with some of its fields replaced.
+    """The spec of a named variant with some of its fields replaced.
 
     Raises:
         ValueError: unknown name or field, with the names that exist.
@@ -45,26 +45,26 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
         renamed = [f"{old} is now {RENAMED_FIELDS[old]}" for old in unknown if old in RENAMED_FIELDS]
         hint = ", ".join(renamed) or f"its fields: {', '.join(fields)}"
         raise ValueError(f"{name} has no field {', '.join(unknown)}; {hint}")
-    # YAML and JSON know lists only; the record is a value and holds tuples.
+    # YAML and JSON have only lists; a spec has tuples, because it is hashable.
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]
 
 
 def create_model(
     name: str, num_classes: int = 1000, *, in_channels: int = 3, features_only: bool = False, **overrides: object
-) -> Trunk:
+) -> BaseModel:
     """Builds a named variant with fresh weights: images [N, in_channels, H, W] to logits [N, num_classes].
 
-    In the paper's setting images are RGB with values from 0 to 1, shorter side resized to 256, 224 x 224 cropped from the
-    center, normalized with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225). A SAN takes any size that, halved by
-    each stage, its footprints still fit into.
+    In the paper, images are RGB with values from 0 to 1. Their shorter side is resized to 256 pixels, 224 x 224 pixels are
+    cropped from the center, and the result is normalized with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225). A SAN
+    accepts any size, as long as the footprints fit into the maps; every stage halves the size of the map.
 
-    Any field of the variant's record may be overridden: `create_model("san10_pairwise", footprint=9)`. With `features_only` the
-    model is a backbone: it has no head and answers with the map of every stage, [N, model.channels[s], H / r, W / r] with
-    r = model.reductions[s]; a classifier's weights load into it but for the head.
+    Any field of the variant's spec can be overridden: `create_model("san10_pairwise", footprint=9)`. With `features_only`, the
+    model is a backbone. It has no head and returns the map of every stage, [N, model.channels[s], H / r, W / r] with
+    r = model.reductions[s]. The weights of a classifier fit a backbone, except for those of the head.
 
     Raises:
         ValueError: unknown name or field, or numbers that do not fit together.
     """
     spec = model_spec(name, overrides)
-    return spec.build_backbone(in_channels) if features_only else spec.build(num_classes, in_channels)
+    return spec.build(None if features_only else num_classes, in_channels)

@@ -1,4 +1,4 @@
-"""The authors' released code (github.com/hszhao/SAN): its names for our parameters, and its files of weights."""
+"""Converts between our parameter names and files and those of the authors' released code (github.com/hszhao/SAN)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from san.models.base import BaseModel, ModelSpec
 from san.models.checkpoint import (
     CheckpointError,
     check_fit,
@@ -23,9 +24,8 @@ from san.models.checkpoint import (
 )
 from san.models.registry import VARIANTS, model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec
-from san.models.spec import ModelSpec, Trunk
 
-# Ours and theirs, each row read in both directions; first match wins.
+# Our name and the authors' name, used in both directions; the first match counts.
 RENAMES = (
     ("stem.{rest}", "conv_in.{rest}"),
     ("stem_norm.{rest}", "bn_in.{rest}"),
@@ -43,8 +43,8 @@ RENAMES = (
 )
 PARTS = {".": r"\.", "{stage}": r"(?P<stage>\d+)", "{block}": r"(?P<block>\d+)", "{rest}": r"(?P<rest>.+)"}
 
-# Fields of a record that the released code leaves open. The others decide what is computed, and some of them leave no
-# trace in names and shapes: a model that differs there would be loaded as another one.
+# Fields of a spec that may differ from the variant. The other fields are fixed in the released code, and some of them do not
+# affect names and shapes, so a model with other values would be loaded as a different one.
 SIZES = ("name", "depths", "widths", "num_stages", "width_mult", "footprint")
 
 PREFIX = "module."  # DistributedDataParallel's
@@ -62,10 +62,10 @@ def _renamed(key: str, rows: Iterable[tuple[str, str]]) -> str | None:
 
 
 def released_key(key: str) -> str:
-    """The released code's name of one of our state-dict keys.
+    """The authors' name for a key of our state dicts.
 
     Raises:
-        ValueError: a key that SAN models do not have.
+        ValueError: SAN models have no such key.
     """
     theirs = _renamed(key, RENAMES)
     if theirs is None:
@@ -73,11 +73,11 @@ def released_key(key: str) -> str:
     return theirs
 
 
-def own_key(key: str) -> str:
-    """Our name of one of the released code's state-dict keys, the inverse of `released_key`.
+def from_released_key(key: str) -> str:
+    """Our name for a key of the authors' state dicts, the inverse of `released_key`.
 
     Raises:
-        ValueError: a key that the released network does not have.
+        ValueError: the authors' network has no such key.
     """
     ours = _renamed(key, ((theirs, ours) for ours, theirs in RENAMES))
     if ours is None:
@@ -86,7 +86,7 @@ def own_key(key: str) -> str:
 
 
 def _check_form(spec: ModelSpec) -> None:
-    """Raises CheckpointError where the released code has no such network."""
+    """Raises CheckpointError if the released code has no such network."""
     if not isinstance(spec, PairwiseSpec | PatchwiseSpec):
         raise CheckpointError(
             f"{spec.name} cannot be converted to the authors' format, which has only pairwise and patchwise SANs"
@@ -99,19 +99,19 @@ def _check_form(spec: ModelSpec) -> None:
         raise CheckpointError(f"{spec.name} with {asked} cannot be converted to the authors' format, which requires {theirs}")
 
 
-def untold(spec: ModelSpec) -> list[str]:
-    """What a released file of a model does not tell, as it is given when the file is loaded: `footprint=9`."""
-    seen = {"footprint"} if isinstance(spec, PatchwiseSpec) else set()
-    hidden = {field: value for field, value in overrides_of(spec).items() if field not in seen}
+def unrecorded_overrides(spec: ModelSpec) -> list[str]:
+    """The overrides that a file in the authors' format does not contain and that loading it requires, such as `footprint=9`."""
+    recorded = {"footprint"} if isinstance(spec, PatchwiseSpec) else set()
+    hidden = {field: value for field, value in overrides_of(spec).items() if field not in recorded}
     name = [f"name={spec.name}"] if {"num_stages", "depths"} & hidden.keys() else []
     return name + [f"{field}={value}" for field, value in hidden.items()]
 
 
-def released_state_dict(model: Trunk) -> dict[str, Tensor]:
-    """A model's state dict under the names of the released code; the tensors are the model's own.
+def released_state_dict(model: BaseModel) -> dict[str, Tensor]:
+    """A model's state dict with the authors' names. The tensors are not copied.
 
     Raises:
-        CheckpointError: the released code has no such network, because of its kind or of a field other than its sizes.
+        CheckpointError: the released code has no such network.
     """
     _check_form(model.spec)
     if model.in_channels != 3:
@@ -120,49 +120,51 @@ def released_state_dict(model: Trunk) -> dict[str, Tensor]:
     return {released_key(key): value for key, value in model.state_dict().items()}
 
 
-def own_state_dict(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of the released code under our names, the inverse of `released_state_dict`.
+def from_released_state_dict(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the authors with our names, the inverse of `released_state_dict`.
 
     Raises:
-        ValueError: a key that the released network does not have.
+        ValueError: the authors' network has no such key.
     """
-    return {own_key(key): value for key, value in released.items()}
+    return {from_released_key(key): value for key, value in released.items()}
 
 
-def save_released_checkpoint(model: Trunk, path: str | Path) -> None:
-    """Writes a classifier as a file that the released code reads, whole or not at all; an old file is replaced.
+def save_released_checkpoint(model: BaseModel, path: str | Path) -> None:
+    """Writes a classifier to a file for the released code, completely or not at all; an existing file is replaced.
 
     Raises:
-        CheckpointError: the released code has no such network, a backbone, a model whose layers were replaced, or a place that
+        CheckpointError: the released code has no such network, the model is a backbone, layers were replaced, or the file
             cannot be written.
     """
     check_own(path, model)
     write({"state_dict": {PREFIX + key: value for key, value in released_state_dict(model).items()}}, path)
 
 
-def load_released_checkpoint(path: str | Path, /, name: str | None = None, **overrides: object) -> Trunk:
-    """A classifier with weights of the released code, in evaluation mode, on the CPU, in torch's default dtype.
+def load_released_checkpoint(path: str | Path, /, name: str | None = None, **overrides: object) -> BaseModel:
+    """Loads a classifier from a file of the released code: in evaluation mode, on the CPU, in the default dtype.
 
-    It was trained on ImageNet: RGB images [N, 3, H, W] with values from 0 to 1, shorter side resized to 256, 224 x 224 cropped
-    from the center, normalized with mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225).
+    `create_model` describes the images with which the authors trained. The file is a checkpoint of the released training or a
+    state dict, with or without the prefix of DistributedDataParallel. The variant, the number of classes and the footprint of
+    patchwise attention follow from names and shapes. The footprint of pairwise attention does not; it is 7 by default.
 
-    The file is a checkpoint of the released training, or a bare state dict, with or without DistributedDataParallel's prefix.
-    Variant, number of classes and a patchwise footprint are seen in its names and shapes. A pairwise footprint is not: it is
-    the paper's 7 unless given. `name` and `overrides` (fields of the variant's record) win over what is seen.
+    Args:
+        path: of the file.
+        name: of the variant, instead of the one that follows from the file.
+        overrides: fields of the variant's spec.
 
     Raises:
-        CheckpointError: the file cannot be read, or its weights are not those of the variant that was seen or asked for.
-        ValueError: unknown name or field, or numbers that do not fit together.
+        CheckpointError: the file cannot be read, or its weights do not fit the variant.
+        ValueError: an unknown name or field, or sizes that do not fit together.
     """
     state = _read_state(path)
-    name = name or _seen_variant(path, state, overrides)
-    spec = model_spec(name, _seen_footprint(state) | overrides)
+    name = name or _detect_variant(path, state, overrides)
+    spec = model_spec(name, _detect_footprint(state) | overrides)
     _check_form(spec)
     num_classes = next((len(state[key]) for key in ("fc.bias", "fc.weight") if key in state and state[key].dim()), 1000)
-    wanted = {released_key(key): value for key, value in on_meta(spec, num_classes).items()}
-    check_fit(path, f"{name} with {num_classes} classes", wanted, state)
+    expected = {released_key(key): value for key, value in on_meta(spec, num_classes).items()}
+    check_fit(path, f"{name} with {num_classes} classes", expected, state)
     model = spec.build(num_classes)
-    model.load_state_dict(own_state_dict(state))
+    model.load_state_dict(from_released_state_dict(state))
     return model.eval()
 
 
@@ -178,8 +180,8 @@ def _read_state(path: str | Path) -> dict[str, Tensor]:
     return {key.removeprefix(PREFIX): value for key, value in state.items()} if has_prefix else dict(state)
 
 
-def _seen_variant(path: str | Path, state: Mapping[str, Tensor], overrides: dict[str, object]) -> str:
-    """The named variant with the kind of attention and the blocks per stage that the names tell."""
+def _detect_variant(path: str | Path, state: Mapping[str, Tensor], overrides: dict[str, object]) -> str:
+    """The variant with the kind of attention and the number of blocks per stage that follow from the names."""
     matches = [re.match(r"layer(\d+)\.(\d+)\.sam\.", key) for key in state]
     blocks = sorted({(int(match[1]), int(match[2])) for match in matches if match})
     if not blocks:
@@ -194,8 +196,8 @@ def _seen_variant(path: str | Path, state: Mapping[str, Tensor], overrides: dict
     raise CheckpointError(f"{path}: {depths} blocks per stage match none of {known}; pass the name of a model, or depths")
 
 
-def _seen_footprint(state: Mapping[str, Tensor]) -> dict[str, object]:
-    """Side of a patchwise footprint: gamma's last Linear answers G inputs with K * G outputs. Nothing where that is not so."""
+def _detect_footprint(state: Mapping[str, Tensor]) -> dict[str, object]:
+    """Side of a patchwise footprint: gamma's last Linear has G inputs and K * G outputs. Empty for other files."""
     shape = state["layer1.0.sam.conv_w.5.weight"].shape if "layer1.0.sam.conv_w.5.weight" in state else ()
     if any(".sam.conv_p." in key for key in state) or len(shape) != 4 or not shape[1]:
         return {}

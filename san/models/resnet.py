@@ -1,7 +1,7 @@
 """ResNet baselines of the paper (section 5.1 and table "footprint"): ResNet26, 38, 50, and ResNet26 with 5x5 and 7x7.
 
-Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016 (doi:10.1109/CVPR.2016.90). The stride stands in
-the spatial convolution. Parameters are named as torchvision names them, so its checkpoints load.
+Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016 (doi:10.1109/CVPR.2016.90). The stride is in
+the spatial convolution. Parameters have torchvision's names, so torchvision's checkpoints can be loaded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from san.models.spec import ModelSpec, Trunk
-from san.nn import GlobalAveragePool
-from san.nn.fusion import is_watched, norm_relu
+from san.models.base import BaseModel, ModelSpec
+from san.nn.fusion import conv_norm, conv_norm_relu
 from san.nn.inputs import check_map
 from san.ops.footprint import check_side
 
@@ -22,14 +21,14 @@ EXPANSION = 4  # a bottleneck's output channels over its inner channels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetSpec(ModelSpec):
-    """A bottleneck ResNet by numbers. `footprint` is the side of each bottleneck's spatial convolution."""
+    """A bottleneck ResNet in numbers. `footprint` is the side of each bottleneck's spatial convolution."""
 
     footprint: int = 3
     widths: tuple[int, ...] = (256, 512, 1024, 2048)
     stem_width: int = 64
 
     def __post_init__(self) -> None:
-        ModelSpec.__post_init__(self)  # slots make a new class, which a bare super() does not know
+        ModelSpec.__post_init__(self)  # slots make a new class, which super() without arguments does not find
         inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_mult)
         if min(inner, stem) < 1:
             raise ValueError(
@@ -37,17 +36,14 @@ class ResNetSpec(ModelSpec):
             )
 
     def check_input(self, size: int) -> None:
-        """Zero padding takes any odd footprint; the stem and the stages only need a pixel to be left."""
+        """Zero padding allows any odd footprint; at least one pixel must be left after the last stage."""
         check_side(self.footprint)
         least = 2 ** (len(self.kept_depths()) + 1)
         if size < least:
             raise ValueError(f"{self.name} needs images of at least {least} x {least} pixels, not {size} x {size}")
 
-    def build_classifier(self, num_classes: int, in_channels: int) -> ResNet:
+    def build(self, num_classes: int | None, in_channels: int = 3) -> ResNet:
         return ResNet(self, num_classes, in_channels)
-
-    def build_backbone(self, in_channels: int = 3) -> ResNetBackbone:
-        return ResNetBackbone(self, in_channels)
 
 
 class Bottleneck(nn.Module):
@@ -68,18 +64,19 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y = norm_relu(self.bn1, self.conv1(x_NCHW))
-        y = norm_relu(self.bn2, self.conv2(y))
+        y = conv_norm_relu(self.conv1, self.bn1, x_NCHW)
+        y = conv_norm_relu(self.conv2, self.bn2, y)
         identity = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
-        return relu(self.bn3(self.conv3(y)) + identity, inplace=True)
+        return relu(conv_norm(self.conv3, self.bn3, y) + identity, inplace=True)
 
 
-class ResNetTrunk(Trunk):
+class ResNet(BaseModel):
     """7x7 convolution with stride 2, 3x3 max pool with stride 2, then stages of bottlenecks."""
 
-    def __init__(self, spec: ResNetSpec, in_channels: int) -> None:
-        super().__init__(in_channels)
-        self.spec = spec
+    classifier_name = "fc"
+
+    def __init__(self, spec: ResNetSpec, num_classes: int | None, in_channels: int) -> None:
+        super().__init__(spec, in_channels)
         stem = int(spec.stem_width * spec.width_mult)
         widths = spec.scaled_widths()
         self.channels = (stem, *widths)
@@ -94,18 +91,16 @@ class ResNetTrunk(Trunk):
             first = Bottleneck(width_in, width, 1 if i == 0 else 2, spec.footprint)
             rest = [Bottleneck(width, width, 1, spec.footprint) for _ in range(depth - 1)]
             self.add_module(name, nn.Sequential(first, *rest))
-
-    def initialise(self) -> None:
-        """He's initialisation of every convolution."""
+        self._add_head(num_classes)
         for module in self.modules():
             # On the meta device there is nothing to draw, but torch would import its compiler for it, which takes a second.
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
-        """The map after the first convolution, then those of the stages."""
-        check_map(x_N3HW, self.conv1, "the input")
-        maps = [norm_relu(self.bn1, self.conv1(x_N3HW), last_use=not is_watched(self.conv1))]
+    def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """The map of the first convolution and of each stage."""
+        check_map(x_NCHW, self.conv1, "the input")
+        maps = [conv_norm_relu(self.conv1, self.bn1, x_NCHW)]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:
             x_NCHW = self.get_submodule(name)(x_NCHW)
@@ -114,31 +109,4 @@ class ResNetTrunk(Trunk):
 
     def parts(self) -> dict[str, list[nn.Module]]:
         stages = {f"stage{number}": [self.get_submodule(name)] for number, name in enumerate(self.stage_names, start=1)}
-        return {"stem": [self.conv1, self.bn1, self.maxpool], **stages}
-
-
-class ResNetBackbone(ResNetTrunk):
-    """Images [N, in_channels, H, W] to the map of the first convolution and of each stage."""
-
-    def __init__(self, spec: ResNetSpec, in_channels: int) -> None:
-        super().__init__(spec, in_channels)
-        self.initialise()
-
-    def forward(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
-        return self.features(x_N3HW)
-
-
-class ResNet(ResNetTrunk):
-    """Classifier: images [N, in_channels, H, W] to logits [N, num_classes]."""
-
-    def __init__(self, spec: ResNetSpec, num_classes: int, in_channels: int) -> None:
-        super().__init__(spec, in_channels)
-        self.pool = GlobalAveragePool()
-        self.fc = nn.Linear(self.channels[-1], num_classes)
-        self.initialise()
-
-    def forward(self, x_N3HW: Tensor) -> Tensor:
-        return self.fc(self.pool(self.features(x_N3HW)[-1]))
-
-    def parts(self) -> dict[str, list[nn.Module]]:
-        return {**super().parts(), "head": [self.pool, self.fc]}
+        return {"stem": [self.conv1, self.bn1, self.maxpool], **stages, **self._head()}

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
 from san.choice import ChoiceError
-from san.models.spec import ModelSpec, Trunk
-from san.nn import (
-    GlobalAveragePool,
-    PairwiseAttention,
-    PatchwiseAttention,
-    ScalarAttention,
-    SelfAttention,
-    SelfAttentionBlock,
-)
-from san.nn.fusion import is_watched, norm_relu
+from san.models.base import BaseModel, ModelSpec
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
+from san.nn.fusion import conv_norm_relu, norm_relu
 from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
 from san.ops.functional import fuses
@@ -26,9 +20,9 @@ from san.ops.functional import fuses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SANSpec(ModelSpec):
-    """A SAN by numbers; the defaults are the paper's. Stage 1 keeps a 3x3 footprint, the others have `footprint`.
+    """A SAN in numbers, with the paper's defaults. Stage 1 has a 3x3 footprint; `footprint` applies to the other stages.
 
-    The kinds of attention differ in their fields, so each has a record of its own below.
+    Each kind of attention has a subclass with fields for the arguments of its module.
     """
 
     footprint: int = 7
@@ -53,11 +47,13 @@ class SANSpec(ModelSpec):
         """The attention of one block."""
         raise NotImplementedError
 
-    def build_classifier(self, num_classes: int, in_channels: int) -> SAN:
-        return SAN(self, num_classes, in_channels)
+    def attention_arguments(self) -> dict[str, Any]:
+        """The fields that are arguments of the attention module."""
+        others = {"footprint", *(field.name for field in fields(ModelSpec))}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
-    def build_backbone(self, in_channels: int = 3) -> SANBackbone:
-        return SANBackbone(self, in_channels)
+    def build(self, num_classes: int | None, in_channels: int = 3) -> SAN:
+        return SAN(self, num_classes, in_channels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +67,7 @@ class PairwiseSpec(SANSpec):
     position: str = "relative"
 
     def attention(self, channels: int, footprint: int) -> PairwiseAttention:
-        return PairwiseAttention(
-            channels,
-            footprint,
-            r1=self.r1,
-            r2=self.r2,
-            group_size=self.group_size,
-            relation=self.relation,
-            mapping=self.mapping,
-            transformation=self.transformation,
-            position=self.position,
-        )
+        return PairwiseAttention(channels, footprint, **self.attention_arguments())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +80,7 @@ class PatchwiseSpec(SANSpec):
     transformation: str = "distinct"
 
     def attention(self, channels: int, footprint: int) -> PatchwiseAttention:
-        return PatchwiseAttention(
-            channels,
-            footprint,
-            r1=self.r1,
-            r2=self.r2,
-            group_size=self.group_size,
-            relation=self.relation,
-            mapping=self.mapping,
-            transformation=self.transformation,
-        )
+        return PatchwiseAttention(channels, footprint, **self.attention_arguments())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +91,7 @@ class ScalarSpec(SANSpec):
     heads: int = 8
 
     def attention(self, channels: int, footprint: int) -> ScalarAttention:
-        return ScalarAttention(channels, footprint, r1=self.r1, r2=self.r2, heads=self.heads)
+        return ScalarAttention(channels, footprint, **self.attention_arguments())
 
 
 class Stage(nn.Module):
@@ -130,33 +107,35 @@ class Stage(nn.Module):
         return norm_relu(self.norm, self.blocks(self.linear(max_pool2d(x_NCHW, 2))))
 
 
-class SANTrunk(Trunk):
-    """Linear stem at the image's resolution, then stages that halve it."""
+class SAN(BaseModel):
+    """A Linear stem at the resolution of the image, then stages, each of which halves the resolution."""
 
-    def __init__(self, spec: SANSpec, in_channels: int) -> None:
-        super().__init__(in_channels)
-        self.spec = spec
+    classifier_name = "head"
+
+    def __init__(self, spec: SANSpec, num_classes: int | None, in_channels: int) -> None:
+        super().__init__(spec, in_channels)
         widths = spec.scaled_widths()
         self.channels = widths
         self.reductions = tuple(2**stage for stage in range(1, len(widths) + 1))
         self.stem = nn.Conv2d(in_channels, widths[0], 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(widths[0])
-        rows = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
+        sizes = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
         self.stages = nn.ModuleList()
-        for number, (width_in, width, depth, k) in enumerate(rows, start=1):
+        for number, (width_in, width, depth, k) in enumerate(sizes, start=1):
             try:
                 self.stages.append(Stage(width_in, width, depth, k, spec))
             except ChoiceError:
-                raise  # all stages have the same name of a relation, mapping, ...
+                raise  # not the fault of this stage: all stages have the same relation, mapping, ...
             except ValueError as error:
                 raise ValueError(f"stage {number} of {spec.name} ({width} channels): {error}") from None
+        self._add_head(num_classes)
 
-    def features(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
-        check_map(x_N3HW, self.stem, "the input")
-        specialize(x_N3HW)
-        if fuses("norm_relu", x_N3HW):  # its kernels, and those of attention, work on channels-last maps
-            x_N3HW = x_N3HW.contiguous(memory_format=torch.channels_last)
-        x_NCHW = norm_relu(self.stem_norm, self.stem(x_N3HW), last_use=not is_watched(self.stem))
+    def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
+        check_map(x_NCHW, self.stem, "the input")
+        specialize(x_NCHW)
+        if fuses("pair_weights", x_NCHW):  # the kernels work on channels-last maps
+            x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
+        x_NCHW = conv_norm_relu(self.stem, self.stem_norm, x_NCHW)
         maps = []
         for stage in self.stages:
             x_NCHW = stage(x_NCHW)
@@ -165,26 +144,4 @@ class SANTrunk(Trunk):
 
     def parts(self) -> dict[str, list[nn.Module]]:
         stages: dict[str, list[nn.Module]] = {f"stage{number}": [stage] for number, stage in enumerate(self.stages, start=1)}
-        return {"stem": [self.stem, self.stem_norm], **stages}
-
-
-class SANBackbone(SANTrunk):
-    """Images [N, in_channels, H, W] to the map of each stage."""
-
-    def forward(self, x_N3HW: Tensor) -> tuple[Tensor, ...]:
-        return self.features(x_N3HW)
-
-
-class SAN(SANTrunk):
-    """Classifier: images [N, in_channels, H, W] to logits [N, num_classes]."""
-
-    def __init__(self, spec: SANSpec, num_classes: int, in_channels: int) -> None:
-        super().__init__(spec, in_channels)
-        self.pool = GlobalAveragePool()
-        self.head = nn.Linear(self.channels[-1], num_classes)
-
-    def forward(self, x_N3HW: Tensor) -> Tensor:
-        return self.head(self.pool(self.features(x_N3HW)[-1]))
-
-    def parts(self) -> dict[str, list[nn.Module]]:
-        return {**super().parts(), "head": [self.pool, self.head]}
+        return {"stem": [self.stem, self.stem_norm], **stages, **self._head()}

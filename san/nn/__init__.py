@@ -1,10 +1,9 @@
-"""Modules: attention of all kinds and the residual block around it."""
+"""The attention modules and the residual block that contains one."""
 
 from san.nn.attention import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
-from san.nn.block import GlobalAveragePool, SelfAttentionBlock
+from san.nn.block import SelfAttentionBlock
 
 __all__ = [
-    "GlobalAveragePool",
     "PairwiseAttention",
     "PatchwiseAttention",
     "ScalarAttention",

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from san import ops
 from san.choice import ChoiceError, choose
-from san.nn.fusion import fuses_pairs, fuses_patches, is_watched, pairwise_weights, patchwise_weights
+from san.nn.fusion import fuses_pairs, fuses_patches, has_hooks, pairwise_weights, patchwise_weights
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
@@ -27,21 +27,21 @@ TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
 """Which Linear layer serves as phi, as psi and as beta (table "transformation")."""
 
 HIDDEN_REDUCTION = 16
-"""C over the hidden channels of a pairwise mapping; they do not follow r1."""
+"""C divided by the hidden channels of a pairwise mapping, which do not depend on r1."""
 
 
 class SelfAttention(nn.Module):
-    """What all kinds share: the transformations phi, psi, beta, and the aggregation of beta by the weights.
+    """Base of all kinds: the transformations phi, psi and beta, and the weighted sum of beta.
 
     Args:
         channels: C, a multiple of `r1` and of `r2`.
         footprint: side of the square footprint R(i) in pixels, odd.
-        r1: reduction of phi and psi.
-        r2: reduction of beta.
-        transformation: which of phi, psi, beta are one Linear layer, a key of `TRANSFORMATIONS`.
+        r1: C divided by the channels of phi and psi.
+        r2: C divided by the channels of beta.
+        transformation: which of phi, psi and beta share a Linear layer, a key of `TRANSFORMATIONS`.
 
     Raises:
-        ValueError: an even footprint, channels that the reductions do not divide, or an unknown name.
+        ValueError: an even footprint, `channels` is not a multiple of r1 and r2, or an unknown name.
     """
 
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, transformation: str = "distinct") -> None:
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
                 self.add_module(role, nn.Conv2d(channels, width, 1))
 
     def transform(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """phi [N, R, H, W], psi [N, R, H, W] and beta [N, M, H, W]; each Linear layer is run once."""
+        """phi [N, R, H, W], psi [N, R, H, W] and beta [N, M, H, W]; each Linear layer runs once."""
         beta = self.get_submodule("beta")
         assert isinstance(beta, nn.Conv2d)
         check_map(x_NCHW, beta, "x")
@@ -84,22 +84,22 @@ class SelfAttention(nn.Module):
         """Maps [N, C, H, W] to [N, M, H, W].
 
         Raises:
-            ValueError: another shape, dtype or device than the module's, or a map that is too small for the footprint.
+            ValueError: the input does not match the module's channels, dtype or device, or is too small for the footprint.
         """
         return self.attend(*self.transform(x_NCHW))
 
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W]."""
-        # Under autocast the softmax answers in float32 while beta is a half type.
+        # Under autocast, the softmax returns float32 and beta is a half type.
         weight_NGKP = self.weigh(phi_NRHW, psi_NRHW).to(beta_NMHW.dtype)
         return ops.aggregation(beta_NMHW, weight_NGKP, self.footprint)
 
 
 class VectorAttention(SelfAttention):
-    """Attention weights that vary along the channels: gamma(delta), shared by `group_size` value channels each.
+    """Attention weights gamma(delta) that differ between channels; groups of `group_size` value channels share one.
 
     Args:
-        group_size: S, value channels that share one attention weight; G = M / S.
+        group_size: S, number of value channels that share a weight channel; G = M / S.
     """
 
     relation: str
@@ -123,7 +123,7 @@ class PairwiseAttention(VectorAttention):
     Args:
         relation: delta, a key of `san.nn.relation.PAIRWISE`.
         mapping: layers of gamma, a key of `MAPPINGS`.
-        position: what is told of the places of i and j, a key of `POSITIONS`.
+        position: encoding of the positions of i and j, a key of `POSITIONS`.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class PairwiseAttention(VectorAttention):
         self.gamma = gamma((d, *hidden, self.weight_channels))
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
-        """Softmax over the footprint, so the weights of a pixel sum to one in each weight channel: [N, G, K, P]."""
+        """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
         pairs = PAIRWISE[self.relation].pairs
-        if pairs is not None and fuses_pairs(self.gamma, phi_NRHW) and not (self.position and is_watched(self.position)):
+        if pairs is not None and fuses_pairs(self.gamma, phi_NRHW) and not (self.position and has_hooks(self.position)):
             maps = pairs(phi_NRHW, psi_NRHW)
             if self.position is not None:
                 maps = self.position.appended_to(maps)
@@ -197,7 +197,7 @@ class PatchwiseAttention(VectorAttention):
 
     @property
     def row(self) -> Relation:
-        """The relation of this module's name and transformation."""
+        """The relation, which depends on whether phi and psi are the same transformation."""
         row = PATCHWISE[self.relation]
         is_shared = self.roles[0] == self.roles[1]
         return row.when_shared if is_shared and row.when_shared is not None else row
@@ -205,7 +205,7 @@ class PatchwiseAttention(VectorAttention):
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
         if self.relation == "concatenation" and fuses_patches(self.gamma, psi_NRHW):
-            center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i stands in its own footprint
+            center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i is part of its own footprint
             gamma_NcHW = patchwise_weights(self.gamma, center, psi_NRHW, self.footprint)
             return gamma_NcHW.unflatten(1, (self.weight_channels, self.footprint**2)).flatten(3)
         patch_Nd1P = self.row.delta(phi_NRHW, psi_NRHW, self.footprint)
@@ -215,11 +215,11 @@ class PatchwiseAttention(VectorAttention):
 class ScalarAttention(SelfAttention):
     """y_i = sum_j softmax_j(phi_i^T (psi_j + r_{j-i})) * beta_j in each head: stand-alone self-attention, the scalar baseline.
 
-    One weight per head and pair. r is learned: half of the channels from the row that j - i spans, half from the column.
+    One weight per head and pair. r is learned: half of its channels depend on the row of j - i, the other half on the column.
     Source: Ramachandran et al., "Stand-Alone Self-Attention in Vision Models", NeurIPS 2019 (arXiv:1906.05909), section 3.
 
     Args:
-        heads: groups of channels, which divide C / r1 and C / r2; C / r1 must be even.
+        heads: number of groups of channels; divides C / r1 and C / r2. C / r1 must also be even.
     """
 
     def __init__(self, channels: int, footprint: int = 7, *, r1: int = 4, r2: int = 4, heads: int = 8) -> None:
@@ -255,18 +255,17 @@ def _check_whole(**numbers: int) -> None:
 
 
 def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
-    """The attention weights alpha of every attention layer in a network, as it works on `x_NCHW`: [N, G, K, P] by module name.
+    """The attention weights alpha of every attention layer for an input: [N, G, K, P] by module name.
 
-    Each layer makes them once more beside what it computes, from the same input; the network runs as it always does. All of
-    them are kept, G * K floats for every pixel of every map, so batches should be small. A
-    network without attention gives an empty dict.
+    Every layer computes its weights a second time from its input; the network itself runs as usual. The weights take G * K
+    floats for every pixel of every map, so use small batches. The result is empty for a network without attention.
 
     Args:
-        model: any module with `SelfAttention` inside, such as a model of `create_model`, in evaluation mode.
-        x_NCHW: what it is called with.
+        model: a module that contains `SelfAttention`, such as a model of `create_model`, in evaluation mode.
+        x_NCHW: input of the model.
 
     Raises:
-        ValueError: the network is in training mode, where the weights would change its running statistics.
+        ValueError: the network is in training mode, in which computing the weights would update running statistics.
     """
     if any(module.training for module in model.modules()):
         raise ValueError("attention_weights needs a model in evaluation mode; call model.eval() first")

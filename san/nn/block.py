@@ -21,10 +21,3 @@ class SelfAttentionBlock(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         y_NMHW = self.attention(norm_relu(self.norm1, x_NCHW))
         return x_NCHW + self.linear(norm_relu(self.norm2, y_NMHW))
-
-
-class GlobalAveragePool(nn.Module):
-    """[N, C, H, W] to [N, C]."""
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return x_NCHW.mean((2, 3))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import conv2d, relu
 from torch.nn.modules.module import _has_any_global_hook
 
 from san.ops import fused as kernels
@@ -42,7 +42,7 @@ def fuses_pairs(gamma: nn.Sequential, x: Tensor) -> bool:
 
 def fuses_patches(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether gamma's first norm, ReLU and Linear can run fused on the patches of maps like `x`."""
-    if not fuses("patch_linear", x) or type(gamma) is not nn.Sequential or is_watched(gamma):
+    if not fuses("patch_linear", x) or type(gamma) is not nn.Sequential or has_hooks(gamma):
         return False
     return _is_plain(nn.Sequential(*list(gamma)[:3]), x)
 
@@ -91,9 +91,8 @@ def _normalized(maps: PairMaps, norm: Affine) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, Tensor]:
-    origin_Nd11 = (
-        y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)
-    )  # an infinite pixel must only affect the pixels that see it
+    # An infinite pixel must only affect the pixels that see it, hence nan_to_num.
+    origin_Nd11 = y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)
     wanted = origin_Nd11 + norm.mean[:, None, None]
     center_origin = wanted.detach().to(x.dtype)
     rest = ((center_origin - wanted) * norm.scale[:, None, None]).to(x.dtype)
@@ -165,7 +164,7 @@ def _uses_batch(norm: nn.BatchNorm2d) -> bool:
 
 def _linear(layer: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
     """A 1x1 convolution. On contiguous maps it runs as a matrix product, which is twice as fast as torch's convolution."""
-    if is_watched(layer) or layer.bias is None or not x_NCHW.is_contiguous() or type(layer) is not nn.Conv2d:
+    if has_hooks(layer) or layer.bias is None or not x_NCHW.is_contiguous() or type(layer) is not nn.Conv2d:
         y_NCHW: Tensor = layer(x_NCHW)
         return y_NCHW
     weight = layer.weight.flatten(1).expand(len(x_NCHW), -1, -1)
@@ -183,21 +182,28 @@ def affine_of(norm: nn.Module, values: int, statistics: Callable[[], tuple[Tenso
         ValueError: it needs batch statistics, but there is only one value per channel.
     """
     assert isinstance(norm, nn.BatchNorm2d)
-    if _uses_batch(norm):
-        _require_several(values)
-        mean, var = (x.double() for x in statistics())
-        if norm.training and norm.track_running_stats:
-            _remember(norm, mean, var, values)
-    else:
-        assert norm.running_mean is not None and norm.running_var is not None
-        mean, var = norm.running_mean.double(), norm.running_var.double()
+    if not _uses_batch(norm):
+        return _running_affine(norm)
+    _require_several(values)
+    mean, var = (x.double() for x in statistics())
+    if norm.training and norm.track_running_stats:
+        _update_running_stats(norm, mean, var, values)
+    return _affine(norm, mean, var)
+
+
+def _running_affine(norm: nn.BatchNorm2d) -> Affine:
+    assert norm.running_mean is not None and norm.running_var is not None
+    return _affine(norm, norm.running_mean.double(), norm.running_var.double())
+
+
+def _affine(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor) -> Affine:
     scale = (var + norm.eps).rsqrt()
     if norm.weight is None:
         return Affine(mean, scale, torch.zeros_like(mean))
     return Affine(mean, scale * norm.weight.double(), norm.bias.double())
 
 
-def is_watched(layer: nn.Module) -> bool:
+def has_hooks(layer: nn.Module) -> bool:
     """Whether the layer has hooks, or hooks for all modules are registered."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return bool(hooks) or _has_any_global_hook()
@@ -205,37 +211,35 @@ def is_watched(layer: nn.Module) -> bool:
 
 def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether gamma consists of ordinary BatchNorm, ReLU and 1x1 convolution layers without hooks."""
-    if type(gamma) is not nn.Sequential or x.numel() == 0 or any(map(is_watched, (gamma, *gamma))):
+    if type(gamma) is not nn.Sequential or x.numel() == 0 or any(map(has_hooks, (gamma, *gamma))):
         return False
     return tuple(map(type, gamma)) == (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (len(gamma) // 3)
 
 
-def norm_relu(norm: nn.Module, x_NCHW: Tensor, last_use: bool = False) -> Tensor:
-    """relu(norm(x)), in one kernel where x is channels-last; x may be overwritten if this is its `last_use`."""
-    if not (fuses("norm_relu", x_NCHW) and _is_channels_last(x_NCHW) and _is_plain_norm(norm)) or is_watched(norm):
-        # Another layer in its place may answer with x itself, and a hook may keep what it saw.
-        is_ours = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not is_watched(norm)
-        return relu(norm(x_NCHW), inplace=is_ours)
-    assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None
-    values = x_NCHW.numel() // x_NCHW.shape[1]
-    if norm.training:
-        _require_several(values)
-    dtype = torch.promote_types(x_NCHW.dtype, torch.float32)
-    gain, bias, mean, var = (x.to(dtype) for x in (norm.weight, norm.bias, norm.running_mean, norm.running_var))
-    if last_use and not norm.training and not torch.is_grad_enabled():
-        return kernels.norm_relu_(x_NCHW, gain, bias, mean, var, norm.eps)
-    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, gain, bias, mean, var, norm.training, norm.eps)
-    if norm.training:
-        _remember(norm, mean, var, values)
-    return y_NCHW
+def norm_relu(norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """relu(norm(x))."""
+    # Not in place if a hook may have kept the norm's output, or if another kind of norm may return x itself.
+    in_place = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(norm)
+    return relu(norm(x_NCHW), inplace=in_place)
 
 
-def _is_channels_last(x_NCHW: Tensor) -> bool:
-    return x_NCHW.is_contiguous(memory_format=torch.channels_last) and x_NCHW.numel() > 0
+def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map."""
+    if not fuses("pair_weights", x_NCHW) or type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+        y_NCHW: Tensor = norm(conv(x_NCHW))
+        return y_NCHW
+    if has_hooks(conv) or has_hooks(norm) or _uses_batch(norm) or conv.padding_mode != "zeros":
+        return norm(conv(x_NCHW))
+    dtype = conv.weight.dtype
+    mean, scale, shift = _running_affine(norm)
+    bias = shift - mean * scale if conv.bias is None else shift + (conv.bias - mean) * scale
+    weight = conv.weight * scale[:, None, None, None].to(torch.promote_types(dtype, torch.float32))
+    return conv2d(x_NCHW, weight.to(dtype), bias.to(dtype), conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
-def _is_plain_norm(norm: nn.Module) -> bool:
-    return type(norm) is nn.BatchNorm2d and norm.affine and norm.track_running_stats
+def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """relu(norm(conv(x))), with the norm folded in evaluation."""
+    return relu(conv_norm(conv, norm, x_NCHW), inplace=not (has_hooks(conv) or has_hooks(norm)))
 
 
 def _require_several(values: int) -> None:
@@ -244,10 +248,10 @@ def _require_several(values: int) -> None:
 
 
 @torch.no_grad()
-def _remember(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
+def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
     """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
     assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
     norm.num_batches_tracked.add_(1)
-    for kept, seen in ((norm.running_mean, mean), (norm.running_var, var * (values / (values - 1)))):
-        share = norm.num_batches_tracked.to(kept.dtype).reciprocal() if norm.momentum is None else norm.momentum
-        kept.lerp_(seen.to(kept.dtype), share)
+    for running, batch in ((norm.running_mean, mean), (norm.running_var, var * (values / (values - 1)))):
+        momentum = norm.num_batches_tracked.to(running.dtype).reciprocal() if norm.momentum is None else norm.momentum
+        running.lerp_(batch.to(running.dtype), momentum)

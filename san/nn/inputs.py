@@ -1,4 +1,4 @@
-"""What a module asks of its input, told in the user's words before torch tells it in its own."""
+"""Checks inputs before torch does, with clearer messages, and adapts compilation and autocast to them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from san.ops import library
 
 
 def check_map(x: Tensor, layer: nn.Conv2d, name: str) -> None:
-    """Refuses what the first layer of a module cannot take.
+    """Checks the input of a module whose first layer is `layer`.
 
     Raises:
-        ValueError: `x` is not [N, C, H, W] with the layer's number of channels, or of another dtype or device.
+        ValueError: `x` is not [N, C, H, W] with the layer's number of channels, dtype and device.
     """
     if x.dim() != 4 or x.shape[1] != layer.in_channels:
         raise ValueError(f"{name} must have shape [N, {layer.in_channels}, H, W], not {list(x.shape)}")
@@ -24,11 +24,11 @@ def check_map(x: Tensor, layer: nn.Conv2d, name: str) -> None:
 
 
 def specialize(x_NCHW: Tensor) -> None:
-    """Makes a compiled training graph be one of this height and width: another size is compiled anew. Batches may vary.
+    """Fixes height and width in a compiled training graph on the CPU, so other sizes are compiled again. Batch sizes may vary.
 
-    On the CPU, torch 2.13's inductor puts the strides of views that it keeps for backward in order, and cannot compare symbolic
-    ones: "cannot determine truth value of Relational" (https://github.com/pytorch/pytorch/issues/185510). It keeps views here:
-    channels-last maps of the fused operators, indices of the reflection. GPUs, inference and export keep symbolic sizes.
+    On the CPU, torch 2.13's inductor sorts the strides of views that it saves for backward and cannot compare symbolic ones:
+    "cannot determine truth value of Relational" (https://github.com/pytorch/pytorch/issues/185510). Our models save such views:
+    channels-last maps of the fused operators and indices of the reflection.
     """
     if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
         if x_NCHW.device.type == "cpu":
@@ -40,7 +40,7 @@ def specialize(x_NCHW: Tensor) -> None:
 
 
 def is_autocast(device: str) -> bool:
-    """Whether autocast is on for a device type. Dynamo traces it, which it cannot do with all of it before torch 2.13."""
+    """Whether autocast is on for a device type, written so that torch.compile can trace it before torch 2.13, too."""
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
@@ -50,5 +50,5 @@ def _has_autocast(device: str) -> bool:
 
 
 def _is_cast(x: Tensor) -> bool:
-    """Whether autocast makes the dtypes of floating tensors agree."""
+    """Whether autocast converts `x`."""
     return x.is_floating_point() and is_autocast(x.device.type)

@@ -1,4 +1,4 @@
-"""gamma, the mapping from a relation to attention weights (section 3.1 and table "mapping")."""
+"""The mapping gamma from a relation to attention weights (section 3.1 and table "mapping")."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A row: the widths of gamma's hidden layers."""
+    """The widths of gamma's hidden layers."""
 
     pairwise: Callable[[int], tuple[int, ...]]
     """From the C / 16 hidden channels of a pairwise mapping."""
@@ -24,13 +24,13 @@ MAPPINGS: dict[str, Mapping] = {
     "LRL": Mapping(lambda hidden: (hidden,), lambda R, G: (G,)),
     "LRLRL": Mapping(lambda hidden: (hidden, hidden), lambda R, G: (R, G)),
 }
-"""By the paper's names: L a Linear layer, R a ReLU."""
+"""By the paper's names: L is a Linear layer, R is a ReLU."""
 
 
 def gamma(widths: tuple[int, ...]) -> nn.Sequential:
     """BatchNorm, ReLU, Linear for each step of `widths`; only the last Linear has a bias.
 
-    `widths` = (d, G) is the paper's `L`; (d, hidden, G) its default `LRL`. Works on [N, d, K, P] and on [N, d, 1, P]: the
+    Widths (d, G) give the paper's `L`, and (d, hidden, G) its default `LRL`. The input is [N, d, K, P] or [N, d, 1, P]; the
     Linear layers are 1x1 convolutions.
     """
     last = len(widths) - 2

@@ -27,12 +27,12 @@ def coordinates(like_NRHW: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A row: what is told of the pair (i, j), from position features p [1, 2, H, W]."""
+    """An encoding of the pair (i, j), computed from position features p [1, 2, H, W]."""
 
     encode: Callable[[Tensor, int], Tensor]
     """(p, side of the footprint) to [1, 2, K, P]."""
     difference: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """The same as center_i - around_j, [1, 2, H, W] each."""
+    """Two maps, [1, 2, H, W] each, with encode(p) = center_i - around_j."""
 
 
 POSITIONS: dict[str, Encoding | None] = {
@@ -45,7 +45,7 @@ POSITIONS: dict[str, Encoding | None] = {
 class Position(nn.Module):
     """Position features over the footprint, where p is a trainable linear map of the coordinates: [1, 2, K, P].
 
-    Half types could not tell neighbours from each other evenly, so p is computed in float32 at least.
+    p is computed in float32 or float64, because half types would round neighboring coordinates unevenly.
     """
 
     def __init__(self, encoding: str) -> None:
@@ -54,12 +54,11 @@ class Position(nn.Module):
         self.linear = nn.Conv2d(CHANNELS, CHANNELS, 1)
 
     def forward(self, like_NRHW: Tensor, footprint: int) -> Tensor:
-        """`like_NRHW` gives the map's size, dtype and device; its values are not read."""
+        """Only the size, dtype and device of `like_NRHW` are used."""
         return self.row.encode(self.features(like_NRHW), footprint).to(like_NRHW.dtype)
 
     def appended_to(self, maps: PairMaps) -> PairMaps:
-        """The maps of a relation and, as two channels more, those of the position; in p's type, float32 at least: a difference
-        of half types would be another."""
+        """The maps of a relation plus two channels for the position, in p's type because half types would round differences."""
         center, around, products = maps
         of_center, of_around = self.row.difference(self.features(center))
         center, around = (
@@ -69,13 +68,13 @@ class Position(nn.Module):
 
     @property
     def row(self) -> Encoding:
-        """The encoding of this module's name."""
+        """The encoding, a row of `POSITIONS`."""
         row = POSITIONS[self.encoding]
         assert row is not None, "attention without position has no such module"
         return row
 
     def features(self, like_NRHW: Tensor) -> Tensor:
-        """p of every pixel, [1, 2, H, W], in float32 at least."""
+        """p of every pixel, [1, 2, H, W], in float32 or float64."""
         device = like_NRHW.device.type
         if is_autocast(device):
             with torch.autocast(device, enabled=False):

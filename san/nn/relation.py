@@ -1,7 +1,7 @@
-"""The relation delta (sections 3.1 and 3.2): one row per relation, the one place to add another.
+"""The relation delta (sections 3.1 and 3.2), one row each. Add new relations here.
 
-Shapes: phi, psi [N, R, H, W]; K footprint positions; P = H * W output positions. A pairwise relation answers with d channels
-for each pair (i, j), [N, d, K, P]; a patchwise one with d channels for each patch, [N, d, 1, P].
+Shapes: phi, psi [N, R, H, W]; K footprint positions; P = H * W output positions. A pairwise relation returns d channels for
+each pair (i, j), [N, d, K, P]; a patchwise relation returns d channels for each patch, [N, d, 1, P].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from san.nn.fusion import PairMaps
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A row: how many channels delta has, and delta itself."""
+    """A relation: its number of channels and the function delta."""
 
     channels: Callable[[int, int], int]
     """d, from R relation channels and K footprint positions."""
@@ -75,6 +75,6 @@ PAIRWISE: dict[str, Relation] = {
 PATCHWISE: dict[str, Relation] = {
     "star": Relation(lambda R, K: K, _star),
     "clique": Relation(lambda R, K: K * K, _clique),
-    # With phi = psi, x_i would be in the vector twice.
+    # If phi = psi, x_i would be in the vector twice.
     "concatenation": Relation(lambda R, K: R * (K + 1), _center_and_patch, when_shared=Relation(lambda R, K: R * K, _patch)),
 }

@@ -1,6 +1,6 @@
-"""Operators on footprints: the relation and the aggregation of vector self-attention.
+"""Operators on footprints: the relations and the aggregation of self-attention.
 
-Both as one, which the modules of `san.nn` use where they can, is `san.ops.fused`.
+`san.ops.fused` has fused operators for the modules of `san.nn`.
 """
 
 from san.ops.functional import Backend, aggregation, backend, dot, hadamard, subtraction, summation, unfold

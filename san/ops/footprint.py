@@ -1,25 +1,25 @@
-"""The geometry of a footprint, in one place: square, odd, stride 1, reflected at the border."""
+"""Checks of footprints, which are square and odd, have stride 1 and are reflected at the border."""
 
 from __future__ import annotations
 
 
 def check_side(kernel_size: int) -> None:
-    """Refuses a footprint without a pixel in its middle.
+    """Checks that a footprint has a central pixel.
 
     Raises:
-        ValueError: even or non-positive `kernel_size`.
+        ValueError: `kernel_size` is even or not positive.
     """
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"the footprint must be odd and positive (1, 3, 5, ...), not {kernel_size}")
 
 
 def check_footprint(kernel_size: int, height: int, width: int) -> None:
-    """Refuses a footprint that a map cannot carry.
+    """Checks that a footprint fits a map.
 
     Reflection mirrors the map at its border pixel, so half of the footprint must be smaller than each side.
 
     Raises:
-        ValueError: even or non-positive `kernel_size`, or a map [H, W] that is too small; the text names both.
+        ValueError: `kernel_size` is even or not positive, or the map is too small for it.
     """
     check_side(kernel_size)
     least = kernel_size // 2 + 1

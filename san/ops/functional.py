@@ -1,4 +1,4 @@
-"""The operators as users call them: checked, differentiable, on any device, with a switch to the reference.
+"""The public operators: checked, differentiable, on any device, with a switch to the reference implementation.
 
 Shapes as in `san/ops/reference.py`. All operators take float16, bfloat16, float32 and float64.
 """
@@ -22,13 +22,13 @@ _backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
 
 
 def backend(name: Backend) -> AbstractContextManager[None]:
-    """Chooses what runs inside the `with` block, in this thread: one that is started inside begins with `auto`.
+    """Chooses the implementation of operators inside a `with` block. Threads that are started inside use `auto`.
 
-    `auto`: fused operators where there are some; `unfused`: a kernel for each operator; `reference`: plain torch, the
-    specification. What is chosen in forward holds for its backward too.
+    `auto` uses fused operators if possible, `unfused` a kernel for each operator, and `reference` plain torch code, which is
+    the specification. The backward pass uses the implementation of the forward pass.
 
     Raises:
-        ValueError: another name, at the call.
+        ValueError: unknown name; raised by the call, not when the block is entered.
     """
     if name not in get_args(Backend):
         raise ValueError(f"the backend must be 'auto', 'unfused' or 'reference', not {name!r}")
@@ -45,7 +45,7 @@ def _chosen(name: Backend) -> Iterator[None]:
 
 
 def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
-    """The reflected footprint of every pixel, [N, C, K, P]: what patchwise concatenation puts before gamma.
+    """The values in the footprint of every pixel, [N, C, K, P], with reflection at the border.
 
     Raises:
         ValueError: `x_NCHW` is not a 4-d floating tensor, or the footprint does not fit its map.
@@ -100,7 +100,7 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
 def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
     """The weighted sum of values over the footprint, [N, C, H, W] (equations 2 and 4); channel c uses weight c % G.
 
-    The result has beta's memory format, but under transforms of `torch.func`.
+    The result has beta's memory format, except under transforms of `torch.func`.
 
     Raises:
         ValueError: `weight_NGKP` does not fit `beta_NCHW` and the footprint, or the footprint does not fit the map.
@@ -160,13 +160,13 @@ def _check_alike(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
 
 
 def _kernels_run(x: Tensor) -> bool:
-    """Where the choice between kernels and reference is made, for all operators."""
+    """Chooses between kernels and reference, for all operators."""
     return _kernels_chosen(x.device.type)
 
 
 @library.constant
 def _kernels_chosen(device: str) -> bool:
-    """A compiled graph keeps the back end that was chosen when it was traced; an exported one runs where `san` is not."""
+    """A compiled graph keeps the choice that was made while tracing. An exported graph must also run without `san`."""
     if torch.compiler.is_exporting() or _backend.get() == "reference" or _is_transformed():
         return False
     library.load()
@@ -175,8 +175,8 @@ def _kernels_chosen(device: str) -> bool:
 
 @library.constant
 def _is_transformed() -> bool:
-    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) or forward-mode derivatives are at work.
+    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) or forward-mode differentiation is active.
 
-    The kernels have reverse-mode derivatives only, of which neither knows; the reference has all.
+    Only the reference supports them; the kernels have only reverse-mode derivatives.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

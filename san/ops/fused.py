@@ -1,11 +1,10 @@
-"""Operators on the pairs (i, j) of a pixel and its footprint, and on patches. Of pairs they keep the weights alone.
+"""Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store only the weights.
 
-They know no BatchNorm: a norm is a scale and a shift here, from statistics of few values (`pair_statistics`, `pair_covariance`
-for what comes after a ReLU, and `san.ops.statistics` for patches). Shapes as in `cuda_ext/schemas.py`; formulas in
-docs/explanation/operators.md.
-First derivatives only: `ops.backend("unfused")` has all of them.
+They contain no BatchNorm: `san.nn.fusion` turns norms into a scale and a shift, with the statistics of `pair_statistics`,
+`pair_covariance` and `san.ops.statistics`. Shapes: `cuda_ext/schemas.py`; formulas: docs/explanation/operators.md.
+They have only first derivatives; use `ops.backend("unfused")` for higher ones.
 
-Not for users: inputs are not checked and no backend is asked. `san.nn.fusion` calls them where `functional.fuses` lets it.
+Internal: they do not check their inputs or the chosen backend. `functional.fuses` decides whether `san.nn.fusion` calls them.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def pair_weights(
 ) -> Tensor:
     """The softmax over the footprint of weight2 relu(weight1 a1 + shift2), [N, G, K, P], with a1 as in `pair_covariance`.
 
-    Without a hidden layer weight1 is empty, [0, 0], and weight2 [G, d] acts on a1. The weights may be half types; the result is
-    of weight2's type.
+    Without a hidden layer, weight1 is empty, [0, 0], and weight2 [G, d] is applied to a1. Weights may be half types; the result
+    has the type of weight2.
     """
     check_footprint(kernel_size, *center_NdHW.shape[2:])
     _load()
@@ -81,22 +80,6 @@ def patch_linear(
     return u_NEHW
 
 
-def norm_relu(
-    x_NCHW: Tensor, gain: Tensor, bias: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(batch_norm(x)), and the batch's mean and biased variance, [C]; the result has x's memory format."""
-    _load()
-    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), gain, bias, mean, var, training, eps)
-    y_NCHW = y_NHWC.permute(0, 3, 1, 2)
-    return (y_NCHW if _is_channels_last(x_NCHW) else y_NCHW.contiguous()), mean, var
-
-
-def norm_relu_(x_NCHW: Tensor, gain: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """relu(batch_norm(x)) in evaluation, in place of a channels-last x; it has no derivative."""
-    torch.ops.san.norm_relu_(x_NCHW.permute(0, 2, 3, 1), gain, bias, mean, var, eps)
-    return x_NCHW
-
-
 @library.constant
 def _load() -> bool:
     return library.load()
@@ -104,14 +87,10 @@ def _load() -> bool:
 
 @library.constant
 def _may_use_tf32() -> bool:
-    """torch's setting for float32 products on GPUs, of which a compiled model keeps guard."""
+    """torch's setting for float32 matrix products on GPUs."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _channels_last(x_NCHW: Tensor) -> Tensor:
-    """[N, H, W, C]: no copy of a map that is channels_last already."""
+    """[N, H, W, C]; a map that is channels-last already is not copied."""
     return x_NCHW.permute(0, 2, 3, 1).contiguous()
-
-
-def _is_channels_last(x_NCHW: Tensor) -> bool:
-    return x_NCHW.is_contiguous(memory_format=torch.channels_last)

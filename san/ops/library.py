@@ -1,6 +1,6 @@
-"""Makes the compiled kernels torch operators: loads them, and registers fake kernels, autograd and FLOP counts.
+"""Loads the compiled kernels as torch operators and registers their fake kernels, derivatives and FLOP counts.
 
-Schemas stand in `cuda_ext/schemas.py`. Forward and backward are both operators, so both can be traced and tested.
+`cuda_ext/schemas.py` has the schemas. Backward passes are operators, too, so that they can be traced and tested.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """What `torch.compiler.assume_constant_result` does, without importing the compiler, which takes a second."""
+    """Like `torch.compiler.assume_constant_result`, but does not import the compiler, which takes a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @functools.cache
 def load() -> bool:
-    """Loads the kernels once per process; returns whether those for the CPU run.
+    """Loads the kernels once per process; returns whether the CPU kernels work.
 
-    The operators are known on the meta device in any case, so that models can be counted.
+    The operators always work on the meta device, so that parameters and FLOPs can be counted.
     """
     missing_parts = load_kernels()
     _register_unfold()
@@ -42,12 +42,11 @@ def load() -> bool:
     _register_pair_covariance()
     _register_pair_weights()
     _register_patch_linear()
-    _register_norm_relu()
     return "cpu" not in missing_parts
 
 
 def missing(device: str) -> str | None:
-    """Why the kernels do not run on device type `cpu` or `cuda`, as a clause without a final period; None where they run."""
+    """Why the kernels do not run on device type `cpu` or `cuda`, as a clause without a period; None if they do."""
     needed = divmod(int(CUDA_ARCHITECTURES[0]), 10)
     for gpu in range(torch.cuda.device_count() if device == "cuda" else 0):
         if (seen := torch.cuda.get_device_capability(gpu)) < needed:
@@ -58,7 +57,7 @@ def missing(device: str) -> str | None:
 
 @functools.cache
 def runs_on(device: str) -> bool:
-    """Whether the loaded kernels run on a device type; warns once if those for the CPU or for GPUs do not."""
+    """Whether the loaded kernels run on a device type; warns once if they do not run on the CPU or GPU."""
     if device not in ("cpu", "cuda"):
         return device == "meta"
     reason = missing(device)
@@ -69,7 +68,7 @@ def runs_on(device: str) -> bool:
 
 
 def has(name: str, device: str) -> bool:
-    """Whether the loaded kernels serve an operator on a device type that `runs_on`."""
+    """Whether the loaded kernels include an operator for a device type."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"san::{name}", device.upper())
 
 
@@ -157,7 +156,7 @@ def _register_dot() -> None:
         ctx.save_for_backward(*tensors)
 
     def double_backward(ctx: Any, to_phi: Tensor, to_psi: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        # Forward is linear in phi and in psi, so its derivatives are itself with one of them replaced.
+        # The forward pass is linear in phi and in psi, so its derivatives are calls with one of them replaced.
         grad, phi, psi = ctx.saved_tensors
         k, groups = ctx.kernel_size, grad.shape[1]
         to_grad = ops.dot(to_phi, psi, k, groups) + ops.dot(phi, to_psi, k, groups)
@@ -169,7 +168,7 @@ def _register_dot() -> None:
     torch.library.register_autograd("san::dot_backward", double_backward, setup_context=setup_backward)
 
     def flops(phi_shape: Any, psi_shape: Any, kernel_size: int, groups: int, *, out_shape: Any = None) -> int:
-        """Two FLOPs per multiply-accumulate; none where every channel is its own group: that is elementwise."""
+        """Two FLOPs per multiply-accumulate; none if every channel is its own group, which is an elementwise product."""
         N, R, H, W = phi_shape
         return 0 if groups == R else 2 * int(N * R * H * W * kernel_size**2)
 
@@ -205,7 +204,7 @@ def _register_aggregation() -> None:
         ctx.save_for_backward(*tensors)
 
     def double_backward(ctx: Any, to_beta: Tensor, to_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        # Forward is linear in beta and in weight, so its derivatives are itself with one of them replaced.
+        # The forward pass is linear in beta and in weight, so its derivatives are calls with one of them replaced.
         grad, beta, weight = ctx.saved_tensors
         k = ctx.kernel_size
         to_grad = ops.aggregation(to_beta, weight, k) + ops.aggregation(beta, to_weight, k)
@@ -295,7 +294,7 @@ def _register_pair_weights() -> None:
         (N, H, W, _), weight2, kernel_size = center.shape, rest[2], rest[3]
         check_footprint(kernel_size, H, W)
         G, K, P = weight2.shape[0], kernel_size**2, H * W
-        if center.device.type == "cuda":  # where lanes run over the weight channels
+        if center.device.type == "cuda":  # the lanes of a warp write neighboring weight channels
             return weight2.new_empty(N, P, K, G).permute(0, 3, 2, 1)
         return weight2.new_empty(N, G, K, P)
 
@@ -315,7 +314,7 @@ def _register_pair_weights() -> None:
     _refuse_second_derivative("pair_weights")
 
     def flops(center_shape: Any, around_shape: Any, shift1_shape: Any, *rest: Any, out_shape: Any = None) -> int:
-        """Two FLOPs per multiply-accumulate of the mapping's products, as of the layers that they stand for."""
+        """Two FLOPs per multiply-accumulate of the mapping, the same number as for its separate layers."""
         (N, H, W, _), (E, d), _, (G, last), kernel_size = center_shape, *rest[:4]
         return 2 * int(N * H * W * kernel_size**2) * (E * d + G * last)
 
@@ -361,30 +360,3 @@ def _register_patch_linear() -> None:
 
     register_flop_formula(ops.patch_linear)(flops)
     register_flop_formula(ops.patch_linear_backward)(flops_backward)
-
-
-def _register_norm_relu() -> None:
-    ops = torch.ops.san
-
-    @torch.library.register_fake("san::norm_relu")
-    def _(x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), gain.new_empty(gain.shape), bias.new_empty(bias.shape)
-
-    @torch.library.register_fake("san::norm_relu_")
-    def _(*inputs: Any) -> None:
-        pass
-
-    @torch.library.register_fake("san::norm_relu_backward")
-    def _(grad: Tensor, x: Tensor, gain: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), gain.new_empty(gain.shape), bias.new_empty(bias.shape)
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, gain, bias, _, _, ctx.training, ctx.eps = inputs
-        ctx.save_for_backward(x, gain, bias, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *ops.norm_relu_backward(grad, *ctx.saved_tensors, ctx.training, ctx.eps), None, None, None, None
-
-    torch.library.register_autograd("san::norm_relu", backward, setup_context=setup)
-    _refuse_second_derivative("norm_relu")

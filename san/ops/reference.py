@@ -3,8 +3,8 @@
 Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVPR 2020 (arXiv:2004.13621), section 3.
 
 Shapes: N batch, C channels, R relation channels, G weight channels, H W map, P = H * W output positions i,
-K = kernel_size^2 footprint positions j (row by row). Written without in-place tricks and data-dependent shapes, so that it
-also is what a model exports (`torch.export`, ONNX).
+K = kernel_size^2 footprint positions j (row by row). It avoids in-place operations and data-dependent shapes, because
+`torch.export` and ONNX export this code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Means and variances of what patches show, from sums over the windows of their positions: no patch is visited.
+"""Means and variances of the columns of patches, computed from sums of the map without visiting the patches.
 
-With reflection at the border, how often pixel j is seen at offset o by the pixels of one axis is a small matrix, so every such
-sum is a product of a map with such matrices. All is plain differentiable torch.
+For each offset of a footprint, a small matrix says which pixel j each pixel i of one axis reads, including reflection at the
+border. Sums over all patches are products of the map with these matrices. Everything is differentiable torch code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def patch_statistics(center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all pixels of what each column of a patch shows, [C + R * K] each.
+    """Mean and biased variance of each column of a patch over all pixels, [C + R * K] each.
 
     Columns: `center`'s channels, which may be none, then channel c of `around` at position o in column C + c * K + o. The means
     of the maps should be near 0, or squares would cancel.
@@ -29,13 +29,13 @@ def patch_statistics(center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int)
 
 
 def _window_sums(rows_kH: Tensor, columns_kW: Tensor, x_NHWR: Tensor) -> Tensor:
-    """The sum over all pixels of what they show at each position, [R, k, k]: one axis after the other."""
+    """The sum of each position of the footprint over all pixels, [R, k, k]; one axis after the other."""
     x_NkWR = (rows_kH @ x_NHWR.flatten(2)).unflatten(2, x_NHWR.shape[2:])
     return (columns_kW @ x_NkWR.sum(0)).permute(2, 0, 1)
 
 
 def _views(size: int, kernel_size: int, like: Tensor) -> Tensor:
-    """1 where pixel i sees pixel j at offset o of an axis, else 0: [k, i, j]."""
+    """1 if pixel i reads pixel j at an offset along one axis, else 0: [k, i, j]."""
     make = _make_views if torch.compiler.is_compiling() else _kept_views
     return make(size, kernel_size, like.device, like.dtype)
 

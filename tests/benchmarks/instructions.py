@@ -1,25 +1,33 @@
 """Instructions and registers of the compiled CUDA kernels, and predicted times; needs nvcc and nvdisasm, but no GPU.
 
-    python -m tests.benchmarks.instructions [FILE.cu ...]
+    python -m tests.benchmarks.instructions [--all] [--launches] [FILE.cu ...]
 
-Prints Markdown tables for sm_80 and sm_90: registers, shared memory, spills, blocks per SM and instructions of each loop of
-every kernel, then for the kernels of `ROWS` the predicted time at the sizes of SAN10's stages. A new kernel is a new row.
+Prints Markdown tables for sm_80 and sm_90: for the kernels of `ROWS`, registers, shared memory, blocks per SM and the predicted
+time at the sizes of SAN10's stages, then the sums for pairwise and patchwise training. A new kernel is a new row. With --all,
+also registers and instructions of each loop of every kernel. With --launches, counts the kernels that operators start, by
+running the CUDA sources on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cuda_ext import build
+import torch
+
+from cuda_ext import build, schemas
+from tests.ops import cases
+from tests.ops.shim import compile_shim
 
 KERNEL_COLUMNS = ["kernel", "registers", "static shared", "spills", "blocks per SM", "instructions", "of each loop"]
 
@@ -41,6 +49,22 @@ class Work(NamedTuple):
     bytes: float
 
 
+class Loop(NamedTuple):
+    """A loop with marked instructions."""
+
+    trips: float
+    inside: tuple[Loop, ...] = ()  # in the order of their addresses
+    items: int = 0  # marked instructions in one trip, where the loop may be unrolled
+
+
+class LoopWork(NamedTuple):
+    """Work of a kernel whose loops do not only lie inside each other."""
+
+    warps: float
+    loops: tuple[Loop, ...]
+    bytes: float
+
+
 class Stage:
     """A stage of SAN10: R relation, E hidden, G = E weight and M = 8 E value channels, k x k footprint, N maps of n x n."""
 
@@ -50,24 +74,24 @@ class Stage:
         self.at_once_E, self.at_once_R = (min(4, math.ceil(width / 8)) for width in (E, R))  # tiles of a `patch_linear` warp
         self.strips_E = math.ceil(E / 32)
 
-    def forward(self) -> Work:
+    def forward(self, products: int = 3) -> Work:
         warps, slices = math.ceil(self.P / 16) * self.strips_E, 1
         while slices < 8 and warps * slices < 4096:
             slices *= 2
         trips = ((self.k**2 + 1) / slices, math.ceil(self.R / 8))
-        return Work(warps * slices, trips, 3 * self.at_once_E, 4 * self.P * (2 * self.R + self.E))
+        return Work(warps * slices, trips, products * self.at_once_E, 4 * self.P * (2 * self.R + self.E))
 
-    def map_gradient(self) -> Work:
+    def map_gradient(self, products: int = 3) -> Work:
         padded = self.N * (self.n + 2 * (self.k // 2)) ** 2
         warps, moved = math.ceil(padded / 16) * math.ceil(self.R / 32), self.P * (self.R + self.E) + padded * self.R
-        return Work(warps, (self.k**2, math.ceil(self.E / 8)), 3 * self.at_once_R, 4 * moved)
+        return Work(warps, (self.k**2, math.ceil(self.E / 8)), products * self.at_once_R, 4 * moved)
 
-    def parameters(self) -> Work:
+    def parameters(self, products: int = 3) -> Work:
         tasks, rows = (self.k**2 + 1) * math.ceil(self.R / 16) * self.strips_E, self.N * self.n
         part = 4 * (self.k**2 + 1) * 64 * math.ceil(self.R / 8) * math.ceil(self.E / 8)
         slices = min(4096 // tasks + 1, max(1, (64 << 20) // part), rows)
         trips, moved = (math.ceil(rows / slices), math.ceil(self.n / 8)), 4 * self.P * (2 * self.R + self.E)
-        return Work(slices * tasks, trips, 6 * self.at_once_E, moved + 2 * slices * part)
+        return Work(slices * tasks, trips, 2 * products * self.at_once_E, moved + 2 * slices * part)
 
     def weighted_sum(self) -> Work:
         moved = self.P * self.E * (16 + self.k**2)
@@ -81,22 +105,236 @@ class Stage:
         return Work(self.P * self.R / 32, (self.k, self.k), 1, 4 * self.P * self.R * (self.k**2 + 1))
 
 
+# By tiles of 8 relation channels, the template arguments of the kernels over pairs: KD, KE, KG, KZ of backward; KE, KG, KT of
+# pair_weights; KM of the covariance. All other numbers of tiles have the last entry, whose loops run over tiles.
+TILES = {1: ((1, 1, 1, 1), "1, 1, 1", 1), 3: ((3, 2, 1, 1), "2, 1, 3", 2), 5: ((5, 4, 1, 2), "4, 2, 5", 3)}
+OTHER_TILES = ((9, 8, 2, 0), "8, 4, 0", 1)
+
+
+class PairStage:
+    """The kernels over pairs of one stage of SAN10."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.P, self.K, self.k, self.E, self.d = stage.P, stage.k**2, stage.k, stage.E, stage.R + 2
+        self.padded = stage.N * (stage.n + stage.k - 1) ** 2
+        tiles = math.ceil(self.d / 8)
+        self.tiles = next((compiled for compiled in TILES if tiles <= compiled), tiles)
+        self.whole = self.tiles in TILES
+        (self.D, self.KE, self.G, self.Z), self.forward_tiles, self.M = TILES.get(self.tiles, OTHER_TILES)
+        self.maps = 32 * self.tiles * (self.P + self.padded)
+        self.weights = 4 * self.P * self.K * self.E
+        self.chunks = math.ceil(self.tiles / self.D)
+
+    def split(self, groups: float) -> int:
+        split = 1
+        while split < 8 and (self.tiles * 8 // split > 32 or (groups * split < 4096 and 2 * split <= self.K)):
+            split *= 2
+        return split
+
+    def inner(self, *loops: Loop) -> tuple[Loop, ...]:
+        return () if self.whole else loops
+
+    def statistics(self) -> LoopWork:
+        rows = Loop(self.k, (Loop(self.k, items=1),))
+        return LoopWork(8192 * self.d / 32, (Loop(self.P / 8192, (rows,)),), 8 * self.P * self.d)
+
+    def statistics_gradient(self) -> LoopWork:
+        partners = Loop(self.k, (Loop(self.k, items=1),))
+        images = Loop(9, (Loop(self.k / 9, (Loop(self.k, items=1),)),))  # the pixel itself, and few mirror images
+        return LoopWork(self.P * self.d / 32, (Loop(1, (partners, images)),), 16 * self.P * self.d)
+
+    def summed(self, strips: int, chunks: int, moved: float, *inner: Loop) -> LoopWork:
+        """A product whose depth is all pairs, 8 pixels at a time."""
+        groups, jobs = math.ceil(self.P / 8), strips * chunks
+        split = self.split(groups * jobs)
+        blocks = max(1, min(math.ceil(groups * split / 8), 528 // jobs))
+        return LoopWork(blocks * jobs * 8, (Loop(groups * split / 8 / blocks, (Loop(self.K / split, inner),)),), moved)
+
+    def covariance(self) -> LoopWork:
+        return self.summed(math.ceil(self.tiles / 2 / self.M), self.chunks, self.maps)
+
+    def weight_gradient(self) -> LoopWork:
+        chunks = max(self.chunks, math.ceil(self.E / 16 / self.G))
+        inner = self.inner(Loop(self.tiles), Loop(math.ceil(self.E / 8)))
+        return self.summed(math.ceil(self.E / 16), chunks, self.maps + self.weights, *inner)
+
+    def gradient(self, pixels: int, moved: float, *inner: Loop) -> LoopWork:
+        groups = math.ceil(pixels / 16) * self.chunks
+        split = self.split(groups)
+        return LoopWork(groups * split, (Loop(self.K / split, inner),), self.maps + moved + 4 * pixels * self.d)
+
+    def covariance_gradient(self, pixels: int) -> LoopWork:
+        return self.gradient(pixels, 0, *self.inner(Loop(self.tiles)))
+
+    def map_gradient(self, pixels: int) -> LoopWork:
+        hidden = Loop(math.ceil(self.E / 8 / self.KE), (Loop(self.tiles), Loop(math.ceil(self.E / 8))))
+        return self.gradient(pixels, self.weights, *self.inner(hidden))
+
+    def forward(self) -> LoopWork:
+        chunks = math.ceil(self.E / 8 / int(self.forward_tiles.split(", ")[1]))
+        groups = math.ceil(self.P / 16) * chunks
+        split = self.split(groups)
+        hidden = Loop(math.ceil(self.E / 8 / int(self.forward_tiles.split(", ")[0])), (Loop(self.tiles),))
+        return LoopWork(groups * split, 2 * (Loop(self.K / split, self.inner(hidden)),), self.maps + self.weights)
+
+    def logit_gradient(self) -> LoopWork:
+        loops = (Loop(1, (Loop(self.K, items=2), Loop(self.K, items=2))),)
+        return LoopWork(self.P * self.E / 32, loops, 3 * self.weights)
+
+    def small_kernels(self) -> float:
+        """Bytes of the kernels that prepare maps (four times) and fold gradients (twice)."""
+        return 4 * 2 * self.maps + 2 * 4 * self.d * (self.padded + self.P)
+
+    def names(self) -> dict[str, str]:
+        whole = str(self.whole).lower()
+        source = f"LayersSource<Operand<float, false>, {self.D}, {self.KE}, {self.Z}>"
+        return {
+            "gram": f"{self.M}, {self.D}, {whole}",
+            "weight": f"{self.D}, {self.G}, {self.Z}, {whole}, true",
+            "gradient": f"{self.D}, {whole}, false",
+            "source": source,
+            "covariance": f"CovarianceSource<Operand<float, false>, {self.D}>",
+            "forward": self.forward_tiles,
+        }
+
+
+BLOCKS = (2, 1, 2, 4, 1)  # of each stage of SAN10
 STAGES = [Stage(4, 2, 3, 112), Stage(16, 8, 7, 56), Stage(32, 16, 7, 28), Stage(64, 32, 7, 14), Stage(128, 64, 7, 7)]
 
 
-# Source, kernel as demangled for a stage s, an instruction that only the innermost loop's work has, its work.
-Row = tuple[str, str, str, Callable[[Stage], Work]]
-ROWS: list[Row] = [
-    ("patch_linear.cu", "patch_linear_kernel<true, {s.at_once_E}, float>", "HMMA", Stage.forward),
-    ("patch_linear.cu", "map_gradient_kernel<true, {s.at_once_R}, float>", "HMMA", Stage.map_gradient),
-    ("patch_linear.cu", "parameter_gradient_kernel<true, {s.at_once_E}, float>", "HMMA", Stage.parameters),
-    ("aggregation.cu", "aggregate_kernel<{s.wide}, 2, float>", "FFMA", Stage.weighted_sum),
-    ("aggregation.cu", "gather_kernel<{s.wide}, 2, float>", "FFMA", Stage.weighted_sum),
-    ("aggregation.cu", "correlate_kernel<{s.wide}, true, float>", "FFMA", Stage.correlation),
-    ("relation.cu", "unfold_kernel<float>", "LDG", Stage.unfolded),
-    ("relation.cu", "subtraction_kernel<float>", "FADD", Stage.unfolded),
-    ("relation.cu", "gather_footprints_kernel<false, float>", "FADD", Stage.unfolded),
+class Row(NamedTuple):
+    source: str
+    name: str  # as demangled, for a stage s and the names p of its kernels over pairs
+    label: str
+    marker: str  # an instruction that only the innermost loop's work has
+    work: Callable[[Stage], Work | LoopWork]
+    cores: tuple[str, ...]  # which training cores start it
+
+
+def pairs(work: Callable[[PairStage], LoopWork]) -> Callable[[Stage], LoopWork]:
+    return lambda stage: work(PairStage(stage))
+
+
+TF32, ACCURATE = "Operand<float, false>", "Operand<float, true>"
+PAIRWISE, PATCHWISE, BOTH = ("pairwise",), ("patchwise",), ("pairwise", "patchwise")
+GRADIENT = f"pair_gradient_kernel<{TF32}, {{p[gradient]}}, "
+PAIR_ROWS = [
+    Row("pair_statistics.cu", "moments_kernel<float>", "pair_statistics", "FFMA", pairs(PairStage.statistics), PAIRWISE),
+    Row(
+        "pair_statistics.cu",
+        "gradients_kernel<float>",
+        "pair_statistics, backward",
+        "FFMA",
+        pairs(PairStage.statistics_gradient),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_covariance.cu",
+        f"gram_kernel<{TF32}, {{p[gram]}}, float>",
+        "pair_covariance",
+        "HMMA",
+        pairs(PairStage.covariance),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_covariance.cu",
+        GRADIENT + "false, {p[covariance]}, float>",
+        "pair_covariance, gradient of center",
+        "HMMA",
+        pairs(lambda p: p.covariance_gradient(p.P)),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_covariance.cu",
+        GRADIENT + "true, {p[covariance]}, float>",
+        "pair_covariance, gradient of around",
+        "HMMA",
+        pairs(lambda p: p.covariance_gradient(p.padded)),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_weights.cu",
+        f"pair_weights_kernel<{TF32}, {{p[forward]}}, float, float>",
+        "pair_weights",
+        "HMMA",
+        pairs(PairStage.forward),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_weights_backward.cu",
+        "logit_gradient_kernel<float, float>",
+        "pair_weights, gradient of softmax",
+        "LDG",
+        pairs(PairStage.logit_gradient),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_weights_backward.cu",
+        GRADIENT + "false, {p[source]}, float>",
+        "pair_weights, gradient of center",
+        "HMMA",
+        pairs(lambda p: p.map_gradient(p.P)),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_weights_backward.cu",
+        GRADIENT + "true, {p[source]}, float>",
+        "pair_weights, gradient of around",
+        "HMMA",
+        pairs(lambda p: p.map_gradient(p.padded)),
+        PAIRWISE,
+    ),
+    Row(
+        "pair_weights_backward.cu",
+        f"weight_gradient_kernel<{TF32}, {{p[weight]}}, float>",
+        "pair_weights, gradient of weights",
+        "HMMA",
+        pairs(PairStage.weight_gradient),
+        PAIRWISE,
+    ),
 ]
+PATCH_ROWS = [
+    Row(
+        "patch_linear.cu",
+        f"{kernel}_kernel<{operand}, {{s.at_once_{width}}}, float>",
+        f"{label}{'' if cores else ', accurate float32'}",
+        "HMMA",
+        partial(work, products=products),
+        cores,
+    )
+    for operand, products, cores in ((TF32, 1, PATCHWISE), (ACCURATE, 3, ()))
+    for kernel, width, label, work in (
+        ("patch_linear", "E", "patch_linear", Stage.forward),
+        ("map_gradient", "R", "patch_linear, gradient of around", Stage.map_gradient),
+        ("parameter_gradient", "E", "patch_linear, gradient of parameters", Stage.parameters),
+    )
+]
+OTHER_ROWS = [
+    Row(source, name, label, marker, work, cores)
+    for source, name, label, marker, work, cores in (
+        ("aggregation.cu", "weighted_sum_kernel<false, {s.wide}, 2, float>", "aggregation", "FFMA", Stage.weighted_sum, BOTH),
+        (
+            "aggregation.cu",
+            "weighted_sum_kernel<true, {s.wide}, 2, float>",
+            "aggregation, gradient of values",
+            "FFMA",
+            Stage.weighted_sum,
+            BOTH,
+        ),
+        (
+            "aggregation.cu",
+            "correlate_kernel<{s.wide}, true, float>",
+            "aggregation, gradient of weights",
+            "FFMA",
+            Stage.correlation,
+            BOTH,
+        ),
+        ("relation.cu", "footprints_kernel<false, float>", "unfold", "LDG", Stage.unfolded, ()),
+        ("relation.cu", "footprints_kernel<true, float>", "subtraction", "FADD", Stage.unfolded, ()),
+        ("relation.cu", "gather_footprints_kernel<false, float>", "unfold, backward", "FADD", Stage.unfolded, ()),
+    )
+]
+ROWS = [*PAIR_ROWS, *PATCH_ROWS, *OTHER_ROWS]
 
 
 @dataclass
@@ -114,6 +352,21 @@ class Kernel:
         blocks = min(by_registers, 2048 // 256, gpu.shared // (self.shared + 1024))
         loops = " ".join(str(end - first) for first, end in sorted(self.loops))
         return [self.name, self.registers, self.shared, self.spills, blocks, len(self.opcodes), loops]
+
+    def executed(self, marker: str, loops: Sequence[Loop], first: int, end: int) -> float:
+        """What one warp executes between two instructions; loops without marked instructions count once."""
+        marked = [(a, b) for a, b in self.loops if first <= a and b <= end and marker in self.opcodes[a:b]]
+        inside = [(a, b) for a, b in marked if (a, b) != (first, end) and not any(c < a < d < b for c, d in marked)]
+        outermost = sorted(x for x in inside if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in inside))
+        if len(outermost) < len(loops):
+            raise ValueError(f"{self.name} has {len(outermost)} loops with {marker}; expected {len(loops)}")
+        largest = sorted(outermost, key=lambda loop: loop[0] - loop[1])[: len(loops)]  # others take what unrolled loops leave
+        outermost = [loop for loop in outermost if loop in largest]
+        total = float(end - first - sum(b - a for a, b in outermost))
+        for (a, b), loop in zip(outermost, loops, strict=True):
+            unrolled = self.opcodes[a:b].count(marker) / loop.items if loop.items else 1
+            total += loop.trips / unrolled * self.executed(marker, loop.inside, a, b)
+        return total
 
     def warp_instructions(self, marker: str, work: Work) -> float:
         """What one warp executes, if of the loops inside each other it enters those with most marked instructions."""
@@ -172,28 +425,115 @@ def print_table(title: str, header: Sequence[object], rows: Sequence[Sequence[ob
         print("|", *(f"{cell} |" for cell in row))
 
 
-def predicted(row: Row, kernels: list[Kernel], gpu: Gpu, stage: Stage) -> str:
-    _, name, marker, work_at = row
-    kernel, work = next(k for k in kernels if k.name == name.format(s=stage)), work_at(stage)
-    count = work.warps * kernel.warp_instructions(marker, work)
-    issue, memory = 1e3 * count / gpu.issue, 1e3 * work.bytes / gpu.bandwidth
-    times = f"**{issue:.3f}** / {memory:.3f}" if issue > memory else f"{issue:.3f} / **{memory:.3f}**"
-    return f"{count / (stage.P * stage.k**2):.1f}; {times}"
+class Prediction(NamedTuple):
+    kernel: Kernel
+    per_pair: float  # warp instructions
+    issue: float  # ms
+    memory: float  # ms
+
+    @staticmethod
+    def of(row: Row, kernels: list[Kernel], gpu: Gpu, stage: Stage) -> Prediction:
+        name, work = row.name.format(s=stage, p=PairStage(stage).names()), row.work(stage)
+        kernel = next(k for k in kernels if k.name == name)
+        if isinstance(work, LoopWork):
+            count = work.warps * kernel.executed(row.marker, work.loops, 0, len(kernel.opcodes))
+        else:
+            count = work.warps * kernel.warp_instructions(row.marker, work)
+        return Prediction(kernel, count / (stage.P * stage.k**2), 1e3 * count / gpu.issue, 1e3 * work.bytes / gpu.bandwidth)
+
+    def time(self) -> float:
+        return max(self.issue, self.memory)
+
+    def __str__(self) -> str:
+        times = (
+            f"**{self.issue:.3f}** / {self.memory:.3f}"
+            if self.issue > self.memory
+            else f"{self.issue:.3f} / **{self.memory:.3f}**"
+        )
+        return f"{self.per_pair:.1f}; {times}"
+
+
+def print_stages(gpu: Gpu, predictions: dict[Row, list[Prediction]]) -> None:
+    stages = [f"stage {i + 1}" for i in range(len(STAGES))]
+    rows: list[list[object]] = []
+    for row, found in predictions.items():
+        second = found[1]
+        blocks = second.kernel.cells(gpu)[4]
+        rows.append([row.label, second.kernel.registers, blocks, f"{second.per_pair:.1f}", *(f"{x.time():.3f}" for x in found)])
+    print_table(
+        f"{gpu.name}: registers, blocks per SM, instructions per pair of stage 2; ms",
+        ["kernel", "registers", "blocks", "per pair", *stages],
+        rows,
+    )
+    sums: list[list[object]] = []
+    for core in BOTH:
+        started = [found for row, found in predictions.items() if core in row.cores]
+        times = [sum(found[at].time() for found in started) for at in range(len(STAGES))]
+        if core == "pairwise":
+            times = [t + 1e3 * PairStage(s).small_kernels() / gpu.bandwidth for t, s in zip(times, STAGES, strict=True)]
+        cores = [blocks * time for blocks, time in zip(BLOCKS, times, strict=True)]
+        per_pair = sum(found[1].per_pair for found in started)
+        sums.append([core, f"{per_pair:.0f}", *(f"{t:.3f}" for t in times), f"{sum(cores):.2f}"])
+    print_table(
+        f"{gpu.name}: training cores", ["core", "per pair, stage 2", *(f"one block, {s}" for s in stages), "SAN10"], sums
+    )
+
+
+def launches() -> dict[str, int]:
+    """By operator, the kernels that pairwise attention starts, as the CUDA sources start them on the CPU."""
+    counts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "shim.so")
+        compile_shim(library)
+        schemas.define("san_shim")
+        torch.ops.load_library(library)
+        os.environ["SAN_SHIM_LAUNCHES"] = log = str(Path(folder, "launches"))
+        sizes = cases.Sizes(1, 7, 7, 7, 18, 16, 8)
+        for operator in cases.OPERATORS:
+            tensors = cases.sample(operator, sizes, torch.float32)
+            for name, run in started_by(operator, tensors, sizes):
+                Path(log).write_text("")
+                run()
+                counts[name] = len(Path(log).read_text().splitlines())
+        beta, weight = torch.randn(1, 64, 7, 7), torch.randn(1, 8, 49, 49)
+        for name, run in (
+            ("aggregation", lambda: torch.ops.san_shim.aggregation(beta, weight, 7)),
+            ("aggregation_backward", lambda: torch.ops.san_shim.aggregation_backward(beta, beta, weight, 7)),
+        ):
+            Path(log).write_text("")
+            run()
+            counts[name] = len(Path(log).read_text().splitlines())
+    return counts
+
+
+def started_by(operator: str, tensors: cases.Tensors, sizes: cases.Sizes) -> list[tuple[str, Callable[[], object]]]:
+    """Forward and backward of a fused operator."""
+    shim = torch.ops.san_shim
+    outputs = cases.computed(operator, tensors, sizes, shim)
+    arguments = cases.backward_arguments(operator, tensors, outputs, cases.cotangents(outputs), sizes)
+    return [
+        (operator, lambda: cases.computed(operator, tensors, sizes, shim)),
+        (f"{operator}_backward", lambda: getattr(shim, f"{operator}_backward")(*arguments)),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="print every kernel's registers and loops")
+    parser.add_argument("--launches", action="store_true", help="count the kernels that each operator starts")
     parser.add_argument("sources", nargs="*", type=Path, default=build.sources("cuda"))
-    sources, toolchain = parser.parse_args().sources, build.Toolchain.find(cuda=True)
+    arguments, toolchain = parser.parse_args(), build.Toolchain.find(cuda=True)
     nvdisasm = shutil.which("nvdisasm") or str(Path(str(toolchain.nvcc)).resolve().with_name("nvdisasm"))
     print("# Prediction, not measured\n\nAt full issue or full memory bandwidth, whichever takes longer; expect twice that.")
     for architecture, gpu in GPUS.items():
-        found = {source.name: compiled(source, architecture, toolchain, nvdisasm) for source in sources}
-        title = f"SAN10, batch 32, {gpu.name}: warp instructions per pair; ms by issue / by bytes, the larger in bold"
-        rows = [[r[1], *(predicted(r, found[r[0]], gpu, s) for s in STAGES)] for r in ROWS if r[0] in found]
-        print_table(title, ["kernel", *(f"stage {i + 1}" for i in range(len(STAGES)))], rows)
-        for name, kernels in found.items():
+        found = {source.name: compiled(source, architecture, toolchain, nvdisasm) for source in arguments.sources}
+        rows = [row for row in ROWS if row.source in found]
+        print_stages(gpu, {r: [Prediction.of(r, found[r.source], gpu, s) for s in STAGES] for r in rows})
+        for name, kernels in found.items() if arguments.all else ():
             print_table(f"{name}, {gpu.name}", KERNEL_COLUMNS, [k.cells(gpu) for k in sorted(kernels, key=lambda k: k.name)])
+    if arguments.launches:
+        counts = launches()
+        print_table("Kernels started", ["operator", "kernels"], list(counts.items()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import san
 from experiments.evaluation.attack import Attack, OnPixels, predictions, targets
-from experiments.evaluation.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.transform import transform
 
@@ -39,7 +39,7 @@ COLUMNS = ("attack", "with loading", "foolbox")
 ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
 
 
-def untrained(setting: str) -> tuple[Opened, int]:
+def untrained(setting: str) -> tuple[LoadedModel, int]:
     variant, profile, overrides, _, batch = SETTINGS[setting]
     is_small = profile == "digits"
     fields = {"num_stages": 2, "width_mult": 0.5} if is_small else {}
@@ -52,7 +52,7 @@ def untrained(setting: str) -> tuple[Opened, int]:
     return opened, batch
 
 
-def passes(opened: Opened, batches: list[Tensor], steps: int) -> None:
+def passes(opened: LoadedModel, batches: list[Tensor], steps: int) -> None:
     for images in batches:
         for _ in range(steps):
             x = images.detach().requires_grad_()
@@ -62,7 +62,7 @@ def passes(opened: Opened, batches: list[Tensor], steps: int) -> None:
             opened.model(images)
 
 
-def ours(opened: Opened, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
+def ours(opened: LoadedModel, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
     network = OnPixels(opened.model, transform(opened.config.data)).eval().to(batches[0].device)
 
     def run() -> None:
@@ -72,7 +72,7 @@ def ours(opened: Opened, attack: Attack, batches: list[Tensor], wanted: list[Ten
     return run
 
 
-def by_foolbox(opened: Opened, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
+def by_foolbox(opened: LoadedModel, attack: Attack, batches: list[Tensor], wanted: list[Tensor]) -> Callable[[], None]:
     import foolbox
 
     how = transform(opened.config.data)

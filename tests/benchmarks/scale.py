@@ -42,7 +42,7 @@ from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
 from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.grid import Trial
-from experiments.report.figures import COLOURS, DASHES, MARKERS
+from experiments.report.plots import DASHES, MARKERS, SERIES
 from experiments.runs.summary import Epoch
 from experiments.tracking.store import UNUSABLE
 from experiments.tracking.tracker import TrialRun
@@ -357,7 +357,7 @@ def draw(record: Path, folder: Path) -> None:
         figure = Figure(figsize=(3.6 * len(panels), 3), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             lines = panel.lines(records)
-            styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
+            styles = zip(itertools.cycle(SERIES), itertools.cycle(MARKERS), itertools.cycle(DASHES))
             for (series, points), (colour, marker, dashes) in zip(lines.items(), styles, strict=False):
                 label = f"{series:g} {panel.series}"
                 axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dashes, markersize=4, label=label)

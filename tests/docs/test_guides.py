@@ -22,9 +22,10 @@ import mlflow
 import pytest
 import yaml
 
+import san
 from experiments.cli import main
 from experiments.grids.config import TrialConfig, keys_at
-from experiments.grids.expand import expand
+from experiments.grids.expand import expand, profile_path
 from experiments.grids.paper import table_names
 from tests.cluster.definitions import require_known
 
@@ -219,3 +220,12 @@ def test_settings_in_the_text_exist(page: str) -> None:
     text = re.sub(r"\bdata\.val_split_\*|`data\.\*`", "", (ROOT / page).read_text(encoding="utf-8"))
     for section, key in re.findall(r"[`\s](data|recipe|engine|placement|reliability)\.(\w+)", text):
         assert key in keys_at(TrialConfig, (section,)), f"{section}.{key}"
+
+
+def test_preprocessing_in_the_text_matches_the_imagenet_profile() -> None:
+    data = yaml.safe_load(profile_path("imagenet").read_text())["data"]
+    for text in (san.create_model.__doc__, (ROOT / "docs/guides/fine-tuning.md").read_text()):
+        words = " ".join((text or "").split())
+        assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words
+        assert f"{data['resize']} pixels" in words
+        assert re.search("{0} x {0} pixels (are cropped )?from the center".format(data["size"]), words)

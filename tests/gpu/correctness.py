@@ -29,8 +29,8 @@ from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.nn.kinds import CHANNELS, KINDS, made
 from tests.nn.kinds import gradients as module_gradients
-from tests.ops import cases, norm_cases
-from tests.ops.cuda_cases import EPS, error
+from tests.ops import cases
+from tests.ops.cases import error
 from tests.ops.operators import CASES, OPERATORS, Operator, gradients
 
 
@@ -98,20 +98,6 @@ def check_fused(operator: str, precisions: Sequence[str], settings: Settings) ->
     sizes = [*cases.SIZES, *STAGES] if settings.on_gpu else cases.SIZES[:3]
     for precision, size in itertools.product(precisions, sizes):
         yield check_sizes(operator, precision, size, settings)
-
-
-def check_norm(settings: Settings) -> Iterator[Row]:
-    """BatchNorm and ReLU in one: all types."""
-    namespace = kernels(settings)
-    for shape in norm_cases.DEVICE_SHAPES if settings.on_gpu else norm_cases.SHAPES:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            problem, allowed = norm_cases.Problem.sample(shape, dtype).to(settings.device), norm_cases.error_of(dtype)
-            for training in (True, False):
-                ours, wanted = norm_cases.run(namespace, problem, training), norm_cases.reference(problem, training)
-                yield checks(f"{shape}, {dtype}, training={training}", ours, wanted, [allowed] * len(wanted))
-            x = problem.x.clone()
-            namespace.norm_relu_(x, *problem.parameters, EPS)
-            yield checks(f"{shape}, {dtype}, in place", [x], norm_cases.reference(problem, False)[:1], [allowed])
 
 
 def check_operator(operator: Operator, settings: Settings) -> Iterator[Row]:
@@ -291,11 +277,9 @@ def ten_small(settings: Settings) -> Iterator[Row]:
     """Ten small problems, few enough for a sanitizer, which slows kernels down a hundredfold."""
     for operator, precision in itertools.product(cases.OPERATORS, ("float32", "tf32")):
         yield check_sizes(operator, precision, cases.SIZES[1], settings)
-    norm = norm_cases.Problem.sample(norm_cases.SHAPES[1], torch.float32).to(settings.device)
-    norm_cases.run(kernels(settings), norm, True)
     aggregation = OPERATORS[-1]
     gradients(aggregation.kernel(), tuple(x.to(settings.device) for x in aggregation.sample(CASES[2])), CASES[2].footprint)
-    yield {"check": "norm_relu and aggregation"}
+    yield {"check": "aggregation"}
 
 
 def sanitized(tool: str, settings: Settings) -> Iterator[Row]:
@@ -335,7 +319,6 @@ ALL = [
         for operator in cases.OPERATORS
         for precisions, priority in ((["float32"], 10), (["tf32", "bfloat16"], 11), (["float64", "float16"], 50))
     ),
-    _case("norm_relu", check_norm, 11),
     _case("operators", operators, 13),
     _case("golden numbers", golden, 12),
     *(_case(name, partial(models, name), 13) for name in NETWORKS),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import san
 from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.gpu.correctness import NETWORKS, check, exact_products, whole
-from tests.ops.cuda_cases import error
+from tests.ops.cases import error
 
 BATCHES = (8, 7, 8, 7, 7, 8)
 CLASSES = 10

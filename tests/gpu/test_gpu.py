@@ -183,7 +183,6 @@ def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
 CHOSEN = {
     "correctness/pair_weights float32": "check",
     "correctness/operators": "check",
-    "correctness/norm_relu": "check",
     "correctness/golden numbers": "check",
     "correctness/modules 1 of 2": "check",
     "correctness/san10_pairwise compiled": "check",

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 import san
-from experiments.grids.expand import profile_path
-from san.models.released import own_key, own_state_dict, released_key
-from san.models.spec import Trunk
+from san.models.base import BaseModel
+from san.models.released import from_released_key, from_released_state_dict, released_key
 from tests.golden.fill import batch, fill
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +27,7 @@ every_variant = pytest.mark.parametrize("name", san.list_models())
 every_released = pytest.mark.parametrize("name", RELEASED)
 
 
-def trained(name: str, num_classes: int = 3, **overrides: object) -> Trunk:
+def trained(name: str, num_classes: int = 3, **overrides: object) -> BaseModel:
     """A classifier in evaluation mode in which no two scales, biases, statistics or counts are those of a fresh one."""
     torch.manual_seed(0)
     model = san.create_model(name, num_classes, **overrides)
@@ -40,12 +38,12 @@ def trained(name: str, num_classes: int = 3, **overrides: object) -> Trunk:
     return model.eval()
 
 
-def logits(model: Trunk) -> Tensor:
+def logits(model: BaseModel) -> Tensor:
     with torch.no_grad():
         return model(torch.randn(2, 3, 40, 48, generator=torch.Generator().manual_seed(1)))
 
 
-def assert_same(ours: Trunk, loaded: Trunk) -> None:
+def assert_same(ours: BaseModel, loaded: BaseModel) -> None:
     expected, state = ours.state_dict(), loaded.state_dict()
     assert list(state) == list(expected)
     assert all(torch.equal(state[key], value) for key, value in expected.items())
@@ -91,7 +89,7 @@ def test_names_round_trip(name: str) -> None:
         ours = san.create_model(name).state_dict()
     theirs = {released_key(key): value for key, value in ours.items()}
     assert len(theirs) == len(ours)
-    assert list(own_state_dict(theirs)) == list(ours)
+    assert list(from_released_state_dict(theirs)) == list(ours)
 
 
 @pytest.mark.parametrize("change", ["prefix", "bare", "old format", "no counts"])
@@ -257,17 +255,6 @@ def test_models_without_a_released_form(name: str, tmp_path: Path) -> None:
     assert san.load_checkpoint(tmp_path / "a.pth").spec == model.spec
 
 
-def test_the_images_that_are_told_are_those_of_the_profile() -> None:
-    data = yaml.safe_load(profile_path("imagenet").read_text())["data"]
-    told = (san.load_released_checkpoint.__doc__, san.create_model.__doc__, (ROOT / "docs/guides/fine-tuning.md").read_text())
-    for text in told:
-        words = " ".join((text or "").split())
-        assert f"mean ({', '.join(map(str, data['mean']))}) and std ({', '.join(map(str, data['std']))})" in words
-        resized, cropped = f"{data['resize']}", f"{data['size']} x {data['size']}"
-        ways = f"resized to {resized}, {cropped} cropped", f"to {resized} pixels, crop {cropped} pixels"
-        assert any(f"shorter side {way} from the center" in words for way in ways)
-
-
 def test_images_of_other_channels_have_no_released_form(tmp_path: Path) -> None:
     model = san.create_model("san10_pairwise", 3, in_channels=1, **SMALL)
     with pytest.raises(
@@ -286,7 +273,7 @@ def test_our_files_of_before_are_of_rgb_images(tmp_path: Path) -> None:
 
 def test_unknown_keys_have_no_other_name() -> None:
     with pytest.raises(ValueError, match=r"'layer1.0.conv1.weight' is not a parameter of the authors' network"):
-        own_key("layer1.0.conv1.weight")
+        from_released_key("layer1.0.conv1.weight")
     with pytest.raises(ValueError, match=r"'fc.weight' is not a parameter of a SAN model"):
         released_key("fc.weight")
 
@@ -339,15 +326,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == ["a.pth"]
 
 
-def grey_stem(model: Trunk) -> None:
+def grey_stem(model: BaseModel) -> None:
     model.stem = nn.Conv2d(1, 32, 1, bias=False)
 
 
-def no_norm(model: Trunk) -> None:
+def no_norm(model: BaseModel) -> None:
     model.stages[0].blocks[0].norm1 = nn.Identity()
 
 
-CHANGES: dict[str, tuple[Callable[[Trunk], None], str]] = {
+CHANGES: dict[str, tuple[Callable[[BaseModel], None], str]] = {
     "another stem": (grey_stem, "1 of the wrong shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]"),
     "a layer less": (no_norm, "missing: stages.0.blocks.0.norm1.weight, "),
     "a layer more": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 unexpected: extra.weight, extra.bias"),

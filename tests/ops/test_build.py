@@ -162,10 +162,10 @@ def test_a_changed_source_has_another_name(monkeypatch: pytest.MonkeyPatch, tmp_
     shutil.copytree(build.SOURCE_DIR, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(build, "SOURCE_DIR", copy)
     assert [build.digest()] == names
-    for source in ("resample.cpp", "cpu/simd/vector.h", "cuda/norm.cu", "cuda/sums.cuh"):
+    for source in ("resample.cpp", "cpu/simd/vector.h", "cuda/relation.cu", "cuda/launch.h"):
         (copy / source).write_bytes((copy / source).read_bytes().replace(b"e", b"E", 1))
         names.append(build.digest())
-    (copy / "cpu" / "norm.cpp").rename(copy / "cpu" / "other.cpp")
+    (copy / "cpu" / "relation.cpp").rename(copy / "cpu" / "other.cpp")
     names.append(build.digest())
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     names.append(build.digest())
@@ -207,13 +207,13 @@ def test_without_compilers_the_newest_library_of_the_same_sources_runs(
 def test_a_part_that_fails_disables_only_itself(
     cache: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    says = "echo '#include warning' >&2; echo 'norm.cu(7): error: no such type' >&2; exit 1"
+    says = "echo '#include warning' >&2; echo 'relation.cu(7): error: no such type' >&2; exit 1"
     nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("12.0", "12.0"), says)
     monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
     found = build.libraries()
     assert [part for part in build.PARTS if isinstance(found[part], Path)] == ["cpu", "resample"]
     log = next(cache.glob("*/cuda-*.log"))
-    assert str(found["cuda"]) == f"compilation failed: norm.cu(7): error: no such type; the full log is {log}"
+    assert str(found["cuda"]) == f"compilation failed: relation.cu(7): error: no such type; the full log is {log}"
     assert "#include warning" in log.read_text() and not list(cache.glob("*/*.objects"))
     monkeypatch.setenv("SAN_CUDA", "0")
     assert str(build.libraries()["cuda"]) == "SAN_CUDA=0 disables them; unset it"

@@ -29,7 +29,7 @@ from experiments.errors import UserError
 from experiments.grids import expand as expanding
 from experiments.grids.config import ModelConfig, flat, model_mistakes
 from experiments.grids.grid import Trial
-from experiments.report.answer import LONGEST_NOTE, note, table_of, tables
+from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
 from experiments.runs import retry
 from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, known_results, open_job
@@ -99,7 +99,7 @@ def test_equal_rows_are_trained_once_and_both_are_shown(
     out, err = capsys.readouterr()
     assert "grid first, profile digits: 3 cells, 1 identical to another cell, 2 to train" in err
     assert "trained 2 cells" in err
-    assert [line.top1 for line in table_of(job, known_results(job))] == [2.0, 1.0, 2.0]
+    assert [line.top1 for line in rows_of(job, known_results(job))] == [2.0, 1.0, 2.0]
     assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
         ["plain", "2.0"],
         ["other", "1.0"],
@@ -118,7 +118,7 @@ def test_a_cell_of_another_grid_is_not_trained_again(
     assert run(job, None)
     assert trained == ["first/other", "first/plain", "second/namesan10_pairwise-footprint3"]
     assert "grid second, profile digits: 2 cells, 1 already finished, 1 to train" in capsys.readouterr().err
-    assert [line.top1 for line in table_of(job, known_results(job))] == [1.0, 3.0]
+    assert [line.top1 for line in rows_of(job, known_results(job))] == [1.0, 3.0]
 
 
 def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
@@ -171,7 +171,7 @@ def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
     """By `san run`, which has nothing else to do, and writes nothing where nothing differs, at any time."""
     job = open_text(EQUAL_ROWS)
     with monkeypatch.context() as patch:
-        patch.setattr("experiments.report.page.document.datetime", Yesterday)
+        patch.setattr("experiments.report.page.datetime", Yesterday)
         assert run(job, None)
     note, parent, kept = shown_by_mlflow(job)
     written: list[str] = []
@@ -418,7 +418,7 @@ def test_a_question_without_a_table_has_no_numbers_of_the_paper(
     assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs for 224 x 224 images and 1000 classes." in out
     assert "top-1 paper" not in out
     assert (job.workspace.runs / "first-digits" / "table.md").read_text().startswith("Is it the same? Ours:")
-    assert [line.paper_top1 for line in table_of(job, known_results(job))] == [None] * 3
+    assert [line.paper_top1 for line in rows_of(job, known_results(job))] == [None] * 3
 
 
 def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
@@ -427,7 +427,7 @@ def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained:
     job = open_text(text, seeds=3)
     assert [trial.name for trial in job.trials] == ["a", "a-seed1", "a-seed2"]
     assert run(job, None)
-    (line,) = table_of(job, known_results(job))
+    (line,) = rows_of(job, known_results(job))
     assert (line.seeds, line.top1) == (3, 2.0)
 
 
@@ -442,7 +442,7 @@ def test_the_study_trains_every_cell_once_and_writes_its_page(
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())
     assert "1,437 training and 360 validation images of" in text
-    assert "The 58 distinct cells took" in text
+    assert "Training the 58 distinct cells took" in text
     assert {path.name for path in page.parent.iterdir()} == {
         "page.md",
         *(f"study-{table}.png" for table in ("relation", "mapping", "transformation", "footprint", "position")),

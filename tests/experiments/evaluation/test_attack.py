@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import san
 from experiments.evaluation.attack import Attack, OnPixels, predictions, targets, within
-from experiments.evaluation.evaluate import Opened, evaluation_loader, open_checkpoint, open_images
+from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.transform import transform
 from experiments.training.checkpoint import last_of
@@ -25,7 +25,7 @@ LARGE = Attack(epsilon=64, step=32, steps=3)
 ATTACKS = [*(c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)), LARGE]
 
 
-def opened(trained: Trained) -> Opened:
+def opened(trained: Trained) -> LoadedModel:
     found = open_checkpoint(last_of(trained.folder, 2))
     found.model.requires_grad_(False)
     return found
@@ -85,7 +85,7 @@ def test_attacked_pixels_stay_in_range_and_within_epsilon(seed: int, attack: Att
 
 
 @given(pixel=st.floats(0, 1, width=32), epsilon=st.integers(1, 255))
-def test_within_leaves_out_nothing_that_is_allowed(pixel: float, epsilon: int) -> None:
+def test_bound_is_as_wide_as_allowed(pixel: float, epsilon: int) -> None:
     pixels, bound = torch.tensor([pixel]), epsilon / 255
     for edge, end in zip(within(pixels, bound), (0.0, 1.0), strict=True):
         next_one = torch.nextafter(edge, torch.tensor([2 * end - 0.5]))
@@ -93,7 +93,7 @@ def test_within_leaves_out_nothing_that_is_allowed(pixel: float, epsilon: int) -
 
 
 @given(classes=st.integers(2, 1000), seed=st.integers(0, 99), count=st.integers(1, 40), shorter=st.integers(1, 40))
-def test_targets_are_other_classes_by_seed_and_place(classes: int, seed: int, count: int, shorter: int) -> None:
+def test_targets_differ_from_labels_and_depend_on_seed_and_place(classes: int, seed: int, count: int, shorter: int) -> None:
     labels = np.random.default_rng(seed).integers(0, classes, count)
     found = targets(labels, classes, seed)
     assert found.dtype == torch.int64
@@ -101,7 +101,7 @@ def test_targets_are_other_classes_by_seed_and_place(classes: int, seed: int, co
     assert torch.equal(found[:shorter], targets(labels[:shorter], classes, seed))
 
 
-def test_targets_are_all_other_classes_alike_and_change_with_the_seed() -> None:
+def test_targets_are_uniform_over_other_classes() -> None:
     labels = np.full(9000, 3)
     counts = torch.bincount(targets(labels, 10, 0), minlength=10)
     assert counts[3] == 0

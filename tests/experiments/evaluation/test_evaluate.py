@@ -1,11 +1,10 @@
-"""`san evaluate`: the very accuracy that the run tells, for each kind of checkpoint and on each split."""
+"""`san evaluate` and `san convert`: the exact accuracy of every kind of checkpoint on every split."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 import san
 from experiments.cli import main
-from experiments.evaluation import evaluate
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
@@ -38,7 +36,7 @@ def measured(found: Evaluation) -> tuple[float, float, float, int]:
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_each_epochs_checkpoint_gives_what_its_validation_gave(epoch: int, trained: Trained) -> None:
+def test_checkpoint_gives_the_accuracy_of_its_validation(epoch: int, trained: Trained) -> None:
     found = evaluated(trained.folder / f"epoch-{epoch:04d}-step-0000000.pt")
     history = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history
     validated = history[epoch - 1]
@@ -67,7 +65,7 @@ def alias_of(trained: Trained) -> str:
     ],
     ids=["folder", "key", "run", "model", "alias"],
 )
-def test_what_names_a_trial_gives_the_best_epoch_of_the_runs_table(
+def test_every_name_of_a_trial_gives_its_best_epoch(
     named: Callable[[Trained], str], trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["evaluate", named(trained), "--runs", str(trained.job.workspace.runs)]
@@ -87,7 +85,7 @@ def test_what_names_a_trial_gives_the_best_epoch_of_the_runs_table(
 @pytest.mark.parametrize(
     ("save", "tells"), [(san.save_checkpoint, ()), (san.save_released_checkpoint, PAIRWISE)], ids=["ours", "the authors'"]
 )
-def test_a_file_of_weights_gives_what_the_trials_checkpoint_gives(
+def test_saved_weights_give_the_accuracy_of_the_checkpoint(
     save: Callable[..., None], tells: Sequence[str], trained: Trained, tmp_path: Path
 ) -> None:
     save(trained.best.model(), tmp_path / "weights.pt")
@@ -97,7 +95,7 @@ def test_a_file_of_weights_gives_what_the_trials_checkpoint_gives(
 
 
 @pytest.mark.parametrize(("form", "tells"), [("san", ()), ("released", PAIRWISE)])
-def test_a_trials_checkpoint_is_converted(
+def test_converted_checkpoint_gives_the_same_accuracy(
     form: str,
     tells: Sequence[str],
     trained: Trained,
@@ -115,26 +113,18 @@ def test_a_trials_checkpoint_is_converted(
 
 
 @pytest.mark.parametrize(("split", "images", "own"), [("train", 1317, True), ("val-split", 120, True), ("val", 360, False)])
-def test_every_split(split: str, images: int, own: bool, trained: Trained) -> None:
+def test_evaluates_every_split(split: str, images: int, own: bool, trained: Trained) -> None:
     found = evaluated(trained.folder, split=split)
     assert (found.images, found.own_images) == (images, own)
 
 
-def test_a_folder_of_other_images_needs_no_other(trained: Trained, tmp_path: Path) -> None:
+def test_folder_needs_only_the_evaluated_split(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "test").symlink_to(DIGITS / "val")
     found = evaluated(trained.folder, "data.source=folder", f"data.root={tmp_path}", split="test")
     assert measured(found) == measured(evaluated(trained.folder, split="val"))
 
 
-def test_images_may_be_turned(trained: Trained) -> None:
-    opened = open_checkpoint(trained.folder)
-    turned = replace(transform(opened.config.data), manipulation="rotate180")
-    found = evaluate_checkpoint(opened, open_images(opened), turned)
-    assert found.images == 120
-    assert found.loss != evaluated(trained.folder).loss
-
-
-def test_other_images_than_the_trials_are_told(
+def test_notes_that_images_differ_from_training(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train").symlink_to(DIGITS / "val")
@@ -144,17 +134,7 @@ def test_other_images_than_the_trials_are_told(
     assert capsys.readouterr().err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
 
 
-def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with evaluate.shown(5, 2) as ended:
-        ended()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(evaluate, "SECONDS_BETWEEN_LINES", 0.0)
-    with evaluate.shown(5, 2) as ended:
-        ended()
-    assert capsys.readouterr().err == "[   0 s] 1 of 3 batches\n"
-
-
-def test_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
+def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
     checkpoints = opened_checkpoints(tmp_path, keep=1)
     for number in range(1, 4):  # the first is the best
         checkpoints.save(of_step(number))
@@ -167,7 +147,7 @@ def test_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_validation_sees_the_mean_of_the_workers_statistics(averaged: bool) -> None:
+def test_validation_averages_batchnorm_statistics_of_workers(averaged: bool) -> None:
     """Of the average of the weights where the recipe keeps one, else of the weights that are trained."""
     third, trained = torch.tensor([1 / 3]), [{"mean": torch.tensor([-9.0])}] * averaged
     means, counts = [torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([5.0])], [torch.tensor(7)] * 3
@@ -276,7 +256,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [str(trained.folder), "data.rot=x"],
         "data.rot: unknown key; did you mean `data.root`?",
     ),
-    "a field that is none": (
+    "an unknown field": (
         lambda trained, tmp: [
             written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
             "model.path=x",
@@ -320,7 +300,7 @@ def test_rejects(
 
 
 @pytest.mark.parametrize("named", [run_of, lambda trained: f"models:/{MODEL}/1"], ids=["run", "model"])
-def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
+def test_rejects_runs_whose_checkpoints_are_elsewhere(
     named: Callable[[Trained], str],
     trained: Trained,
     tmp_path: Path,
@@ -337,7 +317,7 @@ def test_rejects_what_mlflow_has_and_this_folder_of_runs_has_not(
     assert said == f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs"
 
 
-def test_a_file_with_the_name_of_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "0123456789ab").write_text("")
     assert checkpoint_path("0123456789ab", tmp_path) == Path("0123456789ab")

@@ -1,8 +1,7 @@
-"""Rotation and attack as protocols: each number is right, kept as it comes, and beside the paper's."""
+"""The protocols for rotation and attack, in grids and for any checkpoints."""
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import san
 from cluster import Node, Resources
@@ -23,23 +21,18 @@ from experiments.cli import main
 from experiments.cli import run as grids
 from experiments.cli.run import run
 from experiments.errors import UserError
-from experiments.evaluation import evaluate
 from experiments.evaluation.attack import predictions
 from experiments.evaluation.cells import Work, measure
-from experiments.evaluation.evaluate import Opened, evaluate_checkpoint, open_checkpoint, open_images
-from experiments.evaluation.memory import MOST, bytes_kept, first_batch
+from experiments.evaluation.evaluate import LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.evaluation.rotation import Turned
+from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.paper import paper_numbers
 from experiments.grids.transform import transform
-from experiments.report import robustness as table
-from experiments.report.answer import measured as measured_metrics
-from experiments.report.answer import note, robustness_of
+from experiments.report.build import column_metrics as measured_metrics
+from experiments.report.build import measurements_of
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
-from experiments.tracking import Result
 from experiments.training.job import Job, known_results, open_job
 from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import Trained
@@ -48,8 +41,8 @@ from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 GRIDS = PROJECT_DIR / "experiments" / "grids"
 
 
-@pytest.mark.parametrize("measure", [Turned("rotate90"), Turned("none"), *ATTACKS], ids=str)
-def test_batches_do_not_matter(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
+@pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), *ATTACKS], ids=str)
+def test_results_do_not_depend_on_the_batch_size(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
     found = opened(trained)
     images = open_images(found)
     numbers = [measure(found, images, batch, lambda: None) for batch in (7, 64, 120)]
@@ -57,15 +50,15 @@ def test_batches_do_not_matter(measure: Callable[..., dict[str, float]], trained
 
 
 @pytest.mark.parametrize("manipulation", MANIPULATIONS)
-def test_turned_is_the_accuracy_on_turned_images(manipulation: str, trained: Trained) -> None:
+def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained: Trained) -> None:
     network, pixels, labels, _ = pixels_of(trained)
     answers = predictions(network, MANIPULATIONS[manipulation](pixels))
-    found = Turned(manipulation)(opened(trained), open_images(opened(trained)), 64, lambda: None)
+    found = Rotation(manipulation)(opened(trained), open_images(opened(trained)), 64, lambda: None)
     assert found["top1"] == pytest.approx(100 * (answers == labels).double().mean().item(), abs=1e-9)
     assert found["top5"] >= found["top1"]
 
 
-def test_undisturbed_is_the_trials_validation(trained: Trained) -> None:
+def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
     metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
     for protocol in PROTOCOLS.values():
         numbers = protocol.conditions[0].measure(opened(trained), open_images(opened(trained)), 64, lambda: None)
@@ -80,12 +73,12 @@ def shown(name: str, images: int, batch: int) -> nullcontext[Callable[[], None]]
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=str
 )
 @pytest.mark.parametrize("fits", [10, 0])
-def test_batches_are_halved_where_memory_does_not_suffice(
+def test_halves_the_batch_if_memory_does_not_suffice(
     error: Exception, fits: int, trained: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried = []
 
-    def greedy(opened: Opened, images: object, batch: int, ended: object) -> dict[str, float]:
+    def greedy(opened: LoadedModel, images: object, batch: int, ended: object) -> dict[str, float]:
         tried.append(batch)
         if batch > fits:
             raise error
@@ -103,95 +96,12 @@ def test_batches_are_halved_where_memory_does_not_suffice(
     assert "first: not enough memory for batches of 16 images; continuing with 8" in caplog.text
 
 
-def test_other_errors_are_raised_as_they_are(trained: Trained) -> None:
+def test_does_not_catch_other_errors(trained: Trained) -> None:
     def broken(*_: object) -> dict[str, float]:
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
         list(measured(opened(trained), open_images(opened(trained)), [Condition("a", "a", ("top1",), broken)], shown))
-
-
-def test_the_first_batch_is_what_memory_holds(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 7, 1), nn.Sigmoid(), nn.Conv2d(7, 2, 1)).requires_grad_(False)
-    kept = bytes_kept(model, 10, torch.device("cpu"))
-    assert kept == 4 * (3 + 7) * 10 * 10  # the image and the sigmoid's result
-    found = opened(trained)
-    assert first_batch(found.model, found.config) == MOST["cpu"]
-    image = bytes_kept(found.model, 24, torch.device("cpu"))
-    monkeypatch.setattr("experiments.evaluation.memory.free_memory", lambda: 60 * image)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert first_batch(found.model, found.config) == 10  # half of it, three times what an image keeps
-    monkeypatch.setattr("os.cpu_count", lambda: 5)
-    assert first_batch(found.model, found.config) == 2
-    monkeypatch.setattr("experiments.evaluation.memory.free_memory", lambda: 0)
-    assert first_batch(found.model, found.config) == 1
-
-
-@pytest.mark.parametrize(("limit", "free"), [("max", 1000), ("700", 500), ("5000", 1000), ("100", 0)])
-def test_a_containers_limit_counts(limit: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.evaluation import memory
-
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("200\n")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    assert memory.free_memory() == free
-
-
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_the_papers_table_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
-    job = open_job(GRIDS / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
-    assert job.grid.robustness == job.grid.table == name
-    columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
-    paper = paper_numbers(name)
-    assert list(paper) == [row.id for row in job.grid.rows]
-    assert all(list(numbers) == columns for numbers in paper.values())
-
-
-def test_the_papers_drops_are_those_that_it_prints() -> None:
-    cells = table.cells(PROTOCOLS["rotation"], {"san19_pairwise": []}, paper_numbers("rotation"))
-    drops = {(cell.condition, cell.number): cell.paper_drop for cell in cells}
-    assert drops["none", "top1"] is None
-    assert drops["cw180", "top1"] == pytest.approx(18.9)
-    assert drops["upside_down", "top5"] == pytest.approx(13.0)
-
-
-def test_a_drop_is_of_the_seeds_that_have_both_numbers() -> None:
-    seeds = [
-        {"none": {"top1": 30.0, "top5": 80.0}, "cw90": {"top1": 20.0, "top5": 70.0}},
-        {"none": {"top1": 80.0, "top5": 99.0}},
-    ]
-    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds})
-    found = {(cell.condition, cell.number): cell for cell in cells}
-    assert (found["none", "top1"].ours, found["cw90", "top1"].ours, found["cw90", "top1"].drop) == (55.0, 20.0, 10.0)
-    lines = [line.split() for line in table.as_text(cells).splitlines()]
-    assert [line[-1] for line in lines if line[0] in ("condition", "none", "cw90", "cw180")] == ["seeds", "2", "1", "0"]
-
-
-def test_a_drop_of_several_seeds_has_an_interval_of_its_own() -> None:
-    """By the differences seed by seed: here they are alike, though the seeds are not."""
-    seeds = [
-        {"none": {"top1": 60.0 + base, "top5": 90.0}, "cw90": {"top1": 40.0 + base - more, "top5": 80.0}}
-        for base, more in ((0.0, 1.0), (10.0, 0.0), (20.0, 2.0))
-    ]
-    cells = table.cells(PROTOCOLS["rotation"], {"row": seeds, "other": seeds[:1]})
-    found = {(cell.row, cell.condition, cell.number): cell for cell in cells}
-    turned = found["row", "cw90", "top1"]
-    assert (turned.drop, turned.drop_half_width) == pytest.approx((21.0, 4.302653 / 3**0.5))
-    assert turned.half_width is not None and turned.half_width > 20
-    assert found["row", "none", "top1"].drop_half_width is None
-    assert found["other", "cw90", "top1"].drop_half_width is None
-
-    told = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
-    lines = {form: table.FORMS[form](cells).splitlines() for form in table.FORMS}
-    (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
-    assert told[0] in line and told[1] in line
-    assert f"| cw90 | row | {told[0]} | {told[1]} |" in "\n".join(lines["markdown"])
-    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in told)) in "\n".join(lines["latex"])
-    (number,) = (
-        row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
-    )
-    assert (float(number["drop"]), float(number["drop_half_width"])) == (turned.drop, turned.drop_half_width)
 
 
 GRID = """
@@ -237,7 +147,7 @@ def job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: 
     return open_job(write_grid(GRID, "turned.yaml"), "digits", (), runs)
 
 
-def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
+def test_grid_measures_only_missing_conditions(
     job: Job, here: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = grids.Watch
@@ -252,7 +162,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
     assert sorted(key for key, _ in here) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
-    unfinished = [cell for cell in robustness_of(job, known_results(job)) if cell.ours is None]
+    unfinished = [cell for cell in measurements_of(job, known_results(job)) if cell.ours is None]
     assert {(cell.row, cell.condition) for cell in unfinished} == {
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
@@ -268,7 +178,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     assert "] not_in_the_paper cw180: top-1 " in err
     results = known_results(job)
     metrics = {trial.row: results[trial.key].metrics for trial in job.trials}
-    found = {(cell.row, cell.condition, cell.number): cell for cell in robustness_of(job, results)}
+    found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(job, results)}
     for row in ("resnet26", "not_in_the_paper"):
         assert found[row, "none", "top1"].ours == metrics[row]["val/top1"]
         turned = found[row, "cw90", "top1"]
@@ -294,7 +204,7 @@ def test_a_grid_trains_measures_what_is_missing_and_then_only_prints(
     assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
-def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
+def test_mlflow_shows_a_column_for_each_condition(job: Job) -> None:
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     job.tracker.describe("", measured_metrics(job))
     experiment = job.tracker.client.get_experiment_by_name(job.name)
@@ -306,53 +216,26 @@ def test_mlflows_page_has_a_column_for_each_condition(job: Job) -> None:
     assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_mlflows_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
-    """Of the paper's grids with several seeds, which are another grid's cells."""
-    job = open_job(GRIDS / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
-    names = [
-        metric
-        for condition in PROTOCOLS[name].conditions
-        for metric in condition.metrics(dict.fromkeys(condition.numbers, 0.0))
-    ]
-    results = {
-        trial.key: Result(
-            "run",
-            True,
-            dict.fromkeys([*names, "val/top1", "val/top5"], 40.0 + 9 * trial.seed),
-            tags={"san.grid": "comparison"},
-            experiment_id="1234567890",
-        )
-        for trial in job.trials
-    }
-    told = note(job, results)
-    assert "18 of 18 in [comparison](#/experiments/1234567890/" in told
-    for condition in PROTOCOLS[name].conditions:
-        for row in job.grid.rows:
-            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in told
-
-
-def test_a_cell_without_its_checkpoint_is_a_sentence(job: Job, trained: Trained, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.job.workspace.tracking_uri)
     work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure(work, lambda metrics: None)
 
 
-def test_a_cell_tells_on_the_way(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.evaluation.cells.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("experiments.evaluation.protocol.first_batch", lambda model, config: 60)
     told: list[Mapping[str, float]] = []
     job = trained.job
     measure(Work(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), told.append)
-    assert [metrics.get("done") for metrics in told] == [0.5, 1.0, None] * 2
+    assert [metrics.get("done") for metrics in told] == [64 / 120, 1.0, None] * 2
     assert [metrics["condition"] for metrics in told] == [0, 0, 0, 1, 1, 1]
     assert set(told[2]) == {"condition", "robustness/none/top1"}
     assert set(told[5]) == {f"robustness/pgd-epsilon8-step2-n4/{number}" for number in ("success", "top1")} | {"condition"}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_command_takes_keys_runs_of_mlflow_and_registered_models(
+def test_command_accepts_keys_run_ids_and_registered_models(
     protocol: Any, trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = trained.job.tracker.results()[trained.job.trials[0].key].run_id
@@ -367,7 +250,7 @@ def test_the_command_takes_keys_runs_of_mlflow_and_registered_models(
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
 
 
-def test_the_command_takes_a_file_of_the_authors(
+def test_command_accepts_released_files(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "released.pth"
@@ -383,7 +266,7 @@ def test_the_command_takes_a_file_of_the_authors(
     assert none == ["none", str(file), f"{wanted.top1:.1f}", "-", f"{wanted.top5:.1f}", "-"]
 
 
-def test_a_profile_is_for_what_tells_no_data(
+def test_profile_applies_only_to_files_without_preprocessing(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial and a file of its weights, beside each other."""
@@ -400,10 +283,10 @@ def test_a_profile_is_for_what_tells_no_data(
 @pytest.mark.parametrize(
     "told", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
 )
-def test_overrides_of_the_model_are_for_the_authors_files(
+def test_model_overrides_apply_only_to_released_files(
     told: list[str], trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial, a file of its weights and one in the authors' form, beside each other; the first two tell their model."""
+    """A trial, a file with its weights, and a released file; only the released file lacks its model."""
     names = [str(trained.folder), str(tmp_path / "ours.pt"), str(tmp_path / "authors.pth")]
     san.save_checkpoint(trained.best.model(), names[1])
     san.save_released_checkpoint(trained.best.model(), names[2])
@@ -421,39 +304,19 @@ def weights(trained: Trained, tmp: Path) -> str:
 
 
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "a model where all tell theirs": (
+    "a model override without a released file": (
         lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
         "weights.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
-    "a profile where all tell their data": (
+    "a profile for a trial": (
         lambda trained, _: [str(trained.folder), "--profile", "digits"], "this checkpoint stores its own preprocessing; ",
     ),
     "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint given; expected a file or folder"),
-    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
-    "a text": (lambda _, tmp: [str(GRIDS / "rotation.yaml")], "not a file written by torch.save, or damaged"),
-    "no such run": (lambda *_: [32 * "0"], f"{32 * '0'}: MLflow at sqlite:///"),
-    "no such model": (lambda *_: ["models:/none/1"], "models:/none/1: MLflow at sqlite:///"),
-    "no such key": (lambda *_: [12 * "0"], "000000000000: no such file, and no cell with this key in "),
     "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given more than once; give each checkpoint once"),
-    "no such split": (lambda trained, _: [str(trained.folder), "--split", "test"], "has no folder test/"),
-    "another number of classes": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 3)], "the model has 10 classes, but ",
-    ),
-    "a split without images": (
-        lambda trained, tmp: [str(trained.folder), *images(tmp, 10, each=0)], ": 10 class folders without an image",
-    ),
-    "the second is no checkpoint": (
+    "an invalid second checkpoint": (
         lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot read this file",
     ),
 }  # fmt: skip
-
-
-def images(folder: Path, classes: int, each: int = 1) -> list[str]:
-    for label in range(classes):
-        (folder / "images" / "val" / f"class{label}").mkdir(parents=True)
-        for number in range(each):
-            (folder / "images" / "val" / f"class{label}" / f"{number}.png").write_bytes(b"never decoded here")
-    return ["data.source=folder", f"data.root={folder / 'images'}", "--split", "val"]
 
 
 @pytest.mark.parametrize("what", MISTAKES)
@@ -475,10 +338,3 @@ def test_rejects_an_unknown_protocol_in_a_grid(write_grid: Callable[[str], Path]
     path = write_grid("{question: q, robustness: noise, rows: [{id: a, model: {name: resnet26}}]}")
     with pytest.raises(UserError, match=r"robustness: must be 'rotation' or 'attack', not 'noise'"):
         open_job(path, "digits", (), tmp_path)
-
-
-def test_a_log_names_what_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "SECONDS_BETWEEN_LINES", 0.0)
-    with evaluate.shown(5, 2, "net cw90") as ended:
-        ended()
-    assert capsys.readouterr().err == "[   0 s] net cw90: 1 of 3 batches\n"

@@ -406,6 +406,28 @@ def test_rejects_a_missing_file(tmp_path: Path) -> None:
     assert "none.yaml: cannot read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
 
 
+def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[..., Path]) -> None:
+    write_grid("question: q\nseeds: [1, 2]\nrows: [{id: a, model: {name: resnet26}}]", "parent.yaml")
+    path = write_grid("extends: parent.yaml\nbase: {recipe: {epochs: 3}}\nseeds: [3]")
+    grid = expanded(path).grid
+    assert (grid.question, grid.seeds) == ("q", (3,))
+    assert expand(path)["a"].config.recipe.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("parent", "message"),
+    [
+        ("none.yaml", "none.yaml: cannot read (No such file or directory)"),
+        ("3", "extends: must be the path of a grid, not 3"),
+        ("child.yaml", "child.yaml: extends: this grid extends itself"),
+    ],
+    ids=["missing file", "not a path", "cycle"],
+)
+def test_rejects_a_grid_that_cannot_be_extended(parent: str, message: str, write_grid: Callable[..., Path]) -> None:
+    path = write_grid(f"extends: {parent}\nrows: [{{id: a, model: {{name: resnet26}}}}]", "child.yaml")
+    assert message in told(lambda: expand(path))
+
+
 def test_a_profile_extends_another(small_grid: Path) -> None:
     paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
     assert one.data == paper.data

@@ -79,7 +79,7 @@ def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
     tops = {"pairwise_none": [80.0, 81.0, 82.0], "pairwise_absolute": [78.0, 78.5, 79.0], "pairwise_relative": [90.0]}
     section = invented(opened("position", tmp_path), tops)
     assert section.top1 == tops
-    assert [line.seeds for line in section.lines] == [3, 3, 1]
+    assert [row.seeds for row in section.rows] == [3, 3, 1]
     absolute, relative, drop = findings(section)
     assert (absolute.claim.better, absolute.claim.worse) == ("pairwise_absolute", "pairwise_none")
     assert absolute.paper_gap == pytest.approx(74.7 - 72.3)

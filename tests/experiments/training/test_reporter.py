@@ -9,9 +9,11 @@ import torch
 
 from experiments.runs.store import LocalStore
 from experiments.training import reporter
+from experiments.training.checkpoint import best_in
 from experiments.training.job import Job
 from experiments.training.reporter import Throttle
 from tests.experiments.processes import ended, reports, start, weights
+from tests.experiments.samples import without_times
 from tests.experiments.training.test_progress import Clock
 
 
@@ -69,3 +71,6 @@ def test_all_workers_report_together_without_changing_the_result(open_small_job:
         other = weights(quiet, rank)
         for name, value in weights(job.workspace, rank).items():
             assert torch.equal(value, other[name]), name
+    first, second = (best_in(workspace.store, workspace.folder(often)) for workspace in (job.workspace, quiet))
+    assert first is not None and second is not None
+    assert without_times(first.history) == without_times(second.history)

@@ -21,7 +21,7 @@ CONTRAST = """
     const style = getComputedStyle(e), ink = numbers(e.closest('svg') ? style.fill : style.color);
     if (ratio(ink, ground(e)) < 4.5) found.push([walker.currentNode.data, ratio(ink, ground(e))]);
   }
-  for (const [shapes, property] of [['.mark', 'fill'], ['.join, .curve, .bar', 'stroke']])
+  for (const [shapes, property] of [['.mark use', 'fill'], ['.line path', 'stroke']])
     for (const shape of document.querySelectorAll(`svg :is(${shapes})`)) {
       const style = getComputedStyle(shape), under = ground(shape), share = Number(style.opacity);
       const colour = numbers(style[property]).map((v, i) => share * v + (1 - share) * under[i]);

@@ -1,4 +1,4 @@
-"""`san show`: the picture is of the weights that the network used, says so in words, and mistakes are told in a sentence."""
+"""`san show` and the page's samples: the weights that the network used, a description, and clear errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from PIL import Image
 
 import san
 from experiments.cli import main
-from experiments.evaluation.evaluate import Opened, open_checkpoint
-from experiments.report.attention import Attention, draw, footprints, in_words
-from experiments.report.show import between_channels, look, open_image
+from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
+from experiments.report.attention import Attention, between_channels, in_words, look, open_image
+from experiments.report.attention_plot import save
 from pipelines import prepare_digits
 from san import ops
 
@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(files: Path, kind: str) -> Opened:
+def opened(files: Path, kind: str) -> LoadedModel:
     return open_checkpoint(files / f"{KINDS[kind]}.pt", (), "digits")
 
 
@@ -57,7 +57,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     ids=["pixel", "grid"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws(
+def test_draws_weights_and_describes_them(
     kind: str,
     where: Sequence[str],
     whose: str,
@@ -79,7 +79,7 @@ def test_draws(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_the_layers_at_that_pixel(kind: str, files: Path) -> None:
+def test_pixel_selects_weights_of_the_layer(kind: str, files: Path) -> None:
     everywhere, one = looked(files, kind, grid=6), looked(files, kind, pixel=(9, 20))
     assert everywhere.map == (6, 6)
     assert one.pixels == ((2, 5),)
@@ -88,9 +88,9 @@ def test_weights_are_the_layers_at_that_pixel(kind: str, files: Path) -> None:
     assert one.weight_GKn.shape == (8 if kind == "scalar" else 4, 49, 1)
 
 
-def test_footprints_are_mirrored_as_the_operators_do(files: Path) -> None:
+def test_footprints_are_reflected_like_those_of_the_operators(files: Path) -> None:
     seen = looked(files, "pairwise", grid=6)
-    patches, outside = footprints(seen)
+    patches, outside = seen.footprints()
     image_13HW = torch.from_numpy(seen.image_HW3).permute(2, 0, 1)[None]
     pooled_13HW = torch.nn.functional.avg_pool2d(image_13HW, 4)
     expected = ops.unfold(pooled_13HW, 7)[0].permute(2, 1, 0).unflatten(1, (7, 7))
@@ -101,7 +101,7 @@ def test_footprints_are_mirrored_as_the_operators_do(files: Path) -> None:
     ]
 
 
-def test_the_image_is_what_the_network_saw(files: Path, tmp_path: Path) -> None:
+def test_image_is_preprocessed_as_in_validation(files: Path, tmp_path: Path) -> None:
     """A number of the split is the image of that number, treated as in validation."""
     root = prepare_digits(tmp_path / "digits")
     network = open_checkpoint(files / "san10_pairwise.pt", (f"data.root={root}",), "digits")
@@ -118,7 +118,7 @@ def test_the_image_is_what_the_network_saw(files: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [("a.bmp", {}), ("a.tiff", {}), ("a.webp", {"lossless": True}), ("no_suffix", {"format": "PNG"})]
 )
-def test_other_kinds_of_pictures_are_seen_alike(name: str, options: dict[str, Any], files: Path, tmp_path: Path) -> None:
+def test_image_format_does_not_matter(name: str, options: dict[str, Any], files: Path, tmp_path: Path) -> None:
     with Image.open(files / "colours.png") as picture:
         picture.save(tmp_path / name, **options)
     network = opened(files, "pairwise")
@@ -126,7 +126,9 @@ def test_other_kinds_of_pictures_are_seen_alike(name: str, options: dict[str, An
     np.testing.assert_array_equal(image_HW3, looked(files, "pairwise").image_HW3)
 
 
-def test_a_folder_of_a_numbers_name_hides_no_image(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_means_an_image_even_if_a_folder_has_that_name(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = open_checkpoint(files / "san10_pairwise.pt", (f"data.root={prepare_digits(tmp_path / 'digits')}",), "digits")
     monkeypatch.chdir(tmp_path / "digits/val")
     assert open_image(network, "3").paths[0].startswith("val/0/")
@@ -136,18 +138,18 @@ def test_a_folder_of_a_numbers_name_hides_no_image(files: Path, tmp_path: Path, 
     ("asked", "name"),
     [(None, "stages.1.blocks.0"), ("0", "stages.0.blocks.0"), ("stages.0.blocks.1.attention", "stages.0.blocks.1")],
 )
-def test_layers(asked: str | None, name: str, files: Path) -> None:
+def test_layer_by_default_number_and_name(asked: str | None, name: str, files: Path) -> None:
     assert looked(files, "pairwise", layer=asked).layer == f"{name}.attention"
 
 
-def test_one_channel_is_all_there_is(files: Path, tmp_path: Path) -> None:
+def test_layer_with_one_channel(files: Path, tmp_path: Path) -> None:
     attention = looked(files, "pairwise", layer="0")
-    draw(attention, tmp_path / "one.png")
+    save(attention, tmp_path / "one.png")
     assert "attention, 1 weight channel) " in in_words(attention)
     assert in_words(attention).endswith("There is only one channel, so all value channels share one map of weights.")
 
 
-def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
+def test_draws_only_some_of_many_channels(files: Path, tmp_path: Path) -> None:
     """And a layer whose weights are all alike, as of a fresh network."""
     torch.manual_seed(0)
     san.save_checkpoint(
@@ -157,13 +159,13 @@ def test_many_channels_are_drawn_in_part(files: Path, tmp_path: Path) -> None:
     for parameter in network.model.parameters():
         parameter.data.zero_()
     attention = look(network, open_image(network, str(files / "colours.png")))
-    draw(attention, tmp_path / "wide.png")
+    save(attention, tmp_path / "wide.png")
     assert "attention, 128 weight channels)" in in_words(attention)
     assert (attention.between, attention.between_everywhere) == (0.0, 0.0)
 
 
 @given(st.integers(1, 4), st.integers(2, 9), st.integers(1, 3), st.integers(0, 99))
-def test_variation_between_channels(G: int, K: int, P: int, seed: int) -> None:
+def test_variance_between_channels(G: int, K: int, P: int, seed: int) -> None:
     weight_GKP = torch.randn(G, K, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).softmax(1)
     found = between_channels(weight_GKP)
     assert 0 <= found <= 100
@@ -174,7 +176,7 @@ def test_variation_between_channels(G: int, K: int, P: int, seed: int) -> None:
     assert between_channels(mirrored) == pytest.approx(100)
 
 
-def test_variation_between_channels_with_nothing_in_common() -> None:
+def test_variance_between_channels_with_nothing_in_common() -> None:
     uncorrelated_GK1 = torch.tensor([[1.0, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]).unsqueeze(2) / 8 + 0.25
     assert between_channels(uncorrelated_GK1) == pytest.approx(100 * (1 - 1 / 3))
 
@@ -274,7 +276,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_rejects(
+def test_show_command_rejects(
     what: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, sentence = MISTAKES[what]

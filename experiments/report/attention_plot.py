@@ -1,0 +1,174 @@
+"""Pictures of attention weights: PNG files for `san show`, and SVG for the page of a grid."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.errors import UserError
+from experiments.report import plots
+from experiments.report.attention import Attention, Floats, in_words, variance_in_words
+from experiments.report.plots import GROUND, INK, QUIET
+
+# Lengths are in points of the SVG, whose text the page enlarges. A PNG has smaller letters and more columns.
+WIDTH, GAP, HEADING, BAR = 400, 12, 20, 42
+PIXEL, DASHES = "#e69f00", (0, (2, 2))
+MOST_CHANNELS, MOST_CHANNELS_OF_PAGE = 64, 8
+"""Pictures show at most this many channels; the numbers cover all."""
+# Perceptually uniform color maps that color-blind readers can tell apart; signed weights are white at zero.
+WEIGHTS, SIGNED, SPREAD = "viridis", "RdBu_r", "cividis"
+
+
+def save(attention: Attention, path: Path) -> None:
+    """Writes the picture as PNG, with `in_words` as its description.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    shown = min(len(attention.weight_GKn), MOST_CHANNELS)
+    columns = 4 if shown <= 8 else 6 if shown <= 18 else 8
+    H, W = attention.map
+    n, k = len(attention.pixels), attention.footprint
+    whose = "the footprint of one pixel" if n == 1 else f"the footprints of {n} pixels"
+    title = f"{attention.model}: {attention.kind} attention over {whose}, {k} × {k}"  # noqa: RUF001
+    where = f"{attention.layer}, map of {H} × {W}, {attention.channels}"  # noqa: RUF001
+    above = f"{attention.picture}, predicted {attention.prediction}  |  {where}"
+    below = textwrap.fill(f"{_legend(attention, shown)} {variance_in_words(attention)}", 125)
+    figure = _draw(attention, shown, columns, 576, 8, above=46, below=12 * (1 + below.count("\n")) + 12)
+    height = figure.get_figheight() * 72
+    for y, text, size, color in ((height - 12, title, 11, INK), (height - 30, above, 9, QUIET)):
+        figure.text(GAP / 576, y / height, text, fontsize=size, color=color, va="top")
+    figure.text(GAP / 576, 10 / height, below, fontsize=8, color=INK, va="bottom", linespacing=1.3)
+    try:
+        figure.savefig(path, format="png", dpi=150, metadata={"Title": title, "Description": in_words(attention)})
+    except OSError as error:
+        raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
+
+
+def svg(attention: Attention) -> str:
+    """The picture as an SVG element for the page, with `in_words` as its text alternative."""
+    figure = _draw(attention, min(len(attention.weight_GKn), MOST_CHANNELS_OF_PAGE), 4, WIDTH, 9)
+    return plots.as_element(figure, f'class="chart" role="img" aria-label="{escape(in_words(attention))}"')
+
+
+def _draw(attention: Attention, shown: int, columns: int, width: float, size: float, above: float = 0, below: float = 0) -> Any:
+    """Draws the image, the pixels in the footprints, mean and spread over channels, the weights by channel and their scale."""
+    from matplotlib import colors
+
+    rows, side = -(-(4 + shown) // columns), (width - GAP) / columns - GAP
+    height = above + rows * (side + HEADING) + BAR + below
+    figure = plots.figure(width, height)
+    edges = {
+        "left": GAP / width,
+        "right": 1 - GAP / width,
+        "bottom": (below + BAR) / height,
+        "top": 1 - (above + HEADING) / height,
+    }
+    spaces = {"wspace": GAP / side, "hspace": HEADING / side}
+    places = figure.subplots(rows, columns, squeeze=False, gridspec_kw=edges | spaces).ravel()
+    channels = [f"{attention.channel} {number}" for number in range(shown)]
+    headings = ["image", f"footprint{'s' * (len(attention.pixels) > 1)}", "mean", "spread", *channels]
+    for place in places:
+        place.set(xticks=[], yticks=[], facecolor="none")
+        place.spines[:].set_visible(False)
+    for place, heading in zip(places, headings, strict=False):
+        place.set_title(heading, pad=5, fontsize=size, color=QUIET)
+
+    limit = attention.limit
+    # Most weights after a softmax are small, so their colors follow the square root.
+    norm = colors.Normalize(-limit, limit) if attention.is_signed else colors.PowerNorm(0.5, 0.0, limit)
+    scale = {"cmap": SIGNED if attention.is_signed else WEIGHTS, "norm": norm}
+    weight_GKn, spread_Kn = attention.weight_GKn, attention.weight_GKn.std(0)
+    _draw_image(places[0], attention)
+    seen = np.stack([_picture(*footprint) for footprint in zip(*attention.footprints(), strict=True)])
+    _draw_tiles(places[1], attention, seen, {})
+    drawn = _draw_weights(places[2], attention, weight_GKn.mean(0), scale)
+    _draw_weights(places[3], attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
+    for place, weight_Kn in zip(places[4:], weight_GKn[:shown], strict=False):
+        _draw_weights(place, attention, weight_Kn, scale)
+    bar = figure.add_axes((GAP / width, (below + BAR - 22) / height, 0.45, 8 / height))
+    figure.colorbar(drawn, cax=bar, orientation="horizontal").outline.set_visible(False)
+    _mark_scale(bar, attention, size)
+    words = f"spread up to {spread_Kn.max():.2g}"
+    figure.text(1 - GAP / width, (below + BAR - 20) / height, words, ha="right", fontsize=size, color=QUIET)
+    return figure
+
+
+def _mark_scale(bar: Any, attention: Attention, size: float) -> None:
+    limit, K = attention.limit, attention.weight_GKn.shape[1]
+    # Uniform weights are marked where the labels of both ends leave room.
+    uniform = {1 / K: f"1/{K}"} if 4 / K < limit < 36 / K and not attention.is_signed else {}
+    ticks = {-limit: f"\N{MINUS SIGN}{limit:.2g}"} if attention.is_signed else {}
+    ticks |= {0.0: "0", **uniform, limit: f"{limit:.2g}"}
+    bar.set_xticks(list(ticks), labels=list(ticks.values()), fontsize=size, color=QUIET)
+    bar.set_xticks([], minor=True)
+    bar.tick_params(length=0)
+    first, *_, last = bar.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
+
+
+def _legend(attention: Attention, shown: int) -> str:
+    scale = "one scale" if attention.is_signed else "one square-root scale"
+    parts = [f"Weights on {scale}", "orange: the pixel itself", "mean: what scalar attention could express"]
+    is_mirrored = bool(attention.footprints()[1].any())
+    if len(attention.pixels) > 1:
+        parts.append(f"white: the footprint of the first pixel{', pale: reflected' * is_mirrored}")
+    elif is_mirrored:
+        parts.append("dashed: border of the image; pixels beyond it are reflected")
+    if shown < len(attention.weight_GKn):
+        parts.append(f"{attention.channel}s 0 to {shown - 1} of {len(attention.weight_GKn)}")
+    return f"{'; '.join(parts)}."
+
+
+def _picture(blocks: Floats, outside: NDArray[np.bool_]) -> Floats:
+    """Blocks [h, w, r, r, 3] as one image; reflected blocks are pale."""
+    pale = np.where(outside[:, :, None, None, None], 0.6 + 0.4 * blocks, blocks)
+    h, w, r, _, _ = blocks.shape
+    return pale.transpose(0, 2, 1, 3, 4).reshape(h * r, w * r, 3)
+
+
+def _draw_image(axes: Any, attention: Attention) -> None:
+    """Draws the image with all pixels, the footprint of the first one, and the reflected border that it reaches."""
+    (H, W), k, reach, (row, column) = attention.map, attention.footprint, attention.reach, attention.pixels[0]
+    image = _picture(*attention.mirrored(reach))
+    axes.imshow(image, extent=(-reach, W + reach, H + reach, -reach), interpolation="none")
+    if reach:
+        _outline(axes, 0, 0, W, H, GROUND, DASHES)
+    _outline(axes, column - k // 2, row - k // 2, k, k, GROUND)
+    for row, column in attention.pixels:
+        _outline(axes, column, row, 1, 1, PIXEL)
+
+
+def _outline(axes: Any, left: float, top: float, width: float, height: float, color: str, dashes: Any = "-") -> None:
+    """Draws a rectangle with an edge of another color, which is visible on any background."""
+    from matplotlib.patches import Rectangle
+
+    for edge, line, style in ((INK, 2.4, "-"), (color, 1.2, dashes)):
+        axes.add_patch(Rectangle((left, top), width, height, fill=False, ec=edge, lw=line, ls=style, clip_on=False))
+
+
+def _draw_weights(axes: Any, attention: Attention, weight_Kn: Floats, scale: dict[str, Any]) -> Any:
+    k = attention.footprint
+    return _draw_tiles(axes, attention, weight_Kn.T.reshape(-1, k, k), scale)
+
+
+def _draw_tiles(axes: Any, attention: Attention, tiles: Floats, scale: dict[str, Any]) -> Any:
+    """Draws a tile [n, ...] for each pixel in a square grid, one map pixel apart, and marks the pixel in its middle."""
+    k, side = attention.footprint, math.isqrt(len(tiles))
+    step = k + 1
+    for number, tile in enumerate(tiles):
+        top, left = step * (number // side), step * (number % side)
+        drawn = axes.imshow(tile, extent=(left, left + k, top + k, top), interpolation="none", **scale)
+        _outline(axes, left + k // 2, top + k // 2, 1, 1, PIXEL)
+    part = attention.image_part()
+    if side == 1 and part != (0, 0, k, k):
+        _outline(axes, *part, GROUND, DASHES)
+    axes.set(xlim=(0, side * step - 1), ylim=(side * step - 1, 0))
+    return drawn

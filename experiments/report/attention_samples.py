@@ -1,0 +1,65 @@
+"""The attention weights that a page shows: those of a few finished cells, for the same pixel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
+from experiments.grids.grid import Trial
+from experiments.report.attention import Attention, look
+from experiments.runs.workspace import Workspace
+from experiments.tracking import Result
+from experiments.training.checkpoint import DAMAGE, last_of
+from san.models.san import SANSpec
+
+MOST_SAMPLES = 4
+"""Cells on a page; each takes a second, and large networks take several."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSample:
+    """The attention weights of a cell's network for one pixel."""
+
+    trial: Trial
+    checkpoint: str
+    image: int
+    """Number of the validation image."""
+    attention: Attention | None
+    error: str = ""
+    """Why there is no attention."""
+
+
+def best_of_each_kind(cells: Sequence[tuple[Trial, Result]]) -> list[Trial]:
+    """The best cell by top-1 of each kind of attention and relation, in order. At most `MOST_SAMPLES`; the best of every kind
+    comes before the second best of any."""
+    best: dict[tuple[type[SANSpec], str | None], Trial] = {}
+    for trial, _ in sorted(cells, key=lambda cell: -cell[1].metrics["val/top1"]):
+        spec = trial.config.model.spec()
+        if isinstance(spec, SANSpec):
+            best.setdefault((type(spec), getattr(spec, "relation", None)), trial)
+    seen: Counter[type[SANSpec]] = Counter()
+    ranked = []
+    for (kind, _), trial in best.items():
+        ranked.append((seen[kind], trial))
+        seen[kind] += 1
+    chosen = [trial for _, trial in sorted(ranked, key=lambda pair: pair[0])[:MOST_SAMPLES]]
+    return [trial for trial, _ in cells if trial in chosen]
+
+
+def attention_samples(workspace: Workspace, cells: Sequence[tuple[Trial, Result]]) -> list[AttentionSample]:
+    """Samples of the best finished cells (`best_of_each_kind`), for the center of the middle validation image."""
+    return [_sample(workspace, trial) for trial in best_of_each_kind(cells)]
+
+
+def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
+    place = workspace.uri(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
+    try:
+        with resolve_checkpoint(place, workspace.runs) as (path, _):
+            opened = replace(open_checkpoint(path), config=trial.config)
+        images = open_images(opened)
+        number = len(images) // 2
+        return AttentionSample(trial, place, number, look(opened, images.only([number])))
+    except DAMAGE as error:  # also UserError, DataError and StorageError; a report is useful without a picture
+        return AttentionSample(trial, place, 0, None, " ".join(str(error).split()) or type(error).__name__)

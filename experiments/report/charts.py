@@ -1,0 +1,194 @@
+"""The charts of a grid: which points they have, and in which style."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+from experiments.grids.config import value_at
+from experiments.grids.grid import Plot, Trial
+from experiments.report import plots
+from experiments.report.data import Measurement, Report, TableRow, family
+from experiments.report.plots import Chart, Point, Series
+
+CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training loss", math.inf)}
+"""Metrics with curves, the label of their axis and the largest possible value."""
+ACCURACY = "top-1, %"
+
+Side = tuple[str, str, str]
+"""A heading, and the fields of `TableRow` with the accuracy and with half of its interval."""
+
+
+def _sides(rows: Sequence[TableRow], profile: str) -> list[Side]:
+    """Ours and the paper's, if there are any accuracies."""
+    sides = [(f"ours, {profile}", "top1", "top1_half_width"), ("paper, ImageNet", "paper_top1", "")]
+    return [side for side in sides if any(getattr(row, side[1]) is not None for row in rows)]
+
+
+def _points(rows: Iterable[tuple[TableRow, float, str]], side: Side, words: str = "") -> list[Point]:
+    """Points for the rows with an accuracy, at the given places and with the given labels."""
+    _, accuracy, half = side
+    points = []
+    for row, x, label in rows:
+        value = getattr(row, accuracy)
+        if value is not None:
+            around = (getattr(row, half) if half else None) or 0.0
+            title = f"{row.id}: {value:.1f}{_plus_minus(around)} % at {x:.3g} {words}".strip()
+            points.append(Point(x, value, value - around, value + around, label, title))
+    return sorted(points, key=lambda point: point.x)
+
+
+def _plus_minus(around: float) -> str:
+    return f" ± {around:.1f}" if around else ""
+
+
+def _charts_with_points(charts: Iterable[Chart]) -> list[Chart]:
+    return [chart for chart in charts if chart.series]
+
+
+def plot_charts(plot: Plot, trials: Sequence[Trial], rows: Sequence[TableRow]) -> list[Chart]:
+    """Accuracy over the grid's own number, with a line for each of its series: ours and the paper's."""
+    places = {t.row: (str(value_at(t.config, plot.series)), float(value_at(t.config, plot.x))) for t in trials}
+    names = list(dict.fromkeys(name for name, _ in places.values()))
+    ticks = sorted({x for _, x in places.values()})
+    # Intervals at the same number are shifted, because they would hide each other.
+    has_intervals = any(row.top1_half_width for row in rows)
+    charts = []
+    for side in _sides(rows, trials[0].profile):
+        shift = 0.012 * (ticks[-1] - ticks[0]) if has_intervals and side[2] else 0.0
+        series = []
+        for style, name in enumerate(names):
+            by_x = {row.id: places[row.id][1] for row in rows if places[row.id][0] == name}
+            points = _points(((row, by_x[row.id], "") for row in rows if row.id in by_x), side)
+            offset = shift * (style - (len(names) - 1) / 2)
+            moved = [Point(p.x + offset, p.y, p.low, p.high, p.label, p.title) for p in points]
+            series += [Series(name, style, moved)] if moved else []
+        description = f"Top-1 accuracy against {plot.label}, {side[0]}."
+        charts.append(Chart(side[0], description, series, plot.label, ACCURACY, ticks, most=100.0))
+    return charts
+
+
+def cost_charts(report: Report) -> list[Chart]:
+    """Accuracy over parameters and over FLOPs, by family of models."""
+    charts = []
+    labels = _labels(report)
+    for field, words in {"params": "million parameters", "flops": "billion FLOPs"}.items():
+        for side in _sides(report.rows, report.profile):
+            series = []
+            for style, (name, rows) in enumerate(report.families.items()):
+                counted = [(row, getattr(row, field), labels[row.id]) for row in rows if row.params is not None]
+                points = _points(counted, side, words)
+                series += [Series(name, style, points)] if points else []
+            heading = f"{side[0]}, by {'parameters' if field == 'params' else 'FLOPs'}"
+            charts.append(Chart(heading, f"Top-1 accuracy against {words}, {side[0]}.", series, words, ACCURACY, most=100.0))
+    return _charts_with_points(charts)
+
+
+def robustness_charts(report: Report) -> list[Chart]:
+    """Top-1 under each condition of a protocol over top-1 without it, by family of models: of two networks with the same
+    accuracy on clean images, the upper one is more robust."""
+    top1 = {(one.condition, one.row): one for one in report.measurements if one.number == "top1"}
+    labels, charts = _labels(report), []
+    first, *others = dict.fromkeys(condition for condition, _ in top1)
+    for condition in others:
+        for heading, field in {f"ours, {report.profile}": "ours", "paper, ImageNet": "paper"}.items():
+            series = []
+            for style, (name, rows) in enumerate(report.families.items()):
+                pairs = [(top1.get((first, row.id)), top1.get((condition, row.id)), labels[row.id]) for row in rows]
+                points = [point for pair in pairs for point in _robustness_point(*pair, field)]
+                series += [Series(name, style, sorted(points, key=lambda point: point.x))] if points else []
+            description = f"Top-1 under {condition} against top-1 on clean images, {heading}."
+            axes = ("top-1 on clean images, %", f"top-1 under {condition}, %")
+            charts.append(Chart(f"{condition}, {heading}", description, series, *axes, most=100.0))
+    return _charts_with_points(charts)
+
+
+def _robustness_point(clean: Measurement | None, after: Measurement | None, label: str, field: str) -> list[Point]:
+    x, y = getattr(clean, field, None), getattr(after, field, None)
+    if after is None or x is None or y is None:
+        return []
+    around = (after.half_width if field == "ours" else None) or 0.0
+    return [Point(x, y, y - around, y + around, label, f"{after.row}: {y:.1f}{_plus_minus(around)} % of {x:.1f} %")]
+
+
+def curve_charts(report: Report) -> list[list[Chart]]:
+    """Metrics over epochs: a list for each metric, with a chart for each family. Large families have several charts, because
+    colors must not repeat within one."""
+    kept = set(report.shown_rows)
+    groups = []
+    for metric, (words, most) in CURVES.items():
+        charts = []
+        for name, rows in report.families.items():
+            ids = [row.id for row in rows if row.id in kept]
+            for first in range(0, len(ids), len(plots.SERIES)):
+                some = ids[first : first + len(plots.SERIES)]
+                curves = [(style, row, _curve(report, row, metric)) for style, row in enumerate(some)]
+                series = [Series(row, style, points) for style, row, points in curves if points]
+                heading, description = f"{name}, {words.split(',')[0]}", f"{words.capitalize()} by epoch, {name}."
+                charts.append(Chart(heading, description, series, "epoch", words, most=most, is_curve=True))
+        groups.append(_charts_with_points(charts))
+    return [charts for charts in groups if charts]
+
+
+def _curve(report: Report, row: str, metric: str) -> list[Point]:
+    """Mean, minimum and maximum over the seeds of a row, for the epochs that all of them have."""
+    seeds = [dict(report.curves.get(trial.key, {}).get(metric, ())) for trial in report.trials if trial.row == row]
+    seeds = [values for values in seeds if values]
+    points = []
+    for epoch in sorted(set.intersection(*map(set, seeds))) if seeds else ():
+        values = [seed[epoch] for seed in seeds]
+        mean = statistics.fmean(values)
+        points.append(Point(epoch, mean, min(values), max(values), "", f"epoch {epoch}: {mean:.3g}"))
+    return points
+
+
+def _labels(report: Report) -> Mapping[str, str]:
+    """A short label for each row, empty for rows that are not shown."""
+    shown = set(report.shown_rows)
+    labels: dict[str, str] = {}
+    for rows in report.families.values():
+        labels |= {row: label if row in shown else "" for row, label in short_names([row.id for row in rows]).items()}
+    return labels
+
+
+def short_names(ids: Sequence[str]) -> dict[str, str]:
+    """The ids without the words and numbers that all of them have at the beginning and at the end."""
+    if len(ids) < 2:
+        return {row: row for row in ids}
+    parts = [re.findall(r"[^\W\d_]+|\d+|[\W_]+", row) for row in ids]
+    start = _common(parts)
+    end = _common([part[start:][::-1] for part in parts])
+    return {row: "".join(part[start : len(part) - end]).strip("_-.") or row for row, part in zip(ids, parts, strict=True)}
+
+
+def _common(parts: Sequence[Sequence[str]]) -> int:
+    """The number of equal parts at the beginning."""
+    return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))))
+
+
+def save_plot(plot: Plot | None, trials: Sequence[Trial], rows: Sequence[TableRow], title: str, path: Path) -> None:
+    """Writes top-1 with its 95 % interval as PNG: ours on the left, the paper's on the right if it has any. With a plot, it is
+    drawn over the plot's number; otherwise each row of the table is a row of the picture. At least one row must have an
+    accuracy of ours."""
+    has_intervals = any(row.top1_half_width is not None for row in rows)
+
+    def heading(side: str) -> str:
+        return f"{side}: mean and 95 % interval" if has_intervals and side.startswith("ours") else side
+
+    if plot is not None:
+        charts = plot_charts(plot, trials, rows)
+        plots.save([replace(chart, heading=heading(chart.heading)) for chart in charts], title, path)
+        return
+    families = {trial.row: family(trial) for trial in trials}
+    names = list(dict.fromkeys(families[row.id] for row in rows))
+    charts = []
+    for side in _sides(rows, trials[0].profile):
+        by_row = [(names.index(families[row.id]), _points([(row, 0.0, row.id)], side)) for row in rows]
+        series = [Series(names[style], style, points) for style, points in by_row if points]
+        charts.append(Chart(heading(side[0]), "", series, "", ACCURACY))
+    plots.save_rows(charts, title, path)

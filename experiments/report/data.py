@@ -1,0 +1,273 @@
+"""The results of a grid as plain records."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import san
+from experiments.evaluation.protocol import Numbers, Protocol
+from experiments.grids.grid import Grid, Trial
+from experiments.grids.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow
+from experiments.report import interval
+from experiments.tracking import Result
+from experiments.training.images import open_data
+
+if TYPE_CHECKING:
+    from experiments.report.attention_samples import AttentionSample
+
+Spread = tuple[tuple[float, ...], float | None]
+"""The values of the seeds, and half of the 95 % confidence interval of their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a grid's table in percent, millions and 1e9 multiply-accumulates; None for a missing number."""
+
+    id: str
+    paper_top1: float | None
+    top1: float | None
+    """Mean over the finished seeds."""
+    top1_half_width: float | None
+    """Half of the 95 % confidence interval of `top1`; None for fewer than three seeds."""
+    top1_by_seed: tuple[float, ...]
+    """Top-1 of each finished seed."""
+    difference: float | None
+    """Ours minus the paper's; None unless the training matches the paper's (`is_papers_setting`)."""
+    top5: float | None
+    seeds: int
+    """Number of finished seeds."""
+    paper_params: float | None
+    params: float | None
+    paper_flops: float | None
+    flops: float | None
+    note: str | None = None
+    """The seeds that were stopped early."""
+
+    def spread_of(self, field: str) -> Spread:
+        return (self.top1_by_seed, self.top1_half_width) if field == "top1" else ((), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One number of one row under one condition of a protocol, in percent; None for a missing number."""
+
+    condition: str
+    row: str
+    number: str
+    """`top1`, `top5` or `success`."""
+    paper: float | None
+    ours: float | None
+    """Mean over the seeds with this number."""
+    half_width: float | None
+    """Half of the 95 % confidence interval of `ours`; None for fewer than three seeds."""
+    by_seed: tuple[float, ...]
+    difference: float | None
+    """Ours minus the paper's; None unless the training matches the paper's (`is_papers_setting`)."""
+    paper_drop: float | None
+    drop: float | None
+    """Percentage points lost compared with the first condition, mean over the seeds with both numbers. None for the first
+    condition and for numbers that the first condition lacks."""
+    drop_half_width: float | None
+    """Half of the 95 % confidence interval of `drop`, from the drops of single seeds; None for fewer than three seeds."""
+    seeds: int
+
+    def spread_of(self, field: str) -> Spread:
+        if field == "ours":
+            return self.by_seed, self.half_width
+        return (), self.drop_half_width if field == "drop" else None
+
+
+def table_rows(
+    grid: Grid,
+    trials: Sequence[Trial],
+    results: Mapping[str, Result],
+    paper: Mapping[str, PaperRow],
+    counts: Mapping[str, san.Complexity | None],
+) -> list[TableRow]:
+    """The rows of a grid's table in the grid's order. `counts` has the full-size model of each row."""
+    return [_table_row(row.id, trials, results, paper.get(row.id, PaperRow()), counts.get(row.id)) for row in grid.rows]
+
+
+def _table_row(
+    row: str, trials: Sequence[Trial], results: Mapping[str, Result], paper: PaperRow, counts: san.Complexity | None
+) -> TableRow:
+    finished = finished_metrics(row, trials, results)
+    by_seed = tuple(metrics["val/top1"] for metrics in finished)
+    top1 = _mean(by_seed)
+    return TableRow(
+        id=row,
+        paper_top1=paper.top1,
+        top1=top1,
+        top1_half_width=_half_width(by_seed),
+        top1_by_seed=by_seed,
+        difference=_minus(top1, paper.top1) if top1 is not None and is_papers_setting(row, trials) else None,
+        top5=_mean([metrics["val/top5"] for metrics in finished]),
+        seeds=len(finished),
+        paper_params=paper.params,
+        params=counts.params / 1e6 if counts else None,
+        paper_flops=paper.flops,
+        flops=counts.flops_paper / 1e9 if counts else None,
+        note=_early_stops(row, trials, results),
+    )
+
+
+def is_papers_setting(row: str, trials: Sequence[Trial]) -> bool:
+    """Returns whether a row's accuracies are comparable with the paper's: trained on all photographs of 1000 classes, with the
+    image size and the number of epochs of the paper."""
+    return all(_matches_paper(trial) for trial in trials if trial.row == row)
+
+
+def _matches_paper(trial: Trial) -> bool:
+    data, epochs = trial.config.data, trial.config.recipe.epochs
+    if trial.profile != "imagenet" or (data.size, epochs) != (INPUT_SIZE, EPOCHS):
+        return False
+    are_photographs = data.source in ("folder", "shards") and data.train_per_class is None
+    return are_photographs and len(open_data(data)[0].classes) == CLASSES
+
+
+def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:
+    """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
+    found = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
+    return [result.metrics for result in found if result.finished]
+
+
+def finished_cells(trials: Sequence[Trial], results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
+    """The finished trials with their results, in order."""
+    found = [(trial, results[trial.key]) for trial in trials if trial.key in results]
+    return [(trial, result) for trial, result in found if result.finished]
+
+
+def _early_stops(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
+    mine = [trial for trial in trials if trial.row == row]
+    stops = [(trial, results[trial.key].stopped_at) for trial in mine if trial.key in results]
+    told = [
+        f"{f'seed {trial.seed} ' if len(mine) > 1 else ''}stopped at epoch {epoch} of {trial.config.recipe.epochs}"
+        for trial, epoch in stops
+        if epoch is not None
+    ]
+    return f"{', '.join(told)} by early stopping" if told else None
+
+
+def grid_measurements(
+    protocol: Protocol, trials: Sequence[Trial], results: Mapping[str, Result], paper: Mapping[str, Mapping[str, float]]
+) -> list[Measurement]:
+    """The measurements of a grid. `paper` maps each row to its printed numbers, for example `cw90_top1`."""
+    ours = {
+        trial.row: [
+            {condition.name: condition.found(metrics) for condition in protocol.conditions}
+            for metrics in finished_metrics(trial.row, trials, results)
+        ]
+        for trial in trials
+    }
+    return measurements(protocol, ours, paper, {row for row in ours if is_papers_setting(row, trials)})
+
+
+def measurements(
+    protocol: Protocol,
+    ours: Mapping[str, Sequence[Mapping[str, Numbers]]],
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+    comparable: Collection[str] = (),
+) -> list[Measurement]:
+    """Measurements condition by condition. `ours` maps each row to one mapping per seed, from a condition's name to its
+    numbers; `comparable` are the rows with a difference to the paper."""
+    first = protocol.conditions[0]
+
+    def measurement(condition: str, row: str, number: str) -> Measurement:
+        seeds = [seed for seed in ours[row] if number in seed.get(condition, {})]
+        values = tuple(seed[condition][number] for seed in seeds)
+        has_drop = condition != first.name and number in first.numbers
+        both = [seed for seed in seeds if has_drop and number in seed.get(first.name, {})]
+        drops = [seed[first.name][number] - seed[condition][number] for seed in both]
+        printed = (paper or {}).get(row, {})
+        theirs, mean = printed.get(f"{condition}_{number}"), _mean(values)
+        return Measurement(
+            condition=condition,
+            row=row,
+            number=number,
+            paper=theirs,
+            ours=mean,
+            half_width=_half_width(values),
+            by_seed=values,
+            difference=_minus(mean, theirs) if row in comparable else None,
+            paper_drop=_minus(printed.get(f"{first.name}_{number}"), theirs) if has_drop else None,
+            drop=_mean(drops),
+            drop_half_width=_half_width(drops),
+            seeds=len(values),
+        )
+
+    return [measurement(one.name, row, number) for one in protocol.conditions for row in ours for number in one.numbers]
+
+
+def family(trial: Trial) -> str:
+    """What models of different depths have in common, for example `san pairwise`."""
+    return re.sub(r"\d+", "", trial.config.model.name).replace("_", " ")
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _half_width(values: Sequence[float]) -> float | None:
+    spread = interval.of_mean(values)
+    return spread.half_width if spread else None
+
+
+def _minus(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
+
+
+MOST_ROWS = 42
+"""A page shows curves, labels and commands for at most this many rows; more would be indistinguishable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that a page shows of a grid."""
+
+    grid: Grid
+    name: str
+    caption: str
+    command: str
+    """The `san run` command that trains the grid."""
+    overrides: Sequence[str]
+    trials: Sequence[Trial]
+    results: Mapping[str, Result]
+    rows: Sequence[TableRow]
+    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+    """Epochs and values by content hash and metric."""
+    store: str
+    """Address of the tracker."""
+    samples: Sequence[AttentionSample]
+    measurements: Sequence[Measurement]
+    """The table of the grid's protocol, if it names one."""
+
+    @property
+    def profile(self) -> str:
+        return self.trials[0].profile
+
+    @property
+    def finished(self) -> list[tuple[Trial, Result]]:
+        return finished_cells(self.trials, self.results)
+
+    @property
+    def families(self) -> dict[str, list[TableRow]]:
+        """The rows by the family of their models."""
+        families: dict[str, list[TableRow]] = {}
+        of_row = {trial.row: family(trial) for trial in self.trials}
+        for row in self.rows:
+            families.setdefault(of_row[row.id], []).append(row)
+        return families
+
+    @property
+    def shown_rows(self) -> list[str]:
+        return shown_rows(self.rows)
+
+
+def shown_rows(rows: Sequence[TableRow]) -> list[str]:
+    """The ids of the `MOST_ROWS` best rows by top-1, in order; a page shows their curves, labels and commands."""
+    best = {row.id for row in sorted(rows, key=lambda row: -(row.top1 or 0.0))[:MOST_ROWS]}
+    return [row.id for row in rows if row.id in best]

@@ -1,0 +1,247 @@
+"""A grid's results as one HTML page without scripts or external files, so that it can be mailed and read offline."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from experiments.evaluation.protocol import TITLES
+from experiments.evaluation.protocols import PROTOCOLS
+from experiments.grids.config import merged
+from experiments.grids.grid import Grid, Trial
+from experiments.report import attention_plot, plots
+from experiments.report import data as report_data
+from experiments.report.attention import variance_in_words
+from experiments.report.attention_samples import MOST_SAMPLES
+from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
+from experiments.report.data import Measurement, Report, TableRow, grid_measurements
+from experiments.report.plots import Chart
+from experiments.report.tables import MEASUREMENT_COLUMNS, Column
+from experiments.tracking import Result
+
+MINUS = "\N{MINUS SIGN}"
+SPREAD = (
+    "± is half of the 95 % interval of the mean over seeds (Student's t). "
+    "It covers the randomness of training, not of the images."
+)
+DROP_SPREAD = "The interval of a drop is computed from the drops of the individual seeds."
+NO_DIFFERENCE = (
+    "No difference is shown, because our training differs from the paper's in the images, the image size or the number "
+    "of epochs."
+)
+COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the full-size models."
+SAME = {
+    "images": "digest of the image lists",
+    "workers": "workers per cell",
+    "commit": "commit",
+    "versions": "versions",
+    "machine": "machine",
+}
+"""Facts about cells that are shown only once if they are equal, and their names there."""
+
+
+Groups = Mapping[str, Sequence[Column]]
+"""Columns by the heading above them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlTable:
+    """A table whose rows are in bodies with a title, or in one without. Each row has a record for each group of columns."""
+
+    name: str
+    caption: str
+    groups: Groups
+    bodies: Mapping[str, Mapping[str, Sequence[TableRow | Measurement | None]]]
+    notes: Sequence[str]
+    missing: str
+    """Shown instead of our missing numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section of charts: figures with panels, and the legend that all panels share."""
+
+    heading: str
+    figures: Sequence[Sequence[Chart]]
+    legend: Mapping[str, int]
+    note: str = ""
+
+
+def page(report: Report) -> str:
+    """Renders the page. All text is escaped."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["svg"] = lambda chart: Markup(plots.svg(chart))
+    environment.filters["attention_svg"] = lambda attention: Markup(attention_plot.svg(attention))
+    environment.filters |= {"number": _number, "variance_in_words": variance_in_words, "shell_join": shlex.join}
+    environment.globals["icon"] = lambda style, salt: Markup(plots.icon(style, salt))
+    done, cells = len(report.finished), len(report.trials)
+    facts = [
+        f"profile {report.profile}",
+        f"all {cells} cells finished" if done == cells else f"{done} of {cells} cells finished",
+    ]
+    if ended := max((result.ended for _, result in report.finished), default=0):
+        facts.append(datetime.fromtimestamp(ended, UTC).strftime("last cell finished %Y-%m-%d %H:%M UTC"))
+    return environment.get_template("page.html").render(
+        report=report,
+        colors=plots.COLORS,
+        caption=Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(report.caption)))),
+        facts=facts,
+        protocol=_protocol_table(report.measurements) if report.measurements else None,
+        other_protocols=_other_protocols(report),
+        seeds=Counter(trial.row for trial in report.trials),
+        robustness_section=_robustness_section(report),
+        results=_results_table(report),
+        sections=[section for section in (_plot_section(report), _cost_section(report), _curves_section(report)) if section],
+        most_samples=MOST_SAMPLES,
+        most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
+        is_server=report.store.startswith(("http://", "https://")),
+        **_facts(report),
+        row_commands={row: commands_for_row(report.grid, row, report.trials, report.overrides) for row in report.shown_rows},
+        commands_note=_limit_note(report, "a command on this page"),
+    )
+
+
+def _limit_note(report: Report, what: str) -> str:
+    """Says which rows have `what` if not all of them do."""
+    most, total = report_data.MOST_ROWS, len(report.rows)
+    return f" Only the best {most} of the {total} rows, by top-1, have {what}." if total > most else ""
+
+
+def _robustness_section(report: Report) -> Section | None:
+    charts = robustness_charts(report) if report.measurements else []
+    note = "At the same horizontal position, a higher point is more robust. Hover over a point for details."
+    note += _limit_note(report, "labels, where there is room")
+    return Section("Accuracy that remains", [charts], _family_styles(report), note) if charts else None
+
+
+def _plot_section(report: Report) -> Section | None:
+    plot = report.grid.plot
+    charts = plot_charts(plot, report.trials, report.rows) if plot else []
+    if plot is None or not charts:
+        return None
+    styles = {name: style for chart in charts for name, style in chart.styles.items()}
+    return Section(f"Accuracy by {plot.label.split(',')[0]}", [charts], styles)
+
+
+def _cost_section(report: Report) -> Section | None:
+    charts = cost_charts(report)
+    note = "Up and to the left is better. Intervals without an end mark are cut off. Hover over a point for details."
+    note += _limit_note(report, "labels, where there is room")
+    return Section("Accuracy and cost", [charts], _family_styles(report), note) if charts else None
+
+
+def _curves_section(report: Report) -> Section | None:
+    groups = curve_charts(report)
+    has_seeds = len({trial.seed for trial in report.trials}) > 1
+    note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
+    return Section("Training curves", groups, {}, (note + _limit_note(report, "curves")).strip()) if groups else None
+
+
+def _family_styles(report: Report) -> dict[str, int]:
+    return {name: style for style, name in enumerate(report.families)}
+
+
+def _number(value: float, form: str = ".1f") -> str:
+    return format(round(value, 1) + 0.0, form).replace("-", MINUS)  # adding 0.0 turns -0.0 into 0.0
+
+
+def _has(records: Iterable[Any], field: str) -> bool:
+    return any(getattr(record, field) is not None for record in records)
+
+
+def _results_table(report: Report) -> HtmlTable:
+    """The table of the grid. If the grid names a protocol, this table is the background of the protocol's."""
+    rows = report.rows
+    paper = {
+        field: [("paper", field, ".1f")] * _has(rows, "paper_top1") for field in ("paper_top1", "paper_params", "paper_flops")
+    }
+    difference = [("difference", "difference", "+.1f")] * _has(rows, "difference")
+    groups: Groups = {
+        "top-1, %": [*paper["paper_top1"], ("ours", "top1", ".1f"), *difference],
+        "top-5, %": [("ours", "top5", ".1f")],
+        "parameters, 10⁶": [*paper["paper_params"], ("ours", "params", ".1f")],
+        "FLOPs, 10⁹": [*paper["paper_flops"], ("ours", "flops", ".1f")],
+    }
+    notes = [SPREAD] * _has(rows, "top1_half_width")
+    notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not difference)
+    caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
+    body = {row.id: [row] * len(groups) for row in rows}
+    return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, COUNTS], "not finished")
+
+
+def _protocol_table(found: Sequence[Measurement]) -> HtmlTable:
+    """The table of a protocol, condition by condition, without empty columns."""
+    groups: dict[str, Sequence[Column]] = {}
+    for number in TITLES:
+        mine = [one for one in found if one.number == number]
+        columns = [(heading.removeprefix("{} "), field, form) for heading, field, form in MEASUREMENT_COLUMNS]
+        if mine:
+            groups[number] = [column for column in columns if column[1] == "ours" or _has(mine, column[1])]
+    by_place = {(one.condition, one.row, one.number): one for one in found}
+    bodies: dict[str, dict[str, Sequence[Measurement | None]]] = {}
+    for one in found:
+        bodies.setdefault(one.condition, {})[one.row] = [by_place.get((one.condition, one.row, number)) for number in groups]
+    notes = [f"{SPREAD} {DROP_SPREAD}"] * _has(found, "half_width")
+    notes += [NO_DIFFERENCE] * (_has(found, "paper") and not _has(found, "difference"))
+    caption = f"{'Paper and ours' if _has(found, 'paper') else 'Ours'}, by condition"
+    titled = {f"{TITLES[number]}, %": columns for number, columns in groups.items()}
+    return HtmlTable("Table of results by condition", caption, titled, bodies, notes, "not measured")
+
+
+def _other_protocols(report: Report) -> dict[str, HtmlTable]:
+    """Tables of the protocols for which the cells have numbers although the grid names no protocol."""
+    if report.grid.robustness:
+        return {}
+    found = {name: grid_measurements(protocol, report.trials, report.results, {}) for name, protocol in PROTOCOLS.items()}
+    return {name: _protocol_table(measured) for name, measured in found.items() if _has(measured, "ours")}
+
+
+def _facts(report: Report) -> dict[str, Any]:
+    """Facts that are the same for all finished cells (`same_facts`), and those of each cell (`cell_facts`)."""
+
+    def tagged(result: Result, name: str, missing: str = "see environment.txt of the run") -> str:
+        return result.tags.get(f"san.{name}", missing)
+
+    cells = [
+        {
+            "key": trial.key,
+            "run": result.run_id,
+            "top-1, %": f"{result.metrics['val/top1']:.2f}",
+            "minutes": f"{result.seconds / 60:.1f}",
+            "images": trial.data_digest,
+            "workers": tagged(result, "workers", "unknown"),
+            "commit": tagged(result, "git_commit", "unknown"),
+            "versions": tagged(result, "versions"),
+            "machine": tagged(result, "machine"),
+        }
+        for trial, result in report.finished
+    ]
+    same = {name: cells[0][name] for name in SAME if cells and len({cell[name] for cell in cells}) == 1}
+    each = [{name: value for name, value in cell.items() if name not in same} for cell in cells]
+    return {"same_facts": {SAME[name]: value for name, value in same.items()}, "cell_facts": each}
+
+
+def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str]) -> str:
+    """Shell commands that train one row's cells from a grid of its own; their keys are the same."""
+    (mine,) = (one for one in grid.rows if one.id == row)
+    layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
+    seeds = [trial.seed for trial in trials if trial.row == row]
+    asked = {"question": grid.question} | ({"robustness": grid.robustness} if grid.robustness else {})
+    content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
+    text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
+    file = f"{row}.yaml"
+    command = shlex.join(["san", "run", file, "--profile", trials[0].profile, *overrides])
+    return f"cat > {shlex.quote(file)} <<'END'\n{text}END\n{command}"

@@ -1,0 +1,323 @@
+"""Charts, drawn by matplotlib: as PNG, and as SVG that takes its colors and fonts from the page around it.
+
+Series differ in color, marker and dashes. Points of an SVG show their titles when the mouse is over them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise, product
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+COLORS = {
+    # Name on the page: in light and in dark mode.
+    "ground": ("#ffffff", "#14171b"),
+    "raised": ("#f6f7f8", "#1c2025"),
+    "ink": ("#1b1f24", "#e9ecef"),
+    "quiet": ("#59616b", "#a4adb8"),
+    "rule": ("#dfe2e6", "#343a42"),
+    "link": ("#00619a", "#7cc3f2"),
+    "missing": ("#a33f00", "#ff9d5c"),
+    # Series, as far apart as their contrast with the ground allows, also for color-blind readers.
+    "c0": ("#1070c4", "#5fa3e8"),
+    "c1": ("#dc6e1e", "#f07c2e"),
+    "c2": ("#0f5f4a", "#2fe0ac"),
+    "c3": ("#b4488a", "#d18fb0"),
+    "c4": ("#846600", "#ecb92e"),
+    "c5": ("#009bcf", "#4280c8"),
+    "c6": ("#1b1f24", "#e9ecef"),
+}
+GROUND, INK, QUIET, RULE = (COLORS[name][0] for name in ("ground", "ink", "quiet", "rule"))
+# No two of the three lengths have a common divisor, so styles repeat as late as possible.
+SERIES = tuple(light for name, (light, _) in COLORS.items() if re.fullmatch(r"c\d", name))
+MARKERS = ("o", "s", "^", "D", "v")
+SIZES = (8.4, 7.4, 9.6, 7.4, 9.6)
+DASHES = ("-", (0, (7, 4)), (0, (1.5, 4)), (0, (9, 3, 2, 3)))
+
+WIDTH, HEIGHT = 400, 270
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 30, 44
+"""Margins of an SVG chart in pixels at its own size."""
+LETTER, LINE = 8.4, 15.0
+"""Width and height of a label's letter where the page shows it largest, on a telephone."""
+LABEL_PLACES = (
+    *(("left", 6, 6), ("right", -6, 6), ("left", 6, -14), ("right", -6, -14)),
+    *(("left", 8, -4), ("right", -8, -4), ("center", 0, 9), ("center", 0, -18)),
+)
+"""Where a label may be: its alignment, and its distance from the point."""
+SETTINGS: Any = {"svg.fonttype": "none", "lines.scale_dashes": False, "axes.axisbelow": True}
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point with its interval from `low` to `high`, a short label beside it and a title for the mouse."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    label: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one style that are joined by a line."""
+
+    name: str
+    style: int
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One or more series over common axes."""
+
+    heading: str
+    description: str
+    """First sentence of the text alternative."""
+    series: Sequence[Series]
+    x_label: str
+    y_label: str
+    ticks: Sequence[float] = ()
+    """Of the horizontal axis; round numbers by default."""
+    most: float = math.inf
+    """Values cannot exceed this number."""
+    is_curve: bool = False
+    """Draws bands instead of intervals, and only a few markers."""
+
+    @property
+    def styles(self) -> dict[str, int]:
+        return {one.name: one.style for one in self.series}
+
+    @property
+    def alternative(self) -> str:
+        """The chart in words: all points of short series, the first and last of long ones."""
+        told = [self.description]
+        for one in self.series:
+            points = one.points if len(one.points) <= 12 else (one.points[0], one.points[-1])
+            told.append(f"{one.name}: {'; '.join(point.title for point in points)}.")
+        return " ".join(told)
+
+
+def svg(chart: Chart) -> str:
+    """The chart as an SVG element for the page."""
+    whole, (axes,) = _panels(1, WIDTH, HEIGHT)
+    axes.set_position((LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT))
+    titles = _draw(axes, chart)
+    axes.xaxis.labelpad = 9
+    whole.text(6 / WIDTH, 1 - 13 / HEIGHT, chart.y_label, color=QUIET)
+    _draw_labels(axes, chart)
+    return as_element(whole, f'class="chart" role="img" aria-label="{escape(chart.alternative)}"', titles)
+
+
+def icon(style: int, salt: str) -> str:
+    """The line and the marker of a style for a legend. Icons on one page need different salts."""
+    whole, (axes,) = _panels(1, 28, 16)
+    axes.set_position((0, 0, 1, 1))
+    axes.set(xlim=(0, 28), ylim=(0, 16))
+    axes.axis("off")
+    color, _, dashes = _style(style)
+    axes.plot([0, 28], [8, 8], color=color, ls=dashes, lw=2)
+    _mark(axes, 14, 8, style)
+    return as_element(whole, 'aria-hidden="true"', salt=salt)
+
+
+def save(charts: Sequence[Chart], title: str, path: Path) -> None:
+    """Writes charts beside each other as PNG."""
+    whole, axes = _panels(len(charts), 360 * len(charts), 302, layout="constrained")
+    for axis, chart in zip(axes, charts, strict=True):
+        _draw(axis, chart)
+        axis.set_title(chart.heading, fontsize="medium")
+        axis.set_ylabel(chart.y_label)
+    styles = {name: style for chart in charts for name, style in chart.styles.items()}
+    for name, (color, marker, dashes) in {name: _style(style) for name, style in styles.items()}.items():
+        axes[-1].plot([], [], color=color, marker=marker, ls=dashes, label=name)
+    axes[-1].legend(frameon=False)
+    whole.suptitle(textwrap.fill(title, 42 * len(charts)))
+    whole.savefig(path, dpi=130)
+
+
+def save_rows(charts: Sequence[Chart], title: str, path: Path) -> None:
+    """Writes charts beside each other as PNG whose points are one below the other, with their labels on the left."""
+    labels = list(dict.fromkeys(point.label for chart in charts for one in chart.series for point in one.points))
+    width = 5.8 * max(map(len, labels)) + 302 * len(charts)
+    whole, axes = _panels(len(charts), width, 108 + 23 * len(labels), sharey=True, layout="constrained")
+    for axis, chart in zip(axes, charts, strict=True):
+        for one in chart.series:
+            color, marker, _ = _style(one.style)
+            for point in one.points:
+                error = point.high - point.y or math.nan
+                axis.errorbar(
+                    point.y, labels.index(point.label), xerr=error, color=color, marker=marker, ms=7, capsize=4, elinewidth=1.8
+                )
+        axis.set_title(chart.heading, fontsize="medium")
+        axis.set_xlabel(chart.y_label)
+        axis.margins(x=0.12)
+        axis.grid(color=RULE)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].set_ylim(len(labels) - 0.5, -0.5)  # the first row is on top
+    whole.suptitle(textwrap.fill(title, int(width / 8.5)))
+    whole.savefig(path, dpi=130)
+
+
+def figure(width: float, height: float, **layout: Any) -> Any:
+    """An empty figure of that size in points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(SETTINGS)
+    return Figure(figsize=(width / 72, height / 72), dpi=72, **layout)
+
+
+def _panels(number: int, width: float, height: float, sharey: bool = False, **layout: Any) -> tuple[Any, Any]:
+    """A figure and that many axes beside each other."""
+    whole = figure(width, height, **layout)
+    axes = whole.subplots(1, number, sharey=sharey, squeeze=False)[0]
+    for axis in axes:
+        axis.spines[["top", "left", "right"]].set_visible(False)
+        axis.spines["bottom"].set_color(QUIET)
+        axis.tick_params(length=0, pad=7, colors=QUIET)
+        axis.xaxis.label.set_color(QUIET)
+        axis.yaxis.label.set_color(QUIET)
+    return whole, axes
+
+
+def _style(style: int) -> tuple[str, str, Any]:
+    return SERIES[style % len(SERIES)], MARKERS[style % len(MARKERS)], DASHES[style % len(DASHES)]
+
+
+def _draw(axes: Any, chart: Chart) -> dict[str, str]:
+    """Draws everything but the labels; returns the titles of the markers by their ids."""
+    from matplotlib.ticker import MaxNLocator
+
+    points = [point for one in chart.series for point in one.points]
+    x_limits, y_limits = _limits([point.x for point in points] + list(chart.ticks)), _y_limits(chart, points)
+    axes.set(xlim=x_limits, ylim=y_limits, xlabel=chart.x_label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=chart.is_curve and axis is axes.xaxis))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if chart.ticks:
+        axes.set_xticks(chart.ticks)
+    axes.grid(axis="y", color=RULE)
+    titles: dict[str, str] = {}
+    for number, one in enumerate(chart.series):
+        color, _, dashes = _style(one.style)
+        xs, ys = [point.x for point in one.points], [point.y for point in one.points]
+        if chart.is_curve:
+            axes.fill_between(xs, [p.low for p in one.points], [p.high for p in one.points], color=color, alpha=0.16, lw=0)
+        axes.plot(xs, ys, color=color, ls=dashes, lw=2 if chart.is_curve else 1.4, gid="line")
+        marked = one.points
+        if chart.is_curve:  # one in each third, at a different place for each series
+            parts = [(third + (number + 1) / (len(chart.series) + 1)) / 3 for third in range(3)]
+            marked = [one.points[int(part * len(one.points))] for part in parts]
+        for point in marked:
+            if not chart.is_curve and point.low < point.high:
+                _draw_interval(axes, point, y_limits, color)
+            gid = f"mark{len(titles)}"
+            titles[gid] = f"{one.name}, {point.title}" if chart.is_curve else point.title
+            _mark(axes, point.x, point.y, one.style, gid)
+    return titles
+
+
+def _mark(axes: Any, x: float, y: float, style: int, gid: str = "") -> None:
+    color, marker, _ = _style(style)
+    size = SIZES[style % len(SIZES)]
+    axes.plot([x], [y], marker, color=color, mec=GROUND, mew=1.2, ms=size, gid=gid, clip_on=False, zorder=3)
+
+
+def _draw_interval(axes: Any, point: Point, y_limits: tuple[float, float], color: str) -> None:
+    """Draws a point's interval; an end outside the chart is cut off and has no cap."""
+    low, high = y_limits
+    axes.plot([point.x] * 2, [max(point.low, low), min(point.high, high)], color=color, lw=1.4, gid="line")
+    caps = [end for end in (point.low, point.high) if low <= end <= high]
+    axes.plot([point.x] * len(caps), caps, "_", color=color, ms=8, mew=1.4, clip_on=False)
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or abs(high) / 20 or 1.0
+    return low - room, high + room
+
+
+def _y_limits(chart: Chart, points: Sequence[Point]) -> tuple[float, float]:
+    """Leaves room for the intervals, but cuts off very wide ones so that the points stay apart."""
+    ys = [point.y for point in points]
+    room = 0.6 * (max(ys) - min(ys)) or math.inf
+    ys += [max(point.low, min(ys) - room) for point in points] + [min(point.high, max(ys) + room) for point in points]
+    low, high = _limits(ys)
+    return low, min(high, chart.most)
+
+
+def _draw_labels(axes: Any, chart: Chart) -> None:
+    """Draws each label at the first place around its point that is free, if possible also of lines. A label without a free
+    place is left out; the mouse shows it."""
+    places = {point: tuple(axes.transData.transform((point.x, point.y))) for one in chart.series for point in one.points}
+    boxes = [(x - 6, y - 6, x + 6, y + 6) for x, y in places.values()]
+    for point, (x, _) in places.items():
+        (_, low), (_, high) = axes.transData.transform([(point.x, point.low), (point.x, point.high)])
+        boxes.append((x - 2, low, x + 2, high))
+    lines = [box for one in chart.series for box in _boxes_along([places[point] for point in one.points])]
+    area = (LEFT, BOTTOM, WIDTH - RIGHT + 14, HEIGHT - TOP + 8)
+    for point, (x, y) in places.items():
+        width = LETTER * len(point.label)
+        for taken, (align, dx, dy) in product(([*boxes, *lines], boxes), LABEL_PLACES if point.label else ()):
+            left = x + dx - {"left": 0.0, "center": width / 2, "right": width}[align]
+            box = (left, y + dy - 3, left + width, y + dy + LINE - 3)
+            inside = area[0] < box[0] and area[1] < box[1] and box[2] < area[2] and box[3] < area[3]
+            if inside and not any(_overlap(box, other) for other in taken):
+                boxes.append(box)
+                where = {"xytext": (dx, dy), "textcoords": "offset points", "ha": align, "va": "baseline"}
+                axes.annotate(point.label, (point.x, point.y), color=INK, gid="label", **where)
+                break
+
+
+def _boxes_along(places: Sequence[tuple[float, float]]) -> list[Box]:
+    """Small boxes on the line that joins the places."""
+    found = []
+    for (x1, y1), (x2, y2) in pairwise(places):
+        steps = math.ceil(math.hypot(x2 - x1, y2 - y1) / 3)
+        middles = [(x1 + (x2 - x1) * step / steps, y1 + (y2 - y1) * step / steps) for step in range(1, steps)]
+        found += [(x - 1, y - 1, x + 1, y + 1) for x, y in middles]
+    return found
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def as_element(drawn: Any, attributes: str, titles: Mapping[str, str] = MappingProxyType({}), salt: str = "") -> str:
+    """Converts a figure to an SVG element that uses the page's font and CSS variables."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt + attributes}):  # ids that are repeatable and unique on a page
+        drawn.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    view = re.search(r'viewBox=".*?"', text)
+    assert view is not None
+    text = text[text.index("</metadata>") + 11 :]
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-size.*?text-anchor", "text-anchor", text)
+    text = re.sub(r' transform="rotate\(-0 .*?\)"', "", text)
+    text = re.sub(r"<(?!image)[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
+    text = re.sub(r"\s+", " ", text).replace("> <", "><")
+    for gid, title in titles.items():
+        text = text.replace(f'<g id="{gid}">', f'<g class="mark"><title>{escape(title)}</title>')
+    text = re.sub(r' id="(line|label)"', r' class="\1"', text)
+    text = re.sub(r' id="(?![mp][0-9a-f]{10}")[^"]*"', "", text)
+    for name, (light, _) in COLORS.items():
+        text = text.replace(light, f"var(--{name})")
+    return f"<svg {attributes} {view[0]}>{text}"

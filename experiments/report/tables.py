@@ -1,0 +1,151 @@
+"""Tables for terminals, Markdown and LaTeX, and records as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from experiments.evaluation.protocol import TITLES
+from experiments.report import interval
+from experiments.report.data import Measurement, TableRow
+
+LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"},
+}
+"""Replacements for characters that LaTeX treats specially or that older versions lack."""
+LONG = 30
+"""Columns with longer cells wrap in LaTeX."""
+
+Column = tuple[str, str, str]
+"""Heading, field of the record, format with the precision that the paper prints."""
+
+ACCURACY: tuple[Column, ...] = (
+    ("row", "id", "s"),
+    ("top-1 paper", "paper_top1", ".1f"),
+    ("top-1 ours", "top1", ".1f"),
+    ("seeds", "seeds", "d"),
+)
+COLUMNS: tuple[Column, ...] = (
+    *ACCURACY,
+    ("difference", "difference", "+.1f"),
+    ("top-5 ours", "top5", ".1f"),
+    ("params M paper", "paper_params", ".1f"),
+    ("params M ours", "params", ".1f"),
+    ("FLOPs G paper", "paper_flops", ".1f"),
+    ("FLOPs G ours", "flops", ".1f"),
+    ("note", "note", "s"),
+)
+SHORT = tuple(column for column in COLUMNS if column[1] not in ("top5", "paper_params", "paper_flops"))
+"""Columns for narrow places."""
+MEASUREMENT_COLUMNS: tuple[Column, ...] = (
+    ("{} paper", "paper", ".1f"),
+    ("{} ours", "ours", ".1f"),
+    ("difference", "difference", "+.1f"),
+    ("drop paper", "paper_drop", ".1f"),
+    ("drop ours", "drop", ".1f"),
+)
+"""The columns of each number of a protocol; its title replaces `{}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of text whose first row is the heading. The first `words` columns are left-aligned, the others right-aligned."""
+
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+    def text(self) -> str:
+        """Aligned columns for a terminal."""
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        ruled = [self.rows[0], ["-" * width for width in widths], *self.rows[1:]]
+        sides = [str.ljust if column < self.words else str.rjust for column in range(len(widths))]
+        return "\n".join(
+            "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in ruled
+        )
+
+    def markdown(self) -> str:
+        rule = ["---" if column < self.words else "---:" for column in range(len(self.rows[0]))]
+        return "\n".join("| " + " | ".join(row) + " |" for row in (self.rows[0], rule, *self.rows[1:]))
+
+    def latex(self) -> str:
+        """A tabular for the package booktabs. Long cells wrap, except in the first `words` columns."""
+        is_long = [max(map(len, column)) > LONG for column in zip(*self.rows, strict=True)]
+        forms = ["l" if place < self.words else "p{4cm}" if long else "r" for place, long in enumerate(is_long)]
+        body = [r"\toprule", *_latex_headings(self.rows[0]), r"\midrule", *map(_latex_row, self.rows[1:]), r"\bottomrule"]
+        begin = rf"\begin{{tabular}}{{{''.join(forms)}}}"
+        return "\n".join([r"% needs \usepackage{booktabs}", begin, *body, r"\end{tabular}"])
+
+
+def _latex_headings(headings: Sequence[str]) -> list[str]:
+    """Puts a common heading above neighbors such as `top-1 paper` and `top-1 ours`, so that the table fits on a page."""
+    parts = [name.rpartition(" ")[::2] if name.endswith((" paper", " ours")) else ("", name) for name in headings]
+    groups = [(what, len(list(members))) for what, members in groupby(what for what, _ in parts)]
+    if not any(what and count > 1 for what, count in groups):
+        return [_latex_row(headings)]
+    above, rules, first = [], [], 1
+    for what, count in groups:
+        above += [rf"\multicolumn{{{count}}}{{c}}{{{_escape_latex(what)}}}"] if what else [""] * count
+        rules += [rf"\cmidrule(lr){{{first}-{first + count - 1}}}"] if what else []
+        first += count
+    return [" & ".join(above) + r" \\", "".join(rules), _latex_row([own for _, own in parts])]
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(map(_escape_latex, cells)) + r" \\"
+
+
+def _escape_latex(cell: str) -> str:
+    """Escapes a cell. A lone `-` becomes a dash, and one before a digit a minus sign."""
+    text = "".join(LATEX.get(letter, letter) for letter in cell)
+    return "--" if cell == "-" else re.sub(r"^-(?=\d)", "$-$", text)
+
+
+def grid_table(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> Table:
+    """The table of a grid, without empty columns. The number of seeds is left out if all rows have one."""
+    has_seeds = any(row.seeds > 1 for row in rows)
+    kept = [column for column in columns if any(getattr(row, column[1]) is not None for row in rows)]
+    kept = [column for column in kept if column[1] != "seeds" or has_seeds]
+    return Table([[heading for heading, _, _ in kept], *([_text(row, field, form) for _, field, form in kept] for row in rows)])
+
+
+def protocol_table(measurements: Sequence[Measurement]) -> Table:
+    """The table of a protocol: a line for each row under each condition, without empty columns."""
+    by_place = {(one.condition, one.row, one.number): one for one in measurements}
+    places = list(dict.fromkeys((one.condition, one.row) for one in measurements))
+    columns = [("condition", *(condition for condition, _ in places)), ("row", *(row for _, row in places))]
+    for number, title in TITLES.items():
+        found = [by_place.get((*place, number)) for place in places]
+        for heading, field, form in MEASUREMENT_COLUMNS:
+            if any(getattr(one, field, None) is not None for one in found):
+                columns.append((heading.format(title), *(_text(one, field, form) for one in found)))
+    seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == place) for place in places]
+    if len({number for number in seeds if number}) > 1:
+        columns.append(("seeds", *map(str, seeds)))
+    return Table(list(zip(*columns, strict=True)), words=2)
+
+
+def _text(record: TableRow | Measurement | None, field: str, form: str) -> str:
+    value = getattr(record, field, None)
+    if record is None or value is None:
+        return "-"
+    by_seed, half_width = record.spread_of(field)
+    return interval.in_words(value, by_seed, half_width, form) if isinstance(value, float) else format(value, form)
+
+
+def csv_text(records: Sequence[Any]) -> str:
+    """Records of one dataclass in full precision, with one column per field."""
+    out = io.StringIO()
+    dicts = [asdict(record) for record in records]
+    writer = csv.DictWriter(out, dicts[0], lineterminator="\n")
+    writer.writeheader()
+    for values in dicts:
+        writer.writerow(
+            {key: " ".join(map(str, value)) if isinstance(value, tuple) else value for key, value in values.items()}
+        )
+    return out.getvalue()

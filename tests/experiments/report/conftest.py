@@ -1,0 +1,97 @@
+"""Grids with invented results for the tests of reports."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.grids.grid import Trial
+from experiments.grids.paper import counts_at_paper_setting, paper_rows
+from experiments.report.data import TableRow, table_rows
+from experiments.tracking import Result
+from experiments.training.checkpoint import Checkpoint, Origin
+from experiments.training.job import Job, open_job
+from experiments.training.metrics import RunningEpoch
+from san import Complexity
+from tests.experiments.samples import EPOCH
+
+QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
+
+
+GRID = f"""
+    question: "{QUESTION}"
+    table: footprint
+    plot: {{x: model.footprint, series: model.name, label: "side of the footprint, pixels"}}
+    base: {{recipe: {{epochs: 3}}}}
+    rows:
+      - {{id: resnet26_3, model: {{name: resnet26, footprint: 3}}}}
+      - {{id: pairwise_3, model: {{name: san10_pairwise, footprint: 3}}}}
+      - {{id: pairwise_5, model: {{name: san10_pairwise, footprint: 5}}}}
+      - {{id: patchwise_3, model: {{name: san10_patchwise, footprint: 3}}}}
+      - {{id: patchwise_5, model: {{name: san10_patchwise, footprint: 5}}}}
+"""
+
+
+TOPS = {
+    "resnet26": 90.0,
+    "san10_pairwise": 92.0,
+    "resnet26_3": 90.0,
+    "pairwise_3": 92.0,
+    "pairwise_5": 94.0,
+    "patchwise_3": 95.0,
+}
+
+
+@pytest.fixture
+def finished_job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
+    """Makes a job of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
+
+    def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> Job:
+        runs = tmp_path / "runs"
+        runs.mkdir()
+        shutil.copy(empty_database, runs / "mlflow.db")
+        job = open_job(write_grid(grid, "asked.yaml"), profile, overrides, runs, seeds=2)
+        job.tracker.prepare(job.grid, runs / "artifacts")
+        for trial in job.trials:
+            if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):
+                continue
+            tracked = job.tracker.open(trial)
+            tracked.describe(trial, Complexity(1, 2, 3, ()))
+            top1 = TOPS[trial.row] + trial.seed
+            epochs = [replace(EPOCH, epoch=i, top1=top1 - 10 * (2 - i), train_loss=2.0 - 0.5 * i) for i in range(3)]
+            tracked.log(epochs, {i: 1000 * i for i in range(3)})
+            tracked.finish()
+        return job
+
+    return make
+
+
+def save_untrained(job: Job, trial: Trial) -> Path:
+    """Writes a final checkpoint with random weights."""
+    torch.manual_seed(0)
+    config = trial.config
+    engine = {"model": config.model.spec().build(10).state_dict(), "average": None, "workers": [{"buffers": [{}]}]}
+    digits = tuple(map(str, range(10)))
+    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, digits)
+    history = tuple(replace(EPOCH, epoch=number) for number in range(config.recipe.epochs))
+    checkpoint = Checkpoint(trial.key, origin, history, RunningEpoch(len(history), 0.1), engine)
+    path = job.workspace.checkpoints(trial) / checkpoint.name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(checkpoint.as_bytes())
+    return path
+
+
+def tabled(job: Job, tops: dict[str, float]) -> list[TableRow]:
+    """The table of a job whose named rows are finished with this top-1."""
+    results = {
+        trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
+        for trial in job.trials
+        if trial.row in tops
+    }
+    printed = paper_rows(job.grid.table) if job.grid.table else {}
+    return table_rows(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))

@@ -1,0 +1,78 @@
+"""The attention weights on a page: which cells are chosen, and errors instead of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.report.attention_samples import attention_samples, best_of_each_kind
+from experiments.tracking import Result
+from experiments.training.checkpoint import Checkpoint
+from experiments.training.job import open_job
+from tests.experiments.report.conftest import GRID, save_untrained
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        ({"resnet26": {"name": "resnet26"}, "resnet38": {"name": "resnet38"}}, []),
+        (
+            {"deep": {"name": "san19_pairwise"}, "best": {"name": "san10_pairwise"}, "scalar": {"name": "san10_scalar"}},
+            ["best", "scalar"],
+        ),
+        (
+            {
+                **{relation: {"name": "san10_pairwise", "relation": relation} for relation in ("dot", "hadamard", "summation")},
+                **{relation: {"name": "san10_patchwise", "relation": relation} for relation in ("clique", "star")},
+            },
+            ["hadamard", "summation", "clique", "star"],
+        ),
+    ],
+    ids=["convolutions", "depths", "relations"],
+)
+def test_samples_the_best_cell_of_each_kind_of_attention(
+    rows: dict[str, dict[str, str]], chosen: list[str], write_grid: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Later cells are better here."""
+    content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
+    job = open_job(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2)
+    finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(job.trials)]
+    assert [(trial.row, trial.seed) for trial in best_of_each_kind(finished)] == [(row, 1) for row in chosen]
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_two_classes(path: Path) -> None:
+    found = Checkpoint.read(path)
+    path.write_bytes(replace(found, origin=replace(found.origin, classes=("cat", "dog"))).as_bytes())
+
+
+def of_a_field_of_later(path: Path) -> None:
+    found = Checkpoint.read(path)
+    path.write_bytes(replace(found, origin=replace(found.origin, record={**found.origin.record, "late": 1})).as_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (Path.unlink, "epoch-0003-step-0000000.pt: cannot read this file (No such file or directory)"),
+        (damaged, "epoch-0003-step-0000000.pt: not a file written by torch.save, or damaged"),
+        (of_two_classes, "size mismatch"),
+        (of_a_field_of_later, "late: "),
+    ],
+    ids=["gone", "damaged", "another network", "of another version"],
+)
+def test_unreadable_checkpoint_becomes_an_error_message(
+    change: Callable[[Path], None], told: str, write_grid: Callable[[str], Path], tmp_path: Path
+) -> None:
+    job = open_job(write_grid(GRID), "digits", (), tmp_path)
+    trial = next(trial for trial in job.trials if trial.row == "patchwise_3")
+    change(save_untrained(job, trial))
+    (found,) = attention_samples(job.workspace, [(trial, Result("run", True, {"val/top1": 95.0}))])
+    assert found.attention is None and told in found.error and "\n" not in found.error

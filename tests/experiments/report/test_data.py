@@ -1,0 +1,194 @@
+"""The records of tables: means, intervals, and differences only where they mean something."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.evaluation.protocols import PROTOCOLS
+from experiments.grids.config import PROJECT_DIR
+from experiments.grids.paper import counts_at_paper_setting, paper_numbers, paper_rows
+from experiments.report import interval
+from experiments.report.data import grid_measurements, measurements, table_rows
+from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table
+from experiments.tracking import Result
+from experiments.training.job import open_job
+from tests.experiments.grids.test_grid import GRIDS
+from tests.experiments.report.conftest import tabled
+
+COUNTED = [path for path in GRIDS if path.stem not in ("rotation", "attack")]
+
+
+"""Grids whose tables print parameters and FLOPs."""
+
+
+@pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
+def test_params_and_flops_match_the_paper(path: Path, tmp_path: Path) -> None:
+    for line in tabled(open_job(path, "digits", (), tmp_path), {}):
+        printed = "10.0 2.0" if line.id == "pairwise_phi_eq_psi" else f"{line.paper_params} {line.paper_flops}"
+        assert f"{line.params:.1f} {line.flops:.1f}" == printed, line.id  # that one counts 2.046, where the paper has 2.1
+
+
+def test_shows_a_difference_if_the_training_matches_the_papers(
+    small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
+) -> None:
+    root = f"data.root={folder_of_1000_classes}"
+    lines = tabled(open_job(small_grid, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
+    assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
+    assert " -1.0 |" in grid_table(lines).markdown()
+
+
+@pytest.mark.parametrize(
+    "profile, overrides",
+    [
+        ("digits", ()),
+        ("imagenet", ("data.source=synthetic",)),
+        ("imagenet", ("data.root=data/digits", "recipe.batch_size=64")),
+        ("imagenet", ("data.root={folder}", "data.train_per_class=1")),
+        ("imagenet", ("data.root={folder}", "data.size=160")),
+        ("imagenet", ("data.root={folder}", "recipe.epochs=10")),
+    ],
+)
+def test_shows_no_difference_if_the_training_differs_from_the_papers(
+    profile: str, overrides: tuple[str, ...], small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
+) -> None:
+    open_job(small_grid, "digits", (), tmp_path)  # writes the digits where they are missing
+    given = [override.format(folder=folder_of_1000_classes) for override in overrides]
+    job = open_job(small_grid, profile, given, tmp_path)
+    assert {line.difference for line in tabled(job, {"resnet26_3": 75.0})} == {None}
+    first = PROTOCOLS["rotation"].conditions[0]
+    metrics = {"val/top1": 1.0, "val/top5": 2.0} | first.metrics({"top1": 1.0, "top5": 2.0})
+    ours = {trial.key: Result("run", True, metrics) for trial in job.trials}
+    printed = {row.id: {f"{first.name}_top1": 77.0} for row in job.grid.rows}
+    cells = grid_measurements(PROTOCOLS["rotation"], job.trials, ours, printed)
+    assert {cell.difference for cell in cells} == {None} and any(cell.paper and cell.ours for cell in cells)
+
+
+def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_grid("""
+        question: Does chance matter?
+        table: footprint
+        seeds: [0, 1]
+        rows: [{id: resnet26_3, model: {name: resnet26}}]
+    """)
+    job = open_job(path, "digits", (), tmp_path)
+    first, second = job.trials
+    results = {first.key: Result("a", True, {"val/top1": 90.0, "val/top5": 99.0})}
+    results[second.key] = Result("b", False, {"val/top1": 20.0, "val/top5": 50.0})
+    counts, paper = counts_at_paper_setting(job.full_size), paper_rows("footprint")
+    (line,) = table_rows(job.grid, job.trials, results, paper, counts)
+    assert (line.top1, line.top1_half_width, line.seeds) == (90.0, None, 1)  # an unfinished run does not count
+    assert "seeds" not in grid_table([line]).text() and "±" not in grid_table([line]).text()
+    results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
+    (line,) = table_rows(job.grid, job.trials, results, paper, counts)
+    assert (line.top1, line.seeds) == (92.0, 2)
+    assert line.top1_half_width is None  # two seeds are shown as they are
+    assert "| resnet26_3 | 76.0 | 92.0 (90.0, 94.0) | 2 |" in grid_table([line]).markdown()
+    third = dataclasses.replace(job.trials[0], seed=2)
+    results[third.key] = Result("c", True, {"val/top1": 98.0, "val/top5": 99.0})
+    (line,) = table_rows(job.grid, [*job.trials, third], results, paper, counts)
+    # Student's t at 97.5 % with 2 degrees of freedom is 4.303; the standard error is 4 / sqrt(3).
+    assert line.top1_half_width == pytest.approx(4.302653 * 4 / 3**0.5, abs=1e-3)
+    assert "| resnet26_3 | 76.0 | 94.0 ± 9.9 | 3 |" in grid_table([line]).markdown()
+    assert "94.0 ± 9.9      3" in grid_table([line]).text()
+    (row,) = csv.DictReader(csv_text([line]).splitlines())
+    assert (float(row["top1_half_width"]), row["top1_by_seed"]) == (line.top1_half_width, "90.0 94.0 98.0")
+    assert grid_table([line], ACCURACY).markdown().splitlines()[0] == "| row | top-1 paper | top-1 ours | seeds |"
+
+
+def test_interval_of_a_mean() -> None:
+    assert interval.of_mean([]) is interval.of_mean([93.0]) is interval.of_mean([93.0, 95.0]) is None
+    # Mean 92, variance 4, so a standard error of sqrt(4 / 3); t at 97.5 % with 2 degrees of freedom is 4.302653.
+    found = interval.of_mean([90.0, 92.0, 94.0])
+    assert found is not None
+    assert (found.middle, found.half_width) == pytest.approx((92.0, 4.302653 * (4 / 3) ** 0.5))
+    assert (found.low, found.high) == pytest.approx((87.0317, 96.9683), abs=1e-3)
+
+
+def test_interval_of_a_difference() -> None:
+    assert interval.of_difference([1.0, 2.0], [3.0]) is interval.of_difference([], [1.0, 2.0]) is None
+    # Variances 1 and 4 of three values each: error sqrt(5 / 3), freedom (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 50 / 17.
+    found = interval.of_difference([91.0, 92.0, 93.0], [86.0, 88.0, 90.0])
+    assert found is not None
+    assert found.middle == pytest.approx(4.0)
+    assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
+    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not mean certainty
+
+
+def test_overrides_change_flops(small_grid: Path, tmp_path: Path) -> None:
+    plain, wide = (tabled(open_job(small_grid, "digits", o, tmp_path), {}) for o in ((), ("model.footprint=11",)))
+    assert [f"{line.flops:.1f}" for line in plain] == ["1.7", "2.4", "1.6"]
+    assert [f"{line.flops:.1f}" for line in wide][::2] == ["3.0", "2.3"]
+
+
+def test_model_too_large_for_the_papers_images_has_no_counts(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_grid("""
+        question: Too large for the last stage?
+        table: footprint
+        rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 15}}]
+    """)
+    (line,) = tabled(open_job(path, "digits", ("data.size=64", "data.resize=64"), tmp_path), {})
+    assert (line.params, line.flops, line.paper_params) == (None, None, 10.5)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_papers_table_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
+    job = open_job(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
+    assert job.grid.robustness == job.grid.table == name
+    columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
+    paper = paper_numbers(name)
+    assert list(paper) == [row.id for row in job.grid.rows]
+    assert all(list(numbers) == columns for numbers in paper.values())
+
+
+def test_drops_match_the_paper() -> None:
+    cells = measurements(PROTOCOLS["rotation"], {"san19_pairwise": []}, paper_numbers("rotation"))
+    drops = {(cell.condition, cell.number): cell.paper_drop for cell in cells}
+    assert drops["none", "top1"] is None
+    assert drops["cw180", "top1"] == pytest.approx(18.9)
+    assert drops["upside_down", "top5"] == pytest.approx(13.0)
+
+
+def test_drop_uses_the_seeds_with_both_numbers() -> None:
+    seeds = [
+        {"none": {"top1": 30.0, "top5": 80.0}, "cw90": {"top1": 20.0, "top5": 70.0}},
+        {"none": {"top1": 80.0, "top5": 99.0}},
+    ]
+    cells = measurements(PROTOCOLS["rotation"], {"row": seeds})
+    found = {(cell.condition, cell.number): cell for cell in cells}
+    assert (found["none", "top1"].ours, found["cw90", "top1"].ours, found["cw90", "top1"].drop) == (55.0, 20.0, 10.0)
+    lines = [line.split() for line in protocol_table(cells).text().splitlines()]
+    assert [line[-1] for line in lines if line[0] in ("condition", "none", "cw90", "cw180")] == ["seeds", "2", "1", "0"]
+
+
+def test_drop_has_its_own_interval() -> None:
+    """By the differences seed by seed: here they are alike, though the seeds are not."""
+    seeds = [
+        {"none": {"top1": 60.0 + base, "top5": 90.0}, "cw90": {"top1": 40.0 + base - more, "top5": 80.0}}
+        for base, more in ((0.0, 1.0), (10.0, 0.0), (20.0, 2.0))
+    ]
+    cells = measurements(PROTOCOLS["rotation"], {"row": seeds, "other": seeds[:1]})
+    found = {(cell.row, cell.condition, cell.number): cell for cell in cells}
+    turned = found["row", "cw90", "top1"]
+    assert (turned.drop, turned.drop_half_width) == pytest.approx((21.0, 4.302653 / 3**0.5))
+    assert turned.half_width is not None and turned.half_width > 20
+    assert found["row", "none", "top1"].drop_half_width is None
+    assert found["other", "cw90", "top1"].drop_half_width is None
+
+    told = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
+    table = protocol_table(cells)
+    texts = {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(cells)}
+    lines = {form: text.splitlines() for form, text in texts.items()}
+    (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
+    assert told[0] in line and told[1] in line
+    assert f"| cw90 | row | {told[0]} | {told[1]} |" in "\n".join(lines["markdown"])
+    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in told)) in "\n".join(lines["latex"])
+    (number,) = (
+        row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
+    )
+    assert (float(number["drop"]), float(number["drop_half_width"])) == (turned.drop, turned.drop_half_width)

@@ -1,0 +1,97 @@
+"""Tables as text, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.grids.paper import counts_at_paper_setting
+from experiments.report.data import TableRow, table_rows
+from experiments.report.tables import Table, csv_text, grid_table
+from experiments.tracking import Result
+from experiments.training.job import Job
+from tests.experiments.report.conftest import tabled
+
+
+def test_unfinished_rows_have_dashes(open_small_job: Callable[..., Job]) -> None:
+    text = grid_table(tabled(open_small_job(), {"resnet26_3": 97.25})).text()
+    heading, rule, pairwise, resnet, patchwise = text.splitlines()
+    assert "difference" not in heading
+    assert len({len(line) for line in (heading, rule, pairwise, resnet, patchwise)}) == 1
+    assert pairwise.split() == ["pairwise_3", "75.3", "-", "-", "10.5", "10.5", "1.7", "1.7"]
+    assert resnet.split() == ["resnet26_3", "76.0", "97.2", "99.0", "13.7", "13.7", "2.4", "2.4"]
+
+
+def test_csv_has_every_field(open_small_job: Callable[..., Job]) -> None:
+    rows = list(csv.DictReader(csv_text(tabled(open_small_job(), {"resnet26_3": 97.25})).splitlines()))
+    assert list(rows[0]) == [field.name for field in dataclasses.fields(TableRow)]
+    assert [row["top1"] for row in rows] == ["", "97.25", ""]
+    assert rows[0]["params"] == "10.531848"
+
+
+def test_grid_without_a_table_has_no_paper_columns(open_small_job: Callable[..., Job]) -> None:
+    job = open_small_job()
+    results = {job.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
+    lines = table_rows(job.grid, job.trials, results, {}, counts_at_paper_setting(job.full_size))
+    assert {line.paper_top1 for line in lines} == {None}
+    assert grid_table(lines).markdown().splitlines()[0] == "| row | top-1 ours | top-5 ours | params M ours | FLOPs G ours |"
+
+
+ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]
+
+
+def test_latex_escapes_special_characters() -> None:
+    text = Table(ROWS).latex().splitlines()
+    assert text[1:4] == [r"\begin{tabular}{lr}", r"\toprule", r"row\_a & top-1, \% \\"]
+    hard = r"50 \% \& \$x\$ \{\#1\} \textbackslash{}a \textasciitilde{} \textasciicircum{} & 97.2 $\pm$ 0.4 \\"
+    assert text[5:] == [hard, r"\bottomrule", r"\end{tabular}"]
+
+
+def test_latex_has_minus_signs_dashes_and_wraps_long_cells() -> None:
+    told = "stopped at epoch 6 of 18 by early stopping"
+    text = Table([("row", "difference", "drop", "note"), ("a-1", "-1.5", "-", told)]).latex().splitlines()
+    assert text[1] == r"\begin{tabular}{lrrp{4cm}}"
+    assert text[5] == rf"a-1 & $-$1.5 & -- & {told} \\"
+
+
+def test_latex_groups_paper_and_ours_under_one_heading() -> None:
+    heading = ("row", "top-1 paper", "top-1 ours", "seeds", "top-5 ours")
+    text = Table([heading, ("a", "1", "2", "3", "4")]).latex().splitlines()
+    assert text[3:6] == [
+        r" & \multicolumn{2}{c}{top-1} &  & \multicolumn{1}{c}{top-5} \\",
+        r"\cmidrule(lr){2-3}\cmidrule(lr){5-5}",
+        r"row & paper & ours & seeds & ours \\",
+    ]
+    assert Table([("row", "top-1 ours"), ("a", "2")]).latex().splitlines()[3] == r"row & top-1 ours \\"
+
+
+@given(st.lists(st.lists(st.text(st.characters(exclude_categories=["C", "Z"])), min_size=3, max_size=3), min_size=1))
+def test_latex_is_well_formed_for_any_text(rows: list[list[str]]) -> None:
+    """As many columns in each row as are declared, and every brace closed, whatever is in a cell."""
+    body = Table(rows).latex().splitlines()[3:-2]
+    assert len(body) == len(rows) + 1 and body.pop(1) == r"\midrule"
+    for line in body:
+        bare = re.sub(r"\\text\w+\{\}|\\[&%$#_{}]", "", line.removesuffix(r" \\"))
+        assert bare.count("&") == 2
+        assert not set(bare.replace(r"$\pm$", "").replace("$-$", "")) & set(r"\%$#_{}~^")
+
+
+def test_latex_compiles(tmp_path: Path) -> None:
+    program = shutil.which("pdflatex")
+    if program is None:
+        pytest.skip("LaTeX is missing: no pdflatex on PATH (Debian's package texlive-latex-recommended)")
+    told = "seed 0 stopped at epoch 6 of 18 by early stopping"
+    paired = [("row", "top-1 paper", "top-1 ours", "difference", "note"), ("a", "75.1", "75.0 ± 0.1", "-0.1", told)]
+    tables = f"{Table(ROWS).latex()}\n\n{Table(paired).latex()}"
+    body = "\n".join([r"\documentclass{article}\usepackage{booktabs}\begin{document}", tables, r"\end{document}"])
+    (tmp_path / "table.tex").write_text(body)
+    subprocess.run([program, "-halt-on-error", "table.tex"], cwd=tmp_path, check=True, capture_output=True)
