@@ -44,6 +44,7 @@ setup(
             "ray[default,train,tune]>=2.60",
             "deepspeed>=0.19.5",
             "mlflow>=3.17",
+            "boto3>=1.36",  # from this version on, puts with If-Match
             "pyyaml",
             "pydantic>=2",
             "click",

@@ -9,3 +9,7 @@ class UserError(ValueError):
 
 class MachineError(UserError):
     """A machine cannot do what was asked of it, so no other cell should be sent there."""
+
+
+class UnavailableError(UserError):
+    """A bucket or a tracking server cannot be used now; a later attempt may succeed."""

@@ -28,7 +28,8 @@ DOORS = {
     "matplotlib": ("experiments/report/plots.py", "experiments/report/attention_plot.py"),
     "jinja2": "experiments/report/page.py",
     "rich": "experiments/training/progress.py",
-    "pyarrow": "experiments/runs/bucket.py",
+    "boto3": "experiments/runs/store.py",
+    "botocore": "experiments/runs/store.py",
     "scipy": "experiments/report/interval.py",
 }
 LAYERS = ("cli", "report", "evaluation", "training", "tracking", "runs", "grids", "errors")

@@ -48,7 +48,7 @@ def convert(
     from experiments.evaluation.evaluate import kind_of, open_checkpoint, resolve_checkpoint
     from experiments.grids.config import merged
     from experiments.grids.expand import parse_override
-    from experiments.runs import is_uri
+    from experiments.runs.store import is_uri
     from san.models import checkpoint, released
 
     if is_uri(target):
@@ -170,7 +170,7 @@ def robustness(
     from experiments.evaluation.protocols import PROTOCOLS
     from experiments.report.data import measurements
     from experiments.report.tables import protocol_table
-    from experiments.runs import is_uri
+    from experiments.runs.store import is_uri
 
     # The query of an address and the name of a file may contain a `=`, too.
     names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]

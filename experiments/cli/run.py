@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +22,14 @@ from experiments.grids.grid import Trial
 from experiments.grids.paper import paper_claims
 from experiments.report.build import column_metrics, missing_measurements, note, show
 from experiments.report.study import section_of, write_study
-from experiments.runs import Lease, StorageError
-from experiments.runs.claims import WhileClaimed, claimed_cells, in_turn
+from experiments.runs.locks import WhileLocked, claimed_cells, mlflow_lock
+from experiments.runs.retry import retry
+from experiments.runs.store import Lock, StorageError, Store
 from experiments.runs.summary import read_top1
-from experiments.runs.workspace import Workspace
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import require_gpu, training_device
 from experiments.training.images import open_data
-from experiments.training.job import Job, is_done, is_finished, known_results, open_job, patiently, say
+from experiments.training.job import Job, is_done, is_finished, known_results, open_job, say
 from experiments.training.progress import Progress
 from experiments.training.trainer import run_trial
 from pipelines import DataError
@@ -62,7 +61,7 @@ def run(job: Job, address: str | None) -> bool:
         return complete
     try:
         trained = _train(job, missing, address) if missing else []
-        results = patiently(lambda: known_results(job))
+        results = retry(lambda: known_results(job))
         unsent = [missing[key].name for key in trained if not is_done(job, results, missing[key])]
         if unsent:
             say(
@@ -71,10 +70,10 @@ def run(job: Job, address: str | None) -> bool:
             )
         if unmeasured := missing_measurements(job, results):
             _measure(job, unmeasured, results, address)
-            results = patiently(lambda: known_results(job))
+            results = retry(lambda: known_results(job))
         files, complete = show(job, results)
-        patiently(lambda: job.tracker.log_report(files, complete))
-        patiently(lambda: job.tracker.describe(note(job, results), column_metrics(job)))
+        retry(lambda: job.tracker.log_report(files, complete))
+        retry(lambda: job.tracker.describe(note(job, results), column_metrics(job)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
@@ -114,19 +113,18 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
         if on_this_machine:
             training_device(job.trials[0].config)
         say(room(job, resources, at_once))
-        with claimed_cells(job.workspace, f"{job.name}-{job.profile}", missing) as (claimed, claim):
+        with claimed_cells(job.workspace.store, f"{job.name}-{job.profile}", missing) as (claimed, lock):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 say(f"skipped, because another `san run` is training the same cells: {', '.join(others)}")
             results = known_results(job)  # another run may have finished some before they could be claimed
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
-            with _early_stopping(job, results) as goes_on:
-                outcomes = _sweep(job, claimed, results, claim, goes_on)
+            with _early_stopping(job, results) as should_continue:
+                outcomes = _sweep(job, claimed, results, lock, should_continue)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _keep_story(job, missing[key], outcome.traceback)
-                    run_id = job.workspace.run_id(missing[key])
-                    patiently(functools.partial(job.tracker.failed, missing[key], run_id, outcome.error))
+                    retry(functools.partial(job.tracker.failed, missing[key], outcome.error))
     trained = [key for key, outcome in outcomes.items() if outcome.error is None]
     failed = [missing[key].name for key, outcome in outcomes.items() if outcome.error is not None]
     say(_summary("trained", len(trained), failed, time.monotonic() - start))
@@ -151,17 +149,15 @@ def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge |
 
     halving = Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
     before = [trial for trial in job.trials if is_done(job, results, trial)]
-    summaries = {trial.key: job.workspace.checkpoints(trial) / "summary.csv" for trial in before}
-    for summary in summaries.values():
-        job.workspace.bring(summary)
-    known = {key: read_top1(summary) for key, summary in summaries.items()}
-    with judge(halving, known) as goes_on:
-        yield goes_on
+    workspace = job.workspace
+    known = {trial.key: read_top1(workspace.store.read(workspace.summary(trial))) for trial in before}
+    with judge(halving, known) as should_continue:
+        yield should_continue
 
 
 def _prepare(job: Job, results: Mapping[str, Result]) -> None:
     """The grid's place in the store, with the table of what is finished so far."""
-    with in_turn(job.workspace, "store"):  # two grids may be the first in a store
+    with mlflow_lock(job.workspace.store):
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
         job.tracker.describe(note(job, results), column_metrics(job))
 
@@ -177,7 +173,7 @@ def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complet
 
 
 def _sweep(
-    job: Job, missing: dict[str, Trial], results: Mapping[str, Result], claim: Lease | None, goes_on: Judge | None
+    job: Job, missing: dict[str, Trial], results: Mapping[str, Result], lock: Lock, should_continue: Judge | None
 ) -> dict[str, Outcome]:
     from cluster.sweep import sweep  # brings Ray Tune and Train
 
@@ -185,39 +181,35 @@ def _sweep(
     job.tracker.begin()
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
-    train = functools.partial(run_trial, job.workspace, goes_on=goes_on)
+    train = functools.partial(run_trial, job.workspace, should_continue=should_continue)
     try:
-        with _sweep_storage(job.workspace, f"{job.name}-{job.profile}") as storage:
+        with _sweep_storage(job.workspace.store, f"{job.name}-{job.profile}") as storage:
             return sweep(
                 train,
                 missing,
                 job.placement,
                 storage=storage,
-                observer=progress if claim is None else WhileClaimed(progress, claim),
+                observer=WhileLocked(progress, lock),
                 progress="epoch",
                 final=(UserError, DataError, FloatingPointError),
                 fatal=(MachineError,),
             )
     except (KeyboardInterrupt, ClusterLostError):
         with suppress(TrackerError):
-            job.tracker.interrupted((trial, job.workspace.run_id(trial)) for trial in missing.values())
+            job.tracker.interrupted(missing.values())
         raise
     finally:
         progress.close()
 
 
 @contextmanager
-def _sweep_storage(workspace: Workspace, name: str) -> Iterator[Path | str]:
-    """Where a sweep leaves what only it needs; a killed run leaves its own."""
-    path = workspace.runs / "sweeps" / name
-    if workspace.bucket is None:
-        shutil.rmtree(path, ignore_errors=True)
-        yield path
-        return
-    workspace.bucket.remove_folder(workspace.name(path))
-    yield workspace.place(path)
+def _sweep_storage(store: Store, name: str) -> Iterator[str]:
+    """Where Ray stores its files of a sweep; a `san run` that was killed leaves them behind."""
+    folder = f"sweeps/{name}"
+    store.delete_folder(folder)
+    yield store.uri(folder)
     with suppress(StorageError):
-        workspace.bucket.remove_folder(workspace.name(path))
+        store.delete_folder(folder)
 
 
 def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
@@ -228,21 +220,20 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
     start, placement, name = time.monotonic(), replace(job.placement, workers=1), f"{job.name}-{job.profile}"
 
     def keep(work: Work, metrics: dict[str, float]) -> None:
-        patiently(lambda: job.tracker.add(work.run_id, metrics))
+        retry(lambda: job.tracker.add(work.run_id, metrics))
 
     trials = {key: work.trial for key, work in missing.items()}
-    with session(address) as resources, claimed_cells(job.workspace, name, trials) as (claimed, claim):
+    with session(address) as resources, claimed_cells(job.workspace.store, name, trials) as (claimed, lock):
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
         say(f"robustness ({job.grid.robustness}): {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
         _prepare(job, results)
         job.tracker.begin()
         watch = Watch(values, keep, sys.stderr)
-        observer = watch if claim is None else WhileClaimed(watch, claim)
         try:
-            with _sweep_storage(job.workspace, name) as storage:
+            with _sweep_storage(job.workspace.store, name) as storage:
                 final = (UserError, DataError)
-                outcomes = sweep(measure, values, placement, storage=storage, observer=observer, final=final)
+                outcomes = sweep(measure, values, placement, storage=storage, observer=WhileLocked(watch, lock), final=final)
         finally:
             watch.close()
     failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
@@ -261,6 +252,6 @@ def _keep_story(job: Job, trial: Trial, story: str) -> None:
     except OSError as error:
         say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{story}")
         return
-    patiently(lambda: workspace.keep(path))
-    log = workspace.place(workspace.log(trial, node="*"))
-    say(f"{trial.name}: traceback in {workspace.place(path)}, log in {log}")
+    retry(lambda: workspace.store.upload(path))
+    log = workspace.uri(workspace.log(trial, node="*"))
+    say(f"{trial.name}: traceback in {workspace.uri(path)}, log in {log}")

@@ -13,9 +13,9 @@ from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import expand
 from experiments.grids.paper import table_names
-from experiments.runs import Bucket, is_uri
 from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
+from experiments.runs.store import is_uri, open_store
 
 PACKAGES = ("san", "cuda_ext", "pipelines", "experiments", "cluster")
 FILES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md")
@@ -47,7 +47,7 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
         if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
             raise UserError(f"data.root={data.root}: a relative path; give the absolute path of a folder on the cluster")
     if runs is not None and is_uri(runs):
-        Bucket.parse(runs)
+        open_store(runs)
     elif runs is not None and not PurePosixPath(runs).is_absolute():
         raise UserError(
             f"--runs {runs}: a relative path, whose folder Ray deletes after the job; give an absolute path on the cluster"

@@ -63,10 +63,9 @@ def measure(work: Work, report: Report) -> None:
         UserError: the checkpoint cannot be used, or memory does not suffice.
         DataError: an image cannot be used.
     """
-    workspace, config = work.workspace.on_this_node(), work.trial.config
+    workspace, config = work.workspace, work.trial.config
     checkpoint = last_of(workspace.checkpoints(work.trial), config.recipe.epochs)
-    if not checkpoint.exists():
-        workspace.bring(checkpoint)
+    workspace.store.download(checkpoint)
     with kept_log(workspace, work.trial) as log, logging_to(log, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
         places = {condition.name: float(place) for place, condition in enumerate(work.conditions)}

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import ValidationError
@@ -17,13 +18,13 @@ from pydantic import ValidationError
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.grids.expand import parse_override, profile_path, read_profile
-from experiments.runs import Bucket, is_uri
+from experiments.runs.store import LocalStore, is_uri, open_store
 from experiments.runs.workspace import open_runs, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.device import available_device
 from experiments.training.images import open_split
 from experiments.training.job import has_store
-from experiments.training.loop import evaluate
+from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import threads_of
 from san.models import checkpoint, released
@@ -141,7 +142,7 @@ def kind_of(path: Path) -> Kind:
 def _trial_checkpoint(path: Path) -> Checkpoint | None:
     """Reads the checkpoint of a trial; None for other files."""
     if os.path.isdir(path):
-        best = best_in(path)
+        best = best_in(LocalStore(path))
         if best is None:
             raise UserError(f"{path}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
         return best
@@ -265,32 +266,27 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if not name or (is_uri(name) and not name.startswith("s3://")):
         told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
         raise UserError(f"{told}: not a checkpoint; give {CHECKPOINT}")
-    place, asked = open_runs(runs), name
-    bucket = Bucket.parse(name) if is_uri(name) else None
+    store, asked = open_runs(runs), name
     if (key := _key_in_mlflow(name, runs)) is not None:
-        if isinstance(place, Path) and not (place / "checkpoints" / key).is_dir():
-            raise UserError(f"{name}: the checkpoints of cell {key} are not in {place}; give their folder with --runs")
+        if store.shared and not (store.folder / "checkpoints" / key).is_dir():
+            raise UserError(f"{name}: the checkpoints of cell {key} are not in {store.folder}; give their folder with --runs")
         asked = key
-    if isinstance(place, Bucket) and re.fullmatch(KEY, asked) and not os.path.exists(asked):
-        bucket = place.folder(f"checkpoints/{asked}")
-    if bucket is None:
-        yield checkpoint_path(asked, place if isinstance(place, Path) else Path()), None
+    if not store.shared and re.fullmatch(KEY, asked) and not os.path.exists(asked):
+        asked = store.uri(f"checkpoints/{asked}")
+    if not is_uri(asked):
+        yield checkpoint_path(asked, store.folder if store.shared else Path()), None
         return
-    with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
-        above, own = bucket.split()
-        content = above.get(own) if own else None
-        if content is not None:
-            path = Path(folder) / own
-            path.write_bytes(content)
-            yield path, bucket.uri
-            return
-        for found in bucket.names(""):
-            if "/" not in found and found.startswith("epoch-"):
-                (Path(folder) / found).write_bytes(bucket.get(found) or b"")
-        best = best_in(Path(folder))
+    found = open_store(asked)
+    own = ""  # the name of what the address names
+    if (content := found.read(own)) is None:
+        best = best_in(found)
         if best is None:
-            raise UserError(f"{bucket}: no such file, and no folder with a readable checkpoint of a complete epoch")
-        yield Path(folder) / best.name, bucket.below(best.name)
+            raise UserError(f"{found}: no such file, and no folder with a readable checkpoint of a complete epoch")
+        own, content = best.name, best.as_bytes()
+    with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
+        path = Path(folder) / (own or urlsplit(asked).path.rpartition("/")[2])
+        path.write_bytes(content)
+        yield path, found.uri(own) if own else str(found)
 
 
 def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:

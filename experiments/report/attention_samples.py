@@ -54,7 +54,7 @@ def attention_samples(workspace: Workspace, cells: Sequence[tuple[Trial, Result]
 
 
 def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
-    place = workspace.place(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
+    place = workspace.uri(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
     try:
         with resolve_checkpoint(place, workspace.runs) as (path, _):
             opened = replace(open_checkpoint(path), config=trial.config)

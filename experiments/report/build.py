@@ -19,9 +19,10 @@ from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import Measurement, Report, TableRow, finished_cells, grid_measurements, shown_rows, table_rows
 from experiments.report.page import page
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
+from experiments.runs.retry import retry
 from experiments.tracking import Result
 from experiments.tracking.view import runs_page
-from experiments.training.job import Job, is_done, is_finished, patiently, say
+from experiments.training.job import Job, is_done, is_finished, say
 
 LONGEST_NOTE = 5000
 """Characters. MLflow rejects longer descriptions of experiments (20 000 in newer versions) and truncates those of runs."""
@@ -75,7 +76,7 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
         say(f"{folder}: cannot write the table, plot and page ({error.strerror or error})")
         files = []
     for file in files:
-        patiently(functools.partial(job.workspace.keep, file))
+        retry(functools.partial(job.workspace.store.upload, file))
     say(f"browse the runs: {job.kept_there(f'{_command()} ui')}")
     return files, print_unfinished(job, results)
 
@@ -103,10 +104,10 @@ def _write_files(job: Job, results: Mapping[str, Result], forms: Mapping[str, st
         if not job.grid.robustness:
             files.append(folder / "plot.png")
             save_plot(job.grid.plot, job.trials, rows, job.grid.question, files[-1])
-            say(f"plot: {job.workspace.place(files[-1])}")
+            say(f"plot: {job.workspace.uri(files[-1])}")
         files.append(folder / "report.html")
         files[-1].write_text(page(report_of(job, results)), encoding="utf-8")
-        say(f"report: {job.workspace.place(files[-1])}")
+        say(f"report: {job.workspace.uri(files[-1])}")
     return files
 
 
@@ -129,7 +130,7 @@ def report_of(job: Job, results: Mapping[str, Result]) -> Report:
     run_ids = {trial.key: results[trial.key].run_id for trial in job.trials if trial.key in results and trial.row in shown}
 
     def curve(run_id: str, metric: str) -> Sequence[tuple[int, float]]:
-        return patiently(lambda: job.tracker.history(run_id, metric))
+        return retry(lambda: job.tracker.history(run_id, metric))
 
     return Report(
         grid=job.grid,

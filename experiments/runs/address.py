@@ -1,4 +1,4 @@
-"""The tracker's address, and how long the project waits for the tracker."""
+"""MLflow's address."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import re
 
 from experiments.errors import UserError
 
-PATIENCE = 120.0  # seconds that the end of a trial, or of a grid, waits for a tracker that is away
-PAUSE = 2.0  # seconds before a tracker that is away is asked again
-
 
 def require_no_secret(uri: str) -> None:
-    """An address is printed, kept with runs and handed to other processes, so it must hold no password.
+    """Raises `UserError` if an address contains a password, because addresses are printed, stored and passed on.
 
-    Raises:
-        UserError: it does; the text shows no more of the address than its kind, for a password may hold an @ or a ? too.
+    The message repeats only the scheme of the address, because the password itself may contain an @ or a ?.
     """
     scheme, _, rest = uri.partition("://")
     if scheme in ("sqlite", "file"):

@@ -1,73 +1,51 @@
-"""Where runs are kept and tracked."""
+"""Where runs are stored and tracked."""
 
 from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.errors import UserError
 from experiments.grids.config import base_folder, is_job_copy
 from experiments.grids.grid import Trial
-from experiments.runs import Bucket, StorageError, is_uri
 from experiments.runs.address import require_no_secret
-from experiments.runs.summary import read_run_id
+from experiments.runs.store import Store, open_store
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where runs are kept, and the tracker's address.
+    """Where runs are stored, and MLflow's address."""
 
-    Runs are kept in a folder that all nodes can reach; or in a bucket, and `runs` is then a folder of this node's own: a file
-    lies in the bucket under the name that it has there.
-    """
-
-    runs: Path
+    store: Store
     tracking_uri: str
-    bucket: Bucket | None = None
 
-    def on_this_node(self) -> Workspace:
-        """The same, as seen by a process that another node has started."""
-        return self if self.bucket is None else replace(self, runs=self.bucket.scratch)
+    @property
+    def runs(self) -> Path:
+        """The folder in which this node works."""
+        return self.store.folder
+
+    def folder(self, trial: Trial) -> str:
+        """Name of the folder of a cell's checkpoints in the store."""
+        return f"checkpoints/{trial.key}"
 
     def checkpoints(self, trial: Trial) -> Path:
-        """The folder of a trial's checkpoints."""
-        return self.runs / "checkpoints" / trial.key
+        """The folder of a cell's checkpoints on this node."""
+        return self.runs / self.folder(trial)
+
+    def summary(self, trial: Trial) -> str:
+        """Name of a cell's `summary.csv` in the store."""
+        return f"{self.folder(trial)}/summary.csv"
 
     def log(self, trial: Trial, node: str | None = None) -> Path:
-        """What a trial has to say; with a bucket, on this node or another."""
-        beside = "" if self.bucket is None else f"-{node or socket.gethostname()}"
-        return self.runs / "logs" / f"{trial.name}-{trial.key}{beside}.log"
+        """The log of a cell; if nodes do not share a folder, each node has a log of its own."""
+        suffix = "" if self.store.shared else f"-{node or socket.gethostname()}"
+        return self.runs / "logs" / f"{trial.name}-{trial.key}{suffix}.log"
 
-    def name(self, path: Path) -> str:
-        """Of a file or folder of `runs`, in the bucket."""
-        return path.relative_to(self.runs).as_posix()
-
-    def place(self, path: Path) -> str:
-        """Where a file of `runs` is kept, for people."""
-        return str(path) if self.bucket is None else self.bucket.below(self.name(path))
-
-    def keep(self, path: Path) -> None:
-        """Sends a file of `runs` to the bucket, where there is one; raises `StorageError`."""
-        if self.bucket is not None:
-            self.bucket.put(self.name(path), path.read_bytes())
-
-    def bring(self, path: Path) -> None:
-        """Gets a file of `runs` from the bucket, where there is one and has it; raises `StorageError`."""
-        if self.bucket is not None and (content := self.bucket.get(self.name(path))) is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-    def run_id(self, trial: Trial) -> str | None:
-        """Of the tracker's run in which the trial's checkpoints began, None where it is not known."""
-        folder = self.checkpoints(trial)
-        if self.bucket is None:
-            return read_run_id(folder)
-        with suppress(StorageError):
-            return (self.bucket.get(f"{self.name(folder)}/run_id") or b"").decode("ascii", "replace").strip() or None
-        return None
+    def uri(self, path: Path) -> str:
+        """Path or address in the store of a file below `runs`, for people."""
+        return self.store.uri(path.relative_to(self.runs).as_posix())
 
 
 def default_runs() -> str:
@@ -77,30 +55,28 @@ def default_runs() -> str:
     return str(Path.home() / ".san" / "runs" if is_job_copy() else base_folder() / "runs")
 
 
-def open_runs(runs: str | Path | None = None) -> Path | Bucket:
-    """Where runs are kept: a folder or a bucket's URI, `default_runs` where none is named. Asks nobody.
+def open_runs(runs: str | Path | None = None) -> Store:
+    """The store at `runs`, or at `default_runs`; makes no request.
 
     Raises:
-        UserError: it is no URI of a bucket, or holds a secret.
+        UserError: the address is not valid or contains a password.
     """
-    runs = runs or default_runs()
-    return Bucket.parse(str(runs)) if is_uri(runs) else Path(runs).resolve()
+    return open_store(runs or default_runs())
 
 
 def open_workspace(runs: str | Path | None = None) -> Workspace:
-    """`open_runs`, tracked by `MLFLOW_TRACKING_URI`, else by a database in the folder. Asks nobody.
+    """`open_runs`, tracked at `MLFLOW_TRACKING_URI`, or in a database in the store's folder; makes no request.
 
     Raises:
-        UserError: a password is in an address, or a bucket comes without the address of a tracker.
+        UserError: an address is not valid or contains a password, or runs are stored in a bucket without a tracking server.
     """
-    place = open_runs(runs)
-    folder, bucket = (place, None) if isinstance(place, Path) else (place.scratch, place)
+    store = open_runs(runs)
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
         require_no_secret(uri)
-    elif bucket is not None:
+    elif not store.shared:
         raise UserError(
-            f"--runs {bucket}: MLflow's database cannot be in a bucket; set MLFLOW_TRACKING_URI to an `mlflow server`, for "
+            f"--runs {store}: MLflow's database cannot be in a bucket; set MLFLOW_TRACKING_URI to an `mlflow server`, for "
             "example http://server:5000"
         )
-    return Workspace(folder, uri or f"sqlite:///{folder / 'mlflow.db'}", bucket)
+    return Workspace(store, uri or f"sqlite:///{store.folder / 'mlflow.db'}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.errors import UserError
+from experiments.errors import UnavailableError
 
 
-class TrackerError(UserError):
+class TrackerError(UnavailableError):
     """The tracker cannot be used, now or as it is addressed."""

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import yaml
 from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunTag
-from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
@@ -117,16 +116,15 @@ class Tracker:
             values = {logged.step: logged.value for logged in self.client.get_metric_history(run_id, metric)}
         return [(step + 1, values[step]) for step in sorted(values)]
 
-    def open(self, trial: Trial, run_id: str | None = None) -> TrialRun:
-        """The run of a trial: continued where there is one, else made.
-
-        `run_id` is that of the run in which its checkpoints began, which may be another grid's.
+    def open(self, trial: Trial, resumed: bool = False) -> TrialRun:
+        """Continues the run of a trial, or creates one. If the trial resumes from checkpoints, its run may be in another grid,
+        which began to train it.
 
         Raises:
             TrackerError: the tracker cannot be used now.
         """
         with usable(self.uri):
-            found = self._known(trial, run_id) or self._search(f"tags.`san.trial` = '{trial.key}'")
+            found = self._find(trial, anywhere=resumed)
             workers = str(trial.config.placement.workers)
             if found:
                 self.client.update_run(found[0].info.run_id, status="RUNNING")
@@ -156,23 +154,21 @@ class Tracker:
             run = self.client.create_run(self._experiment_id(), tags=tags)
             return TrialRun(self.uri, self.client, run.info.run_id)
 
-    def failed(self, trial: Trial, run_id: str | None, error: str) -> None:
-        """Marks the run of a trial as failed; it carries the sentence."""
-        run = self.open(trial, run_id)
+    def failed(self, trial: Trial, error: str) -> None:
+        """Marks the run of a trial as failed and stores the error there."""
+        run = self.open(trial, resumed=True)
         with usable(self.uri):
             run.finish(error)
 
-    def interrupted(self, trials: Iterable[tuple[Trial, str | None]]) -> None:
-        """Marks the grid's run, and those of trials that were stopped on the way, which come with their `run_id` where that is
-        known."""
+    def interrupted(self, trials: Iterable[Trial]) -> None:
+        """Marks the grid's run, and those of trials that are running, as stopped."""
+        keys = {trial.key for trial in trials}
         with usable(self.uri):
             if (parent := self._parent()) is not None:
                 self.client.set_terminated(parent.info.run_id, status="KILLED")
-            own = self._own()
-            for trial, run_id in trials:
-                known = _by_key(self._known(trial, run_id)) or own
-                if trial.key in known and not known[trial.key].finished:
-                    self.client.set_terminated(known[trial.key].run_id, status="KILLED")
+            for run in self._anywhere("tags.`san.role` = 'trial' and attributes.status = 'RUNNING'"):
+                if run.data.tags["san.trial"] in keys:
+                    self.client.set_terminated(run.info.run_id, status="KILLED")
 
     def add(self, run_id: str, values: Mapping[str, float]) -> None:
         """Adds what was measured of a trial's network to its run, which may be finished, and another grid's."""
@@ -229,18 +225,17 @@ class Tracker:
         at = {run.data.tags["san.trial"]: int(run.data.tags["san.stopped_at"]) for run in runs}
         return {key: replace(result, stopped_at=at[key]) for key, result in _by_key(runs).items()}
 
-    def _known(self, trial: Trial, run_id: str | None) -> list[Run]:
-        """The run of that name, nothing where it is gone or none of this trial's."""
-        if run_id is None:
-            return []
-        try:
-            run = self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return []
-        fits = run.data.tags.get("san.trial") == trial.key and run.info.lifecycle_stage == "active"
-        return [run] if fits else []
+    def _find(self, trial: Trial, anywhere: bool) -> list[Run]:
+        """Runs of a trial, found by its content hash: first those of this grid, then, if wanted, the latest of any grid."""
+        where = f"tags.`san.trial` = '{trial.key}'"
+        found = self._search(where)
+        if found or not anywhere:
+            return found
+        return sorted(self._anywhere(where), key=lambda run: -run.info.start_time)
+
+    def _anywhere(self, where: str) -> list[Run]:
+        """Runs of any grid."""
+        return self._runs([experiment.experiment_id for experiment in pages(self.client.search_experiments)], where)
 
     def _search(self, where: str) -> list[Run]:
         """Runs of this grid and profile."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import logging
-import os
 import pickle
+import re
 import time
-import uuid
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,15 +19,13 @@ import torch
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.grids.renamed import with_new_keys
+from experiments.runs.store import Lock, StorageError, Store
 from experiments.runs.summary import Epoch
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
 from san.models.base import BaseModel
 
 _log = logging.getLogger(__name__)
-
-OTHER_ENDS = 300.0
-"""Seconds within which a process has ended that lost its `san run`: Ray ends those of a node that is cut off after 183 s."""
 
 # What reading a damaged file raises: the archive, torch, the pickle in it, the disk, and what is not there.
 DAMAGE = (zipfile.BadZipFile, RuntimeError, EOFError, pickle.UnpicklingError, OSError, KeyError, TypeError, ValueError)
@@ -114,166 +110,127 @@ def _name(epoch: int, step: int) -> str:
     return f"epoch-{epoch:04d}-step-{step:07d}.pt"
 
 
-def best_in(folder: Path) -> Checkpoint | None:
-    """Of a trial's checkpoints that can be read, the one after the best epoch by top-1; None where there is none."""
-    found = []
-    for path in sorted(folder.glob("epoch-*-step-0000000.pt")):
-        with suppress(*DAMAGE):
-            found.append(Checkpoint.read(path))
-    return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
-
-
 def last_of(folder: Path, epochs: int) -> Path:
-    """The file of a finished trial after its last epoch."""
+    """The file of a finished cell after its last epoch."""
     return folder / _name(epochs, 0)
 
 
+def best_in(store: Store, folder: str = "") -> Checkpoint | None:
+    """The checkpoint after the best epoch by top-1, of those in a folder that can be read; None if there is none."""
+    found = []
+    for name in store.names(folder):
+        if re.fullmatch(r"epoch-\d+-step-0000000\.pt", PurePosixPath(name).name) and (content := store.read(name)):
+            with suppress(*DAMAGE):
+                found.append(Checkpoint.of_bytes(content))
+    return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
+
+
 class Checkpoints:
-    """The checkpoints of one trial in a folder: the last `keep` and the best by top-1. The first worker alone writes.
+    """The checkpoints of one cell: the last `keep` and the best by top-1. Only the owner of `lock` may write them.
 
     Args:
-        folder: of this trial alone.
-        key: content hash of the trial.
-        keep: how many of the last ones stay.
-        seconds: between one checkpoint and the next inside an epoch.
+        store, folder: where they are stored.
+        key: content hash of the cell.
+        lock: the cell's lock.
+        keep: how many of the last ones are kept.
+        seconds: between two checkpoints within an epoch.
     """
 
-    def __init__(self, folder: Path, key: str, keep: int, seconds: float) -> None:
-        self.folder, self.key, self.keep, self.seconds = folder, key, keep, seconds
+    def __init__(self, store: Store, folder: str, key: str, lock: Lock, keep: int, seconds: float) -> None:
+        self.store, self.folder, self.key, self.lock, self.keep, self.seconds = store, folder, key, lock, keep, seconds
+        self._names: list[str] = []
+        """Of the checkpoints in the store, from first to last."""
         self._saved_at = time.monotonic()
 
-    def due(self) -> bool:
-        """Whether it is time for the next one."""
+    def is_due(self) -> bool:
         return time.monotonic() - self._saved_at >= self.seconds
 
-    def newest(self) -> Path | None:
-        """The file of the last checkpoint."""
-        return max(self.folder.glob("epoch-*.pt"), default=None)
-
-    def prepare(self) -> None:
-        """Makes the folder, and removes what killed writers left there.
-
-        Raises:
-            UserError: that cannot be done.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for partial in self.folder.glob("*.partial"):
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot store checkpoints in this folder ({error.strerror})") from None
+    @property
+    def newest(self) -> str | None:
+        """Name of the last checkpoint."""
+        return self._names[-1] if self._names else None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Writes a checkpoint; a kill at any moment leaves the ones before as they are.
+        """Writes a checkpoint; the earlier ones are intact if the process is killed meanwhile.
 
         Raises:
-            UserError: the disk is full or gone; the ones before stay.
+            LockError: another process has taken over the cell; nothing was written.
+            StorageError: the store does not accept the checkpoint; the earlier ones are intact.
         """
-        path, partial = self.folder / checkpoint.name, self.folder / f"{uuid.uuid4().hex}.partial"
-        content = checkpoint.as_bytes()
-        try:
-            # The folder is not made again: where a disk has gone, another would be written to in its place.
-            with open(partial, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-            _sync(self.folder)
-            self._remove_old(checkpoint.history)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            kept = self.newest()
-            good = f"the last good checkpoint is {kept.name}" if kept else "there is no earlier checkpoint"
-            raise UserError(
-                f"{path}: cannot write this checkpoint ({error.strerror}); {good}; "
-                "check the disk, then run the same command again to resume"
-            ) from None
+        self.write(checkpoint.name, checkpoint.as_bytes())
+        self._names.append(checkpoint.name)
+        self._delete_old(checkpoint.history)
         self._saved_at = time.monotonic()
 
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file beside the checkpoints; raises as `save` does."""
+        self.lock.check()
+        try:
+            self.store.write(self._path(name), content)
+        except StorageError as error:
+            good = f"the last good checkpoint is {self.newest}" if self.newest else "there is no earlier checkpoint"
+            raise StorageError(f"{error}; {good}; check the disk, then run the same command again to resume") from None
+
     def load(self) -> Checkpoint | None:
-        """The last checkpoint that can be read, None where there is none; damaged ones are set aside, and the log tells.
+        """Reads the last checkpoint, or the last intact one: damaged checkpoints are renamed, and the log names them.
 
         Raises:
-            UserError: it is another trial's, or of another version, or the disk does not give it; the file stays as it is.
+            StorageError: the store cannot be read; nothing was changed.
+            UserError: a checkpoint belongs to another cell or version; nothing was changed.
         """
-        for path in sorted(self.folder.glob("epoch-*.pt"), reverse=True):
+        self.lock.check()
+        self.store.recover(self.folder, self.lock)
+        names = [PurePosixPath(name).name for name in self.store.names(self.folder)]
+        self._names = [name for name in names if re.fullmatch(r"epoch-.*\.pt", name)]
+        while self.newest is not None:
             try:
-                checkpoint = Checkpoint.read(path)
-            except OSError as error:
-                raise UserError(
-                    f"{path}: cannot read this checkpoint ({error.strerror}); check the disk and run the same command again to "
-                    "resume, or move the file away to resume from the previous checkpoint"
-                ) from None
+                return self.read(self.newest)
             except (KeyError, TypeError):
                 raise UserError(
-                    f"{path}: intact, but written by another version of this project; resume with that version, or move "
-                    "the cell's checkpoints away to train from the start"
+                    f"{self.uri(self.newest)}: intact, but written by another version of this project; resume with that "
+                    "version, or move the cell's checkpoints away to train from the start"
                 ) from None
+            except UserError:
+                raise
             except DAMAGE as error:
-                self._set_aside(path, error)
-                continue
-            if checkpoint.key != self.key:
-                raise UserError(
-                    f"{path}: a checkpoint of cell {checkpoint.key}, not of {self.key}; move the file to the folder of "
-                    f"cell {checkpoint.key}"
-                )
-            return checkpoint
+                self._set_aside(self._names.pop(), error)
         return None
 
-    def _set_aside(self, path: Path, error: Exception) -> None:
-        aside = path.with_suffix(".broken")
-        path.replace(aside)
-        before = self.newest()
-        goes_on = f"resuming from {before.name}" if before else "no earlier checkpoint, so training starts from the beginning"
-        _log.warning("%s: damaged (%s: %s); renamed to %s; %s", path, type(error).__name__, error, aside.name, goes_on)
+    def read(self, name: str) -> Checkpoint:
+        """Raises one of `DAMAGE` if the file is damaged, else as `load` does."""
+        content = self.store.read(self._path(name))
+        if content is None:
+            raise UserError(f"{self.uri(name)}: deleted while it was being read; run the same command again to resume")
+        checkpoint = Checkpoint.of_bytes(content)
+        if checkpoint.key != self.key:
+            raise UserError(
+                f"{self.uri(name)}: a checkpoint of cell {checkpoint.key}, not of {self.key}; move the file to the folder of "
+                f"cell {checkpoint.key}"
+            )
+        return checkpoint
 
-    def _remove_old(self, history: Sequence[Epoch]) -> None:
-        paths = sorted(self.folder.glob("epoch-*.pt"))
+    def read_file(self, name: str) -> bytes | None:
+        """The content of a file beside the checkpoints."""
+        return self.store.read(self._path(name))
+
+    def uri(self, name: str) -> str:
+        return self.store.uri(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    def _set_aside(self, name: str, error: Exception) -> None:
+        aside = name.replace(".pt", ".broken")
+        self.store.write(self._path(aside), self.store.read(self._path(name)) or b"")
+        self.store.delete(self._path(name))
+        before = (
+            f"resuming from {self.newest}" if self.newest else "no earlier checkpoint, so training starts from the beginning"
+        )
+        _log.warning("%s: damaged (%s: %s); renamed to %s; %s", self.uri(name), type(error).__name__, error, aside, before)
+
+    def _delete_old(self, history: Sequence[Epoch]) -> None:
         best = max(history, key=lambda epoch: epoch.top1, default=None)
-        for path in paths[: -self.keep]:
-            if best is None or path.name != _name(best.epoch + 1, 0):
-                path.unlink(missing_ok=True)
-
-
-@contextmanager
-def only_writer(folder: Path, seconds: float = OTHER_ENDS) -> Iterator[None]:
-    """Inside, no other process writes the checkpoints in `folder`; waits so long for one that has lost its `san run` and is
-    about to end. The lock is gone with the process, however it ends; on NFS, that of a node that was lost after 90 s.
-
-    Raises:
-        UserError: the other is still there, or the folder cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "w")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot write checkpoints ({error.strerror}); choose another folder with --runs") from None
-    limit, told = time.monotonic() + seconds, False
-    with lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > limit:
-                    raise UserError(
-                        f"{folder}: another process has been training this cell for more than {seconds:.0f} s; "
-                        "wait until that process ends, or stop it, then run the same command again to resume"
-                    ) from None
-                if not told:
-                    _log.warning(
-                        "%s: another process is training this cell; waiting up to %.0f s for that process", folder, seconds
-                    )
-                told = True
-                time.sleep(0.1)
-        yield
-
-
-def _sync(folder: Path) -> None:
-    """Makes a rename last through a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        for name in self._names[: -self.keep]:
+            if best is None or name != _name(best.epoch + 1, 0):
+                self.store.delete(self._path(name))
+                self._names.remove(name)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from cluster import Placement
 from experiments.errors import UserError
@@ -16,16 +15,12 @@ from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, base_
 from experiments.grids.expand import expand
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import table_names
-from experiments.runs import StorageError
-from experiments.runs.address import PATIENCE, PAUSE
 from experiments.runs.workspace import Workspace, open_workspace
-from experiments.tracking import Result, TrackerError
+from experiments.tracking import Result
 from experiments.training.images import data_digest, loaders
 
 if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +75,7 @@ def open_job(
         StorageError: the bucket is not there, does not answer or does not take our credentials.
     """
     workspace = open_workspace(runs)
-    if workspace.bucket is not None:
-        workspace.bucket.check()
+    workspace.store.check()
     expanded = expand(path, profile, overrides, table_names())
     configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
@@ -151,18 +145,6 @@ def is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
     """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
     stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
     return stops or is_finished(results, trial)
-
-
-def patiently(ask: Callable[[], T]) -> T:
-    """What the tracker or the bucket answers, within `PATIENCE` seconds; after hours of training it may be away just now."""
-    limit = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return ask()
-        except (TrackerError, StorageError):
-            if time.monotonic() > limit:
-                raise
-            time.sleep(PAUSE)
 
 
 def say(text: str) -> None:

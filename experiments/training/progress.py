@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from experiments.training.teller import words
+from experiments.training.reporter import words
 
 if TYPE_CHECKING:
     from cluster.sweep import Outcome

@@ -1,294 +1,339 @@
-"""run_trial: the one place where all parts meet. Runs without Ray, in one process or in several that were launched together."""
+"""Trains one cell: `run_trial` prepares a worker, `Trainer.fit` is the training. Runs with or without Ray."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import san
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.grids.grid import Trial
-from experiments.runs import Lease, Mirror, StorageError, writer_in
-from experiments.runs.address import PATIENCE
-from experiments.runs.summary import Epoch
+from experiments.runs.locks import cell_lock
+from experiments.runs.retry import PATIENCE
+from experiments.runs.store import Lock, StorageError
+from experiments.runs.summary import Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
-from experiments.training.checkpoint import OTHER_ENDS, Checkpoint, Checkpoints, Origin, best_in, only_writer
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in
 from experiments.training.device import computing, enough_memory, training_device
 from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.images import loaders
-from experiments.training.loop import BetweenSteps, run_epoch
-from experiments.training.metrics import RunningEpoch
-from experiments.training.teller import Teller
+from experiments.training.metrics import RunningEpoch, evaluate
+from experiments.training.reporter import ProgressReporter, Report
 from experiments.training.watchdog import Watchdog
+from pipelines import Loader
 
 if TYPE_CHECKING:
-    from experiments.training.sender import Sender
+    from experiments.training.metric_logger import AsyncMetricLogger
 
 _log = logging.getLogger(__name__)
 
-GoesOn = Callable[[str, Sequence[float]], bool]
+ShouldContinue = Callable[[str, Sequence[float]], bool]
+"""Called with a cell's key and the top-1 of its epochs; False ends the cell early."""
 
 
-def run_trial(
-    workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], goes_on: GoesOn | None = None
-) -> nn.Module:
-    """Trains one cell, or the rest of it; the result is in the tracker and the weights in the checkpoints.
+def run_trial(workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None = None) -> nn.Module:
+    """Trains one cell, or the rest of it. The results are in MLflow, the weights in the checkpoints.
 
-    Every worker of the cell calls this. `report` is called in all of them, after each epoch and, inside long ones, after the
-    same steps; `Teller` says with what. After each epoch but the last the first worker asks `goes_on`, which is given the
-    trial's key and top-1 of its epochs; where it says no, the trial ends there, and its checkpoints stay. Returns the model
-    that was validated, which is the same on every worker.
+    Every worker of the cell calls this function and returns the same model, the one that was validated. `report` is called on
+    all workers after the same steps; `ProgressReporter` documents the values. After each epoch but the last, the first worker
+    calls `should_continue`.
 
     Raises:
-        UserError: a checkpoint cannot be kept, or is another trial's, or another process trains the same; or the trial's GPU
-            cannot be used or has too little memory.
+        UserError: the store, a checkpoint, the GPU or its memory cannot be used, or another process trains the cell.
         DataError: an image cannot be used.
-        FloatingPointError: a loss is not finite.
+        FloatingPointError: a loss or a weight is not finite.
     """
-    workspace = workspace.on_this_node()
-    config, patience = trial.config, trial.config.reliability.patience
+    config, hang_timeout = trial.config, trial.config.reliability.patience
     device = training_device(config)
     with enough_memory(config, device):
-        rank, _ = join_process_group(device, patience)
+        rank, _ = join_process_group(device, hang_timeout)
+    store = workspace.store.patient(_seconds_away(config))
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
-        _only_writer(workspace, trial) if rank == 0 else nullcontext() as mirror,
-        Watchdog(patience.total_seconds(), log) as watchdog,
+        cell_lock(store, trial.key) if rank == 0 else nullcontext(Lock()) as lock,
+        Watchdog(hang_timeout.total_seconds(), log) as watchdog,
         arithmetic(config.engine, device),
         enough_memory(config, device),
     ):
-        return _train(workspace, trial, device, report, goes_on, watchdog, mirror)
+        minutes, keep = config.reliability.checkpoint_every_n_minutes, config.reliability.keep_checkpoints
+        checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, lock, keep, 60 * minutes)
+        return _prepare(workspace, trial, device, checkpoints, watchdog, report, should_continue).fit()
 
 
-@contextmanager
-def _only_writer(workspace: Workspace, trial: Trial) -> Iterator[Mirror | None]:
-    """Inside, no other process writes the trial's checkpoints; with a bucket, on no node. Yields what brings them there."""
-    folder = workspace.checkpoints(trial)
-    with only_writer(folder):
-        if workspace.bucket is None:
-            yield None
-            return
-        lease = Lease(workspace.bucket, f"cells/{trial.key}", f"the cell {trial.name}", writer_in(folder / "writer"))
-        away = _seconds_away(trial)
-        with lease.held(seconds=OTHER_ENDS, away=away):
-            mirror = Mirror(folder, workspace.bucket, workspace.name(folder), lease, away)
-            yield mirror
-            mirror.clear()
+def _prepare(
+    workspace: Workspace,
+    trial: Trial,
+    device: torch.device,
+    checkpoints: Checkpoints,
+    watchdog: Watchdog,
+    report: Report,
+    should_continue: ShouldContinue | None,
+) -> Trainer:
+    config, rank, world = trial.config, dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(config.placement.cpus)
+    train, val = loaders(config, trial.seed, rank, world, device)
+    gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
+    torch.manual_seed(trial.seed)
+    model = config.model.spec().build(len(train.dataset.classes))
+    complexity, tags = san.complexity(model, config.data.size), computing(config.engine, device)
+    if config.recipe.scaling is not None and rank == 0:
+        _log.info(config.recipe.scaling)
+    micro_batch = -(-config.recipe.batch_size // (world * config.recipe.grad_accum_steps))
+    engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine)
+    _log.info(", ".join(f"{name}: {value}" for name, value in tags.items()))
+    reporter = ProgressReporter(report, config.recipe.epochs, train)
+    return Trainer(workspace, trial, engine, train, val, checkpoints, watchdog, reporter, should_continue, complexity, tags)
+
+
+class _Step(NamedTuple):
+    lr: float
+    loss: Tensor
+    images: int
+
+
+class _Due(NamedTuple):
+    save: bool
+    report: bool
+
+
+class _Clock:
+    """Adds the training time to an epoch, without that for checkpoints and reports."""
+
+    def __init__(self, running: RunningEpoch, loader: Loader) -> None:
+        self.running, self.loader, self.waited_before = running, loader, running.waited
+        self.start()
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self.running.seconds += time.perf_counter() - self._started
+        self.running.waited = self.waited_before + self.loader.waited
+
+
+@dataclass
+class Trainer:
+    """The training of one cell, on one of its workers."""
+
+    workspace: Workspace
+    trial: Trial
+    engine: Engine
+    train: Loader
+    val: Loader
+    checkpoints: Checkpoints
+    watchdog: Watchdog
+    reporter: ProgressReporter
+    should_continue: ShouldContinue | None
+    complexity: san.Complexity
+    tags: Mapping[str, str]
+    logger: AsyncMetricLogger | None = None
+    """On the first worker."""
+    history: tuple[Epoch, ...] = ()
+    ended: dict[int, int] = field(default_factory=dict)
+    """End of each epoch in milliseconds since 1970."""
+
+    def fit(self) -> nn.Module:
+        """Resumes, trains, validates, saves and logs until the last epoch; returns the model that was validated."""
+        try:
+            running = self.resume()
+            while running.number < self.trial.config.recipe.epochs and self._continues(running):
+                self.engine.module.train()
+                unchecked: list[_Step] = []
+                first, clock = running.steps + 1, _Clock(running, self.train)
+                for images_NCHW, labels_N in self.train.epoch(running.number, self.train.seen_after(running.steps)):
+                    lr = self.engine.lr
+                    unchecked.append(_Step(lr, self.engine.train_step(images_NCHW, labels_N), len(labels_N)))
+                    running.steps += 1
+                    self.watchdog.step_ended()
+                    if running.steps == first or self._is_check(running.steps):
+                        due = self.check(unchecked, running)
+                        clock.stop()
+                        if due.save:
+                            self.save(running)
+                        if due.report:
+                            self.reporter.report_step(running, self.history)
+                        unchecked.clear()
+                        clock.start()
+                self.history = (*self.history, self.validate(running))
+                running = RunningEpoch(len(self.history), self.engine.lr)
+                # Saved first: after a kill, the next start logs what was saved but not logged.
+                self.save(running)
+                self.log()
+                self.reporter.report_epoch(self.history)
+            self.finish()
+        except FloatingPointError as error:
+            good = self.checkpoints.newest and self.checkpoints.uri(self.checkpoints.newest)
+            raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; try a lower recipe.lr") from None
+        finally:
+            if self.logger is not None:
+                self.logger.close()
+        dist.barrier()
+        return self.engine.model
+
+    def resume(self) -> RunningEpoch:
+        """Loads the last checkpoint, which the first worker chooses, and starts the metric logger."""
+        is_first = dist.get_rank() == 0
+        saved = self.checkpoints.load() if is_first else None
+        chosen = [saved.name if saved else None]
+        dist.broadcast_object_list(chosen)
+        if saved is None and chosen[0] is not None:
+            saved = self.checkpoints.read(chosen[0])
+        running = RunningEpoch(0, self.engine.lr)
+        if saved is not None:
+            self.engine.load_state_dict(saved.engine)
+            self.history, running = saved.history, saved.running
+        if is_first:
+            self._log_resumed(saved)
+            self.logger = self._open_logger(resumed=saved is not None)
+            self.ended = read_ended(self.checkpoints.read_file("summary.csv"))
+            self.log()
+        return running
+
+    def check(self, steps: Sequence[_Step], running: RunningEpoch) -> _Due:
+        """Adds the losses of the latest steps, over all workers, to the epoch's, and asks the first worker what is due.
+
+        The only place in an epoch where a GPU is waited for and where workers exchange anything but gradients. The sum of the
+        losses does not depend on when it is computed, because a resumed epoch computes it after other steps.
+
+        Raises:
+            FloatingPointError: a loss is not finite; raised on all workers.
+        """
+        losses = torch.stack([step.loss for step in steps]).double().tolist()
+        finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        is_last = running.steps == self.train.steps
+        due = [self.checkpoints.is_due() and not is_last, self.reporter.is_due(is_last)]
+        sums = [loss * step.images for loss, step in zip(losses, steps, strict=True)]
+        mine = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        finites, saves, reports, *totals = torch.stack(everyone).T.tolist()
+        first = int(min(finites))
+        if first < len(steps):
+            number = running.steps - len(steps) + first + 1
+            raise FloatingPointError(
+                f"non-finite loss in step {number} of epoch {running.number} at learning rate {steps[first].lr:.4g}"
+            )
+        for total in totals:
+            running.loss += sum(total)
+        return _Due(bool(saves[0]), bool(reports[0]))
+
+    def validate(self, running: RunningEpoch) -> Epoch:
+        self.engine.average_buffers()
+        loss, top1, top5, _ = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
+        return running.finished(len(self.train.dataset), loss, top1, top5)
+
+    def save(self, running: RunningEpoch) -> None:
+        state = self.engine.state_dict()
+        if not self.engine.is_finite():
+            raise FloatingPointError(f"non-finite weights after {running.steps} steps of epoch {running.number}")
+        if dist.get_rank() == 0:
+            trial, classes = self.trial, self.train.dataset.classes
+            origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
+            self.checkpoints.save(Checkpoint(trial.key, origin, self.history, running, state))
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            with suppress(StorageError):
+                self.workspace.store.upload(self.workspace.log(self.trial))
+
+    def log(self) -> None:
+        """Writes `summary.csv` and sends the epochs to MLflow."""
+        if self.logger is not None:
+            now = int(time.time() * 1000)
+            self.ended = {epoch.epoch: self.ended.get(epoch.epoch, now) for epoch in self.history}
+            self.checkpoints.write("summary.csv", summary_csv(self.history, self.ended))
+            self.logger.log(self.history, self.ended)
+
+    def finish(self) -> None:
+        """Ends the MLflow run, while the other workers wait."""
+        stopped = len(self.history) < self.trial.config.recipe.epochs
+        if stopped:
+            self.reporter.report_stopped(self.history)
+        if self.logger is not None:
+            best = None if stopped else self._best()
+            stopped_by = f"{self.trial.grid}-{self.trial.profile}" if stopped else None
+            self.logger.finish(best, stopped_by, _seconds_away(self.trial.config))
+
+    def _is_check(self, steps: int) -> bool:
+        return steps == self.train.steps or steps % self.trial.config.reliability.check_every_n_steps == 0
+
+    def _continues(self, running: RunningEpoch) -> bool:
+        """What the first worker is told between two epochs, on all workers."""
+        if self.should_continue is None or not self.history or running.steps:
+            return True
+        top1 = [epoch.top1 for epoch in self.history]
+        answer = [self.should_continue(self.trial.key, top1) if dist.get_rank() == 0 else True]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+    def _log_resumed(self, saved: Checkpoint | None) -> None:
+        world = dist.get_world_size()
+        if saved is not None:
+            _log.info("resuming from %s", saved.name)
+        if saved is not None and saved.workers != world:
+            _log.warning(
+                "the number of workers changed from %d to %d: BatchNorm resumes from the mean of the workers' statistics and "
+                "sees a different part of each batch, so the result will differ as with another seed",
+                saved.workers,
+                world,
+            )
+
+    def _open_logger(self, resumed: bool) -> AsyncMetricLogger:
+        # These import MLflow, which other users of this module do not need.
+        from experiments.tracking.tracker import Tracker
+        from experiments.training.metric_logger import AsyncMetricLogger
+
+        tracker = partial(Tracker, self.workspace.tracking_uri, self.trial.grid, self.trial.profile)
+        return AsyncMetricLogger(tracker, self.trial, self.complexity, self.tags, len(self.train.dataset), resumed)
+
+    def _best(self) -> Checkpoint | None:
+        """The checkpoint whose weights are registered."""
+        best = best_in(self.checkpoints.store, self.checkpoints.folder)
+        if best is None or best.history[-1].top1 < max(epoch.top1 for epoch in self.history):
+            name = best.name if best else "no checkpoint"
+            _log.warning("cannot read the checkpoint of the best epoch; registered instead: %s", name)
+        return best
+
+
+def _seconds_away(config: TrialConfig) -> float:
+    """For how long a server or a store may be away, while the other workers wait."""
+    return min(PATIENCE, config.reliability.patience.total_seconds() / 2)
 
 
 @contextmanager
 def kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
-    """The trial's log on this node, continued where a bucket has it, and kept there when the block is left."""
+    """A cell's log on this node; in a bucket, it is continued at the start and stored at the end."""
     path = workspace.log(trial)
-    if workspace.bucket is not None and not path.exists():
-        with suppress(StorageError):  # whoever needs the bucket for more tells it
-            workspace.bring(path)
+    with suppress(StorageError):  # reported by whoever needs the bucket for more
+        workspace.store.download(path)
     try:
         yield path
     finally:
         with suppress(StorageError, OSError):
-            workspace.keep(path)
-
-
-def _seconds_away(trial: Trial) -> float:
-    """For which a tracker or a store may be away, while the other workers wait."""
-    return min(PATIENCE, trial.config.reliability.patience.total_seconds() / 2)
-
-
-def _train(
-    workspace: Workspace,
-    trial: Trial,
-    device: torch.device,
-    report: Callable[[Mapping[str, float]], None],
-    goes_on: GoesOn | None,
-    watchdog: Watchdog,
-    mirror: Mirror | None,
-) -> nn.Module:
-    config, care = trial.config, trial.config.reliability
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(config.placement.cpus)
-    train, val = loaders(config, trial.seed, rank, world, device)
-
-    gc.collect()  # a model that this process trained before may lie in a circle of references, and in the memory of a GPU
-    torch.manual_seed(trial.seed)
-    model = config.model.spec().build(len(train.dataset.classes))
-    complexity = san.complexity(model, config.data.size)
-    engine = _engine(config, model.to(device), train.steps)
-    how = computing(config.engine, device)
-    _log.info(", ".join(f"{name}: {value}" for name, value in how.items()))
-
-    checkpoints = Checkpoints(
-        workspace.checkpoints(trial), trial.key, care.keep_checkpoints, 60 * care.checkpoint_every_n_minutes
-    )
-    classes = train.dataset.classes
-    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
-    saved = _saved(workspace, checkpoints, mirror, rank, world)
-    history: tuple[Epoch, ...] = ()
-    running = RunningEpoch(0, engine.lr)
-    if saved is not None:
-        engine.load_state_dict(saved.engine)
-        history, running = saved.history, saved.running
-    run = _sender(workspace, trial, complexity, how, len(train.dataset), history) if rank == 0 else None
-    send = functools.partial(_send, workspace, trial, mirror)
-
-    def save(running: RunningEpoch) -> None:
-        state = engine.state_dict()
-        if not engine.is_finite():
-            raise FloatingPointError(f"non-finite weights after {running.steps} steps of epoch {running.number}")
-        if rank == 0:
-            checkpoints.save(Checkpoint(trial.key, origin, history, running, state))
-        send()
-
-    teller = Teller(report, config.recipe.epochs, train, history)
-    between = BetweenSteps(watchdog.step_ended, care.check_every_n_steps, checkpoints.due, save, teller.due, teller.tell_step)
-    try:
-        while running.number < config.recipe.epochs and _goes_on(goes_on, trial.key, history, running):
-            history = (*history, run_epoch(engine, train, val, running, between))
-            running = RunningEpoch(len(history), engine.lr)
-            # In this order what is logged is saved, and what is saved but not logged, after a kill, the next start logs.
-            save(running)
-            if run is not None:
-                run.log(history)
-                send()
-            teller.tell_epoch(history)
-        teller.tell_end()
-        if run is not None:
-            _end(run, trial, checkpoints, history)
-            with suppress(StorageError):  # all that counts is there
-                send()
-    except FloatingPointError as error:
-        good = checkpoints.newest()
-        raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; try a lower recipe.lr") from None
-    finally:
-        if run is not None:
-            run.close()
-    dist.barrier()
-    return engine.model
-
-
-def _send(workspace: Workspace, trial: Trial, mirror: Mirror | None) -> None:
-    """Brings to the bucket, where there is one, what the first worker has for it, and each node's log."""
-    if mirror is not None:
-        mirror.send()
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        with suppress(StorageError):
-            workspace.keep(workspace.log(trial))
-
-
-def _goes_on(goes_on: GoesOn | None, key: str, history: Sequence[Epoch], running: RunningEpoch) -> bool:
-    """What the first worker hears, in all of them; between two epochs only."""
-    if goes_on is None or not history or running.steps:
-        return True
-    heard = [goes_on(key, [epoch.top1 for epoch in history]) if dist.get_rank() == 0 else True]
-    dist.broadcast_object_list(heard)
-    return heard[0]
-
-
-def _end(run: Sender, trial: Trial, checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> None:
-    """Sends what is left, while the other workers wait."""
-    patience = _seconds_away(trial)
-    if len(history) < trial.config.recipe.epochs:
-        run.stop(f"{trial.grid}-{trial.profile}", patience)
-    else:
-        run.finish(_best(checkpoints, history), patience)
-
-
-def _engine(config: TrialConfig, model: nn.Module, steps: int) -> Engine:
-    recipe = config.recipe
-    if recipe.scaling is not None and dist.get_rank() == 0:
-        _log.info(recipe.scaling)
-    micro_batch = -(-recipe.batch_size // (dist.get_world_size() * recipe.grad_accum_steps))
-    return Engine(model, recipe, steps, micro_batch, config.engine)
-
-
-def _sender(
-    workspace: Workspace,
-    trial: Trial,
-    complexity: san.Complexity,
-    how: Mapping[str, str],
-    images: int,
-    history: tuple[Epoch, ...],
-) -> Sender:
-    """The trial's records on their way to the tracker, begun with what a checkpoint held."""
-    from experiments.tracking.tracker import Tracker
-    from experiments.training.sender import (
-        Sender,  # brings MLflow, which those who only ask for a trial's images can do without
-    )
-
-    tracker = functools.partial(Tracker, workspace.tracking_uri, trial.grid, trial.profile)
-    sender = Sender(tracker, trial, complexity, how, images, workspace.checkpoints(trial) / "summary.csv")
-    sender.log(history)
-    return sender
-
-
-def _best(checkpoints: Checkpoints, history: tuple[Epoch, ...]) -> Checkpoint | None:
-    """The checkpoint whose weights are registered."""
-    best = best_in(checkpoints.folder)
-    if best is None or best.history[-1].top1 < max(epoch.top1 for epoch in history):
-        _log.warning(
-            "cannot read the checkpoint of the best epoch; registered instead: %s", best.name if best else "no checkpoint"
-        )
-    return best
-
-
-def _saved(workspace: Workspace, checkpoints: Checkpoints, mirror: Mirror | None, rank: int, world: int) -> Checkpoint | None:
-    """The last checkpoint that can be read, the same for all workers: the first looks for it."""
-    saved: Checkpoint | None = None
-    if rank == 0:
-        checkpoints.prepare()
-        if mirror is not None:
-            mirror.bring()
-        saved = checkpoints.load()
-        if mirror is not None:
-            mirror.send()
-    found = [saved.name if saved else None]
-    dist.broadcast_object_list(found)
-    (name,) = found
-    if name is not None and rank != 0:
-        saved = _read(workspace, checkpoints.folder / name)
-    elif saved is not None:
-        _log.info("resuming from %s", name)
-    if saved is not None and saved.workers != world and rank == 0:
-        _log.warning(
-            "the number of workers changed from %d to %d: BatchNorm resumes from the mean of the workers' statistics and sees "
-            "a different part of each batch, so the result will differ as with another seed",
-            saved.workers,
-            world,
-        )
-    return saved
-
-
-def _read(workspace: Workspace, path: Path) -> Checkpoint:
-    """The checkpoint that the first worker has found, where it may be on another node."""
-    if workspace.bucket is None:
-        return Checkpoint.read(path)
-    content = workspace.bucket.get(workspace.name(path))
-    if content is None:
-        raise UserError(
-            f"{workspace.place(path)}: deleted while it was being read; run the same command again to resume from another "
-            "checkpoint"
-        )
-    return Checkpoint.of_bytes(content)
+            workspace.store.upload(path)
 
 
 @contextmanager
 def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
-    """Adds what this package logs to a file, which all workers of a trial share.
+    """Adds what this package logs to a file, which all workers of a cell on a node share.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,15 @@
-"""Ends a process in which nothing goes on any more: what it waits for may never come, and it holds a GPU."""
+"""Ends a worker that makes no progress: what it waits for may never come, and it occupies a GPU."""
 
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
-
-_log = logging.getLogger(__name__)
-
-EXIT_CODE = 70
-"""Of a process that was ended for hanging, where it could still do that itself."""
 
 GUARD = """
 import os, select, signal, sys
@@ -29,41 +22,37 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class Watchdog:
-    """Inside the block, ends the process where `step_ended` is not called for `seconds`.
+    """Inside the block, ends the process with exit code 1 if `step_ended` is not called for `seconds`.
 
-    The log gets a sentence, `log` the stacks of all threads. Where not even Python's threads can run for so long (the process
-    is stopped, or something keeps the interpreter's lock), a guard, a process of its own, kills it without them.
+    `faulthandler` writes the stacks of all threads to `log` first; its timer also works while C code holds Python's lock. A
+    process that was stopped (SIGSTOP) runs no timer, so a second process, the guard, kills it a little later.
     """
 
     def __init__(self, seconds: float, log: TextIO) -> None:
         self.seconds, self.log = seconds, log
-        self._alive_at = time.monotonic()
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        # Its input ends with this process, however that ends.
-        command = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), str(seconds)]
+        self._margin = min(seconds / 10, 5.0)
+        # The guard's input ends with this process, however that ends.
+        command = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), str(seconds + 2 * self._margin)]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        self._armed_at = 0.0
 
     def step_ended(self) -> None:
-        self._alive_at = time.monotonic()
+        if time.monotonic() - self._armed_at >= self._margin / 5:  # starting the timer takes 0.1 ms
+            self._arm()
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        self._arm()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._left.set()
-        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
 
-    def _watch(self) -> None:
+    def _arm(self) -> None:
+        self._armed_at = time.monotonic()
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.log)
         assert self._guard.stdin is not None
-        while not self._left.wait(max(min(self._alive_at + self.seconds - time.monotonic(), self.seconds / 10), 0)):
-            with suppress(BrokenPipeError):  # somebody has ended the guard
-                self._guard.stdin.write(b".")
-            if time.monotonic() - self._alive_at >= self.seconds:
-                _log.error("no step finished for %.3g minutes; stopping this worker. Stack of each thread:", self.seconds / 60)
-                faulthandler.dump_traceback(self.log, all_threads=True)
-                os._exit(EXIT_CODE)
+        with suppress(BrokenPipeError):  # somebody has ended the guard
+            self._guard.stdin.write(b".")

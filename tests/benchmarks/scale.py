@@ -43,11 +43,11 @@ from cluster.sweep import Outcome, Report, sweep
 from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.grid import Trial
 from experiments.report.plots import DASHES, MARKERS, SERIES
-from experiments.runs.summary import Epoch, read_run_id
+from experiments.runs.summary import Epoch
 from experiments.tracking.store import UNUSABLE
 from experiments.tracking.tracker import TrialRun
 from experiments.training.job import Job, known_results, open_job
-from experiments.training.sender import Sender
+from experiments.training.metric_logger import AsyncMetricLogger
 from san import Complexity
 from tests.cluster.nodes import nodes as several_nodes
 from tests.experiments.servers import POOL, Server, postgres
@@ -192,8 +192,8 @@ def _epoch(number: int) -> Epoch:
 
 
 def writers(number: int, folder: Path, every: float = 0.0, workers: float = 1) -> Iterator[dict[str, float]]:
-    """Each is a trial's `Sender` with all that it sends: what the run tells of itself, an epoch every so many seconds,
-    the node's metrics, its end. With `every=0` each logs its next epoch when the last one is answered."""
+    """Starts cells' `AsyncMetricLogger`s, which send what a real cell sends: the run's description, an epoch every so many
+    seconds, the node's metrics and the end. With `every=0`, each sends its next epoch once the last one is answered."""
     with _server(folder, int(workers)) as uri:
         os.environ["MLFLOW_TRACKING_URI"] = uri
         job = open_job(grid_of(number, folder), "digits", (), folder / "runs")
@@ -263,17 +263,18 @@ def write(number: int, every: float, folder: Path, first: int, step: int) -> Non
     TrialRun.log = timed  # type: ignore[method-assign]
 
     def work(trial: Trial) -> None:
-        summary = folder / "runs" / trial.key / "summary.csv"
-        sender = Sender(lambda: job.tracker, trial, Complexity(1, 2, 3, ()), {}, 1000, summary)
+        logger = AsyncMetricLogger(lambda: job.tracker, trial, Complexity(1, 2, 3, ()), {}, 1000, resumed=False)
+        ended: dict[int, int] = {}
         history: list[Epoch] = []
         time.sleep(random.uniform(0, every))  # cells do not start together
         for epoch in range(EPOCHS):
             history.append(_epoch(epoch))
-            sender.log(history)
+            ended[epoch] = int(time.time() * 1000)
+            logger.log(history, ended)
             time.sleep(every)
-            while not every and answered.get(read_run_id(summary.parent) or "", 0) <= epoch:
+            while not every and (logger._run is None or answered.get(logger._run.run_id, 0) <= epoch):
                 time.sleep(0.01)
-        sender.finish(None)
+        logger.finish(None)
 
     trials = job.trials[:number][first::step]
     threads = [threading.Thread(target=work, args=[trial]) for trial in trials]

@@ -11,6 +11,7 @@ from textwrap import dedent
 import pytest
 import torch
 
+from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
@@ -73,7 +74,7 @@ def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str],
         runs = tmp_path / name
         runs.mkdir()
         shutil.copy(job.workspace.runs / "mlflow.db", runs / "mlflow.db")
-        return Workspace(runs, f"sqlite:///{runs / 'mlflow.db'}")
+        return Workspace(LocalStore(runs), f"sqlite:///{runs / 'mlflow.db'}")
 
     return make
 
@@ -104,7 +105,7 @@ class Trained:
 
     @property
     def best(self) -> Checkpoint:
-        found = best_in(self.folder)
+        found = best_in(LocalStore(self.folder))
         assert found is not None
         return found
 

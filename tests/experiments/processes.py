@@ -18,7 +18,7 @@ import torch
 from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
-from experiments.training.trainer import GoesOn, run_trial
+from experiments.training.trainer import ShouldContinue, run_trial
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
@@ -42,7 +42,7 @@ def start(
     world: int = 1,
     kill: Kill | None = None,
     body: Callable[..., None] | None = None,
-    goes_on: GoesOn | None = None,
+    should_continue: ShouldContinue | None = None,
 ) -> list[BaseProcess]:
     """Starts the workers of a trial; the last of them gets killed. `body` is called in each before training."""
     with socket.socket() as probe:
@@ -52,7 +52,7 @@ def start(
     for rank in range(world):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         its_kill = kill if rank == world - 1 else None
-        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, its_kill, body, goes_on)
+        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, its_kill, body, should_continue)
         workers.append(SERVER.Process(target=_work, args=arguments, daemon=True))
         workers[-1].start()
     return workers
@@ -88,7 +88,7 @@ def _work(
     group: Mapping[str, str],
     kill: Kill | None,
     body: Callable[..., None] | None,
-    goes_on: GoesOn | None,
+    should_continue: ShouldContinue | None,
 ) -> None:
     os.environ.update(group)
     if kill is not None:
@@ -98,7 +98,7 @@ def _work(
     if body is not None:
         body()
     told: list[Mapping[str, float]] = []
-    model = run_trial(workspace, trial, told.append, goes_on)
+    model = run_trial(workspace, trial, told.append, should_continue)
     (workspace.runs / f"told{group['RANK']}.json").write_text(json.dumps(told))
     torch.save(model.state_dict(), workspace.runs / f"rank{group['RANK']}.pt")
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,9 +22,10 @@ from torch import nn
 import experiments.cli.run
 from experiments.cli import main
 from experiments.grids.grid import Trial
-from experiments.runs.workspace import Workspace
+from experiments.runs.workspace import Workspace, open_runs
 from experiments.training.engine import Engine
-from experiments.training.trainer import GoesOn, run_trial
+from experiments.training.reporter import Report
+from experiments.training.trainer import ShouldContinue, run_trial
 
 
 class Step(NamedTuple):
@@ -48,11 +51,11 @@ def steps_of(runs: os.PathLike[str]) -> list[Step]:
 
 
 def watched_trial(
-    workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None], goes_on: GoesOn | None
+    runs: Path, workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None
 ) -> nn.Module:
     """`run_trial` with a record. Changes its process for good, in which nothing but cells of this grid comes after it."""
     rank = os.environ.get("RANK", "0")
-    record = open(workspace.runs / "steps.txt", "a", buffering=1)
+    record = open(runs / "steps.txt", "a", buffering=1)
     pause = float(os.environ.get("WITNESS_PAUSE", "0"))
 
     def watched_step(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -62,12 +65,12 @@ def watched_trial(
         return loss
 
     Engine.train_step = watched_step  # type: ignore[method-assign]
-    _kill_in_a_write(workspace)
-    return run_trial(workspace, trial, report, goes_on)
+    _kill_in_a_write(runs)
+    return run_trial(workspace, trial, report, should_continue)
 
 
-def _kill_in_a_write(workspace: Workspace) -> None:
-    wanted, killed = int(os.environ.get("WITNESS_KILL_AT_WRITE", "0")), workspace.runs / "killed"
+def _kill_in_a_write(runs: Path) -> None:
+    wanted, killed = int(os.environ.get("WITNESS_KILL_AT_WRITE", "0")), runs / "killed"
     fsync, writes = os.fsync, 0
 
     def deadly(descriptor: int) -> None:
@@ -87,5 +90,7 @@ def _kill_in_a_write(workspace: Workspace) -> None:
 if __name__ == "__main__":
     from tests.faults import witness
 
-    experiments.cli.run.run_trial = witness.watched_trial
+    runs = open_runs(sys.argv[sys.argv.index("--runs") + 1]).folder
+    runs.mkdir(parents=True, exist_ok=True)
+    experiments.cli.run.run_trial = partial(witness.watched_trial, runs)
     main()

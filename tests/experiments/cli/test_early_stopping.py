@@ -17,16 +17,15 @@ from cluster.session import available_cpus
 from cluster.sweep import Outcome
 from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run
-from experiments.runs.summary import write_summary
+from experiments.runs.summary import summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
-from experiments.training.checkpoint import only_writer
 from experiments.training.job import Job, known_results, open_job
 from tests.experiments.drivers import Driver
 from tests.experiments.grids.test_grid import expand, told
 from tests.experiments.processes import ended, reports, start
-from tests.experiments.training.test_training import EPOCH
+from tests.experiments.samples import EPOCH
 
 SHORT = ("recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20")
 GRID = """
@@ -92,7 +91,7 @@ def test_a_cell_that_is_stopped_ends_well_and_can_go_on(
     trial = open_small_job(*SHORT, f"placement.workers={world}").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
-    assert ended(start(workspace, trial, world, goes_on=until_the_second)) == [0] * world
+    assert ended(start(workspace, trial, world, should_continue=until_the_second)) == [0] * world
 
     result = tracker.results()[trial.key]
     assert (result.finished, result.stopped_at) == (False, 2)
@@ -105,7 +104,7 @@ def test_a_cell_that_is_stopped_ends_well_and_can_go_on(
     folder = workspace.checkpoints(trial)
     assert sorted(path.name for path in folder.glob("*.pt")) == [f"epoch-000{n}-step-0000000.pt" for n in (1, 2)]
     assert "stopped at epoch 2 of 3 by early stopping" in workspace.log(trial).read_text()
-    with only_writer(folder, seconds=0):
+    with workspace.store.lock(f"locks/cells/{trial.key}", "busy", wait=0):
         pass
 
     assert ended(start(workspace, trial, world)) == [0] * world
@@ -133,16 +132,19 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield Rungs(halving, known).goes_on
 
     def sweep(train: functools.partial[object], trials: Mapping[str, object], *_: object, observer: object, **__: object):  # type: ignore[no-untyped-def]
-        (workspace,), goes_on = train.args, train.keywords["goes_on"]
+        (workspace,), should_continue = train.args, train.keywords["should_continue"]
         for key, trial in trials.items():
             names.append(trial.name)
             observer.started(key)
             run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
             history = []
-            while len(history) < 9 and (goes_on is None or not history or goes_on(key, [e.top1 for e in history])):
+            while len(history) < 9 and (
+                should_continue is None or not history or should_continue(key, [e.top1 for e in history])
+            ):
                 history.append(replace(EPOCH, epoch=len(history), top1=TOP1[trial.row]))
             ended = {epoch.epoch: 1_000 for epoch in history}
-            write_summary(workspace.checkpoints(trial) / "summary.csv", history, ended)
+            workspace.checkpoints(trial).mkdir(parents=True, exist_ok=True)
+            workspace.store.write(workspace.summary(trial), summary_csv(history, ended))
             run.log(history, ended)
             stopped = {} if len(history) == 9 else {"stopped": 1}
             observer.progress(key, {"epoch": len(history), "epochs": 9} | stopped | history[-1].metrics())

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.runs import Bucket
+from experiments.runs.store import S3Store
 from experiments.training.checkpoint import Checkpoint, last_of
 from experiments.training.job import Job, open_job
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.experiments.drivers import Driver
+from tests.experiments.samples import without_times
 from tests.experiments.servers import LOOPBACK, ObjectStore, Server
-from tests.experiments.training.test_reliability import without_times
 from tests.faults.witness import Step, steps_of
 
 LOOK = 5
@@ -96,14 +96,14 @@ def _assert_complete(job: Job) -> None:
 
 
 @contextmanager
-def _bucket_and_tracker(folder: Path, host: str) -> Iterator[tuple[Bucket, Server]]:
+def _bucket_and_tracker(folder: Path, host: str) -> Iterator[tuple[S3Store, Server]]:
     """A store and a tracking server that nodes reach at this address of the machine."""
     store = ObjectStore(folder / "store.log", host)
     server = Server(folder, f"sqlite:///{folder / 'mlflow.db'}", host=host)
     try:
         server.launch()
         server.wait()
-        yield Bucket.parse(store.uri("grids")), server
+        yield S3Store.parse(store.uri("grids")), server
     finally:
         server.kill()
         store.end()
@@ -122,12 +122,12 @@ def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypat
     with separate_addresses() as network:
         with _bucket_and_tracker(tmp_path, network.HOST if network else LOOPBACK) as (bucket, server):
             monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-            job = open_job(grid, "digits", LONE, bucket.uri)
+            job = open_job(grid, "digits", LONE, bucket.address)
             with nodes(0, network) as several:
                 folders = {several.add(environment={"SAN_SCRATCH": str(path)}): path for path in map(tmp_path.joinpath, "abc")}
                 environment = {"WITNESS_PAUSE": "0.2", "MLFLOW_TRACKING_URI": server.uri}
                 given = (*LONE, "--address", several.address)
-                driver = Driver(grid, tmp_path / "driver", given, environment, "tests.faults.witness", bucket.uri)
+                driver = Driver(grid, tmp_path / "driver", given, environment, "tests.faults.witness", bucket.address)
                 try:
                     step = _pair_at(EPOCHS * STEPS // 2, job.workspace.runs, driver)[0]
                     place = several.of(step.pid)
@@ -155,11 +155,14 @@ def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypat
             _assert_complete(job)
             for trial in job.trials:
                 name = last_of(Path("checkpoints") / trial.key, EPOCHS)
-                here, there = Checkpoint.read(whole / name), Checkpoint.of_bytes(bucket.get(str(name)) or b"")
+                here, there = (
+                    Checkpoint.read(whole / name),
+                    Checkpoint.of_bytes(bucket.read(str(name)) or b""),
+                )
                 assert without_times(here.history) == without_times(there.history)
                 model = here.engine["model"]
                 assert all(torch.equal(value, there.engine["model"][part]) for part, value in model.items())
-            assert bucket.names("leases") == bucket.names("sweeps") == {}
+            assert [bucket.names(f"locks{folder}") for folder in ("", "/cells", "/grids")] == [[], [], []]
 
 
 @pytest.mark.long

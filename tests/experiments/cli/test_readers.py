@@ -18,7 +18,7 @@ import pytest
 from experiments.grids.config import PROJECT_DIR
 from experiments.training.job import open_job
 from san import Complexity
-from tests.experiments.training.test_training import EPOCH
+from tests.experiments.samples import EPOCH
 
 GRID = """
 question: Does anybody read it?
@@ -93,7 +93,7 @@ def test_a_reader_has_the_table_of_a_finished_grid_and_trains_nothing(runs: Path
     done = san(as_others, "run", runs)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 2
-    assert f"{runs / 'asked-digits.lock'}: cannot write (Permission denied); choose another folder" in done.stderr
+    assert f"{runs / 'locks/grids/asked-digits'}: cannot write (Permission denied); choose another folder" in done.stderr
     allow(runs, True)
     finish(runs, "pairwise_3")
     allow(runs, False)

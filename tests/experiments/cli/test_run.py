@@ -30,10 +30,10 @@ from experiments.grids import expand as expanding
 from experiments.grids.config import ModelConfig, flat, model_mistakes
 from experiments.grids.grid import Trial
 from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
+from experiments.runs import retry
 from experiments.tracking.tracker import Tracker
-from experiments.training import job as jobs
 from experiments.training.job import Job, known_results, open_job
-from tests.experiments.training.test_training import EPOCH
+from tests.experiments.samples import EPOCH
 
 EQUAL_ROWS = """
     question: Is it the same?
@@ -348,12 +348,13 @@ def test_a_cell_that_another_process_trains_is_left_to_it(
     claim = """
 import sys
 from pathlib import Path
-from experiments.runs.claims import _claimed
-with _claimed(Path(sys.argv[1]), {sys.argv[2]: None}):
+from experiments.runs.locks import claimed_cells
+from experiments.runs.store import LocalStore
+with claimed_cells(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]: None}):
     print("claimed", flush=True)
     sys.stdin.read()
 """
-    arguments = [sys.executable, "-c", claim, str(job.workspace.runs / "cells.lock"), job.trials[0].key]
+    arguments = [sys.executable, "-c", claim, str(job.workspace.runs), job.trials[0].key]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "claimed\n"
         assert not run(job, None)
@@ -385,8 +386,8 @@ def test_what_the_tracker_lacks_after_training_is_told(
         return {key: Outcome(key) for key in trials}
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
-    monkeypatch.setattr(jobs, "PATIENCE", 0.1)
-    monkeypatch.setattr(jobs, "PAUSE", 0.01)
+    monkeypatch.setattr(retry, "PATIENCE", 0.1)
+    monkeypatch.setattr(retry, "PAUSE", 0.01)
     if answers:
         assert not run(job, None)
         said = "other, plain: trained, but MLflow did not accept all results; run the same command again to send the rest"

@@ -15,10 +15,11 @@ from experiments.cli import main
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
+from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
 from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Trained
-from tests.experiments.training.test_reliability import kept, of_step
+from tests.experiments.samples import of_step, opened_checkpoints
 
 DIGITS = PROJECT_DIR / "data" / "digits"
 MODEL = "small-digits-pairwise_3"
@@ -134,15 +135,15 @@ def test_notes_that_images_differ_from_training(
 
 
 def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
-    checkpoints = kept(tmp_path, keep=1)
+    checkpoints = opened_checkpoints(tmp_path, keep=1)
     for number in range(1, 4):  # the first is the best
         checkpoints.save(of_step(number))
     checkpoints.save(of_step(3, step=5))
-    assert [best.name for best in [best_in(checkpoints.folder)] if best] == ["epoch-0001-step-0000000.pt"]
+    assert [best.name for best in [best_in(checkpoints.store, checkpoints.folder)] if best] == ["epoch-0001-step-0000000.pt"]
     checkpoints.save(of_step(4))
-    (checkpoints.folder / "epoch-0001-step-0000000.pt").write_bytes(b"damaged")
-    assert [best.name for best in [best_in(checkpoints.folder)] if best] == ["epoch-0004-step-0000000.pt"]
-    assert best_in(tmp_path) is None
+    Path(checkpoints.uri("epoch-0001-step-0000000.pt")).write_bytes(b"damaged")
+    assert [best.name for best in [best_in(checkpoints.store, checkpoints.folder)] if best] == ["epoch-0004-step-0000000.pt"]
+    assert best_in(LocalStore(tmp_path)) is None
 
 
 @pytest.mark.parametrize("averaged", [False, True])

@@ -31,6 +31,7 @@ from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
 from experiments.report.build import column_metrics as measured_metrics
 from experiments.report.build import measurements_of
+from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.job import Job, known_results, open_job
 from pipelines.transform import MANIPULATIONS
@@ -216,7 +217,7 @@ def test_mlflow_shows_a_column_for_each_condition(job: Job) -> None:
 
 
 def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path, trained.job.workspace.tracking_uri)
+    workspace = Workspace(LocalStore(tmp_path), trained.job.workspace.tracking_uri)
     work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure(work, lambda metrics: None)

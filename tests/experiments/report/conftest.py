@@ -18,7 +18,7 @@ from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.job import Job, open_job
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
-from tests.experiments.training.test_training import EPOCH
+from tests.experiments.samples import EPOCH
 
 QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
 

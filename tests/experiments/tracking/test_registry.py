@@ -16,11 +16,11 @@ from mlflow.tracking import MlflowClient
 
 import san
 from experiments.tracking.registry import model_name
-from experiments.training import sender
+from experiments.training import metric_logger
 from experiments.training.checkpoint import Checkpoint, Origin, best_in
 from experiments.training.job import Job
 from experiments.training.trainer import run_trial
-from tests.experiments.training.test_training import silent
+from tests.experiments.samples import silent
 
 SHORT = ("recipe.epochs=1", "recipe.batch_size=240")
 
@@ -30,7 +30,7 @@ def versions(job: Job) -> list[Any]:
 
 
 def best_of(job: Job, trial: int) -> Checkpoint:
-    best = best_in(job.workspace.checkpoints(job.trials[trial]))
+    best = best_in(job.workspace.store, job.workspace.folder(job.trials[trial]))
     assert best is not None
     return best
 
@@ -103,7 +103,7 @@ def test_a_trial_is_registered_once(
             raise ConnectionError
         return answer
 
-    monkeypatch.setattr(sender, "PAUSE", 0.01)
+    monkeypatch.setattr(metric_logger, "PAUSE", 0.01)
     monkeypatch.setattr(MlflowClient, call, lossy)
     for _ in range(2):
         run_trial(job.workspace, job.trials[1], silent)

@@ -23,7 +23,7 @@ from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, open_job
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.training.test_training import EPOCH
+from tests.experiments.samples import EPOCH
 
 COUNTS = Complexity(1, 2, 3, ())
 ENDED = {0: 1_000, 1: 2_000}
@@ -191,7 +191,7 @@ def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) 
     for tracker, run in ((other, theirs), (job.tracker, ours)):
         assert tracker.results()[trial.key].run_id == run.run_id  # neither is finished: each sees its own
     theirs.finish()
-    job.tracker.interrupted([(trial, None)])
+    job.tracker.interrupted([trial])
     assert job.tracker.results()[trial.key].run_id == theirs.run_id  # a finished one wins
     assert [job.tracker.client.get_run(run.run_id).info.status for run in (theirs, ours)] == ["FINISHED", "KILLED"]
     assert job.tracker.open(trial).run_id == ours.run_id
@@ -252,29 +252,28 @@ def test_the_environment_names_the_store(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_trial_goes_on_in_the_run_in_which_its_checkpoints_began(open_small_job: Callable[..., Job]) -> None:
-    """Of whatever grid; a name that is of no use, or of another trial's run, is as none."""
+    """Whichever grid the run belongs to; another trial's run and a deleted run do not count."""
     job = open_small_job()
     other = Tracker(job.workspace.tracking_uri, "other", "digits")
     other.prepare(job.grid, job.workspace.runs / "artifacts")
     trial, second = job.trials[:2]
     begun = job.tracker.open(trial)
-    other.interrupted([(trial, begun.run_id)])
+    other.interrupted([trial])
     assert job.tracker.client.get_run(begun.run_id).info.status == "KILLED"
-    assert other.open(trial, begun.run_id).run_id == begun.run_id
-    other.failed(trial, begun.run_id, "no disk")
+    assert other.open(trial, resumed=True).run_id == begun.run_id
+    other.failed(trial, "no disk")
     assert job.tracker.client.get_run(begun.run_id).data.tags["san.error"] == "no disk"
-    assert other.open(second, begun.run_id).run_id != begun.run_id
-    anew = other.open(trial, "0" * 32)
-    assert anew.run_id != begun.run_id
+    assert other.open(second, resumed=True).run_id != begun.run_id
     job.tracker.client.delete_run(begun.run_id)
-    assert other.open(trial, begun.run_id).run_id == anew.run_id
+    anew = other.open(trial, resumed=True)
+    assert anew.run_id != begun.run_id
 
 
 def test_interrupted_trials_are_marked(open_small_job: Callable[..., Job]) -> None:
     job = open_small_job()
     done, stopped = (job.tracker.open(trial) for trial in job.trials[:2])
     done.finish()
-    job.tracker.interrupted((trial, None) for trial in job.trials)
+    job.tracker.interrupted(job.trials)
     status = [job.tracker.client.get_run(run.run_id).info.status for run in (done, stopped)]
     assert status == ["FINISHED", "KILLED"]
 

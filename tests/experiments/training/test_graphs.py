@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.grids.config import EngineConfig
 from experiments.training import graphs
 from experiments.training.engine import Engine
-from tests.experiments.training.test_recipe import convolution, recipe
+from tests.experiments.training.test_engine import convolution, recipe
 
 ON = EngineConfig(cuda_graphs=True)
 

@@ -1,34 +1,27 @@
-"""What the workers of a cell report, and when."""
+"""Reports of a cell's progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import torch
 
-from experiments.training import teller
-from experiments.training.checkpoint import Checkpoint, Checkpoints
+from experiments.runs.store import LocalStore
+from experiments.training import reporter
+from experiments.training.checkpoint import best_in
 from experiments.training.job import Job
-from experiments.training.teller import Pulse
+from experiments.training.reporter import Throttle
 from tests.experiments.processes import ended, reports, start, weights
+from tests.experiments.samples import without_times
+from tests.experiments.training.test_progress import Clock
 
 
-class Clock:
-    """Stands still until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_pulse_of_short_epochs_is_their_end() -> None:
+def test_short_epochs_are_reported_only_at_their_end() -> None:
     clock = Clock()
-    pulse = Pulse(10, clock)
-    assert pulse.due(is_last_step=False)  # the first step
-    pulse.told()
+    throttle = Throttle(10, clock)
+    assert throttle.is_due(is_last_step=False)  # the first step
+    throttle.step_done()
     for seconds, is_last_step, due in (
         (9, False, False),
         (0, True, False),
@@ -36,25 +29,25 @@ def test_the_pulse_of_short_epochs_is_their_end() -> None:
         (0, True, True),
     ):
         clock.now += seconds
-        assert pulse.due(is_last_step) == due
-    pulse.epoch_told()
-    assert not pulse.due(is_last_step=False)
+        assert throttle.is_due(is_last_step) == due
+    throttle.epoch_done()
+    assert not throttle.is_due(is_last_step=False)
     clock.now += 8
-    pulse.told()
+    throttle.step_done()
     clock.now += 4  # a long epoch is to be validated, which may take long too
-    assert pulse.due(is_last_step=True)
-    assert not pulse.due(is_last_step=False)
+    assert throttle.is_due(is_last_step=True)
+    assert not throttle.is_due(is_last_step=False)
 
 
 def always() -> None:
-    teller.SECONDS_BETWEEN_REPORTS = 0.0
+    reporter.SECONDS_BETWEEN_REPORTS = 0.0
 
 
 def never() -> None:
-    teller.SECONDS_BETWEEN_REPORTS = float("inf")
+    reporter.SECONDS_BETWEEN_REPORTS = float("inf")
 
 
-def test_workers_tell_together_and_it_changes_no_bit(open_small_job: Callable[..., Job]) -> None:
+def test_all_workers_report_together_without_changing_the_result(open_small_job: Callable[..., Job]) -> None:
     """Of three epochs of four steps, with a look after each step and a report after each look, or with hardly any."""
     job = open_small_job(
         "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "reliability.check_every_n_steps=1"
@@ -63,7 +56,7 @@ def test_workers_tell_together_and_it_changes_no_bit(open_small_job: Callable[..
     care = often.config.reliability.model_copy(update={"check_every_n_steps": 20})
     seldom = replace(often, config=often.config.model_copy(update={"reliability": care}))
     assert seldom.key == often.key
-    quiet = replace(job.workspace, runs=job.workspace.runs / "quiet")
+    quiet = replace(job.workspace, store=LocalStore(job.workspace.runs / "quiet"))
     assert ended(start(job.workspace, often, 2, body=always)) == [0, 0]
     assert ended(start(quiet, seldom, 2, body=never)) == [0, 0]
     for rank in (0, 1):
@@ -78,11 +71,6 @@ def test_workers_tell_together_and_it_changes_no_bit(open_small_job: Callable[..
         other = weights(quiet, rank)
         for name, value in weights(job.workspace, rank).items():
             assert torch.equal(value, other[name]), name
-    histories = []
-    for workspace in (job.workspace, quiet):
-        path = Checkpoints(workspace.checkpoints(often), often.key, 2, 600).newest()
-        assert path is not None
-        histories.append(
-            [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0)) for epoch in Checkpoint.read(path).history]
-        )
-    assert histories[0] == histories[1]
+    first, second = (best_in(workspace.store, workspace.folder(often)) for workspace in (job.workspace, quiet))
+    assert first is not None and second is not None
+    assert without_times(first.history) == without_times(second.history)

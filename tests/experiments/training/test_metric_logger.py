@@ -1,28 +1,31 @@
-"""A tracking server that goes away: training goes on, and in the end nothing is missing or doubled."""
+"""The metric logger: training does not wait for MLflow, and in the end nothing is missing or duplicated."""
 
 from __future__ import annotations
 
 import csv
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
+from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
 from experiments.cli.plan import plan
 from experiments.errors import UserError
-from experiments.runs.summary import read_ended, write_summary
+from experiments.runs.summary import read_ended
 from experiments.tracking import TrackerError
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
-from experiments.training import sender
+from experiments.training import metric_logger
 from experiments.training.job import Job, open_job
 from experiments.training.trainer import run_trial
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.samples import EPOCH, silent
 from tests.experiments.servers import Server
-from tests.experiments.training.test_training import EPOCH
 
 
 @pytest.fixture
@@ -46,13 +49,13 @@ def steps(job: Job) -> list[tuple[str, list[int]]]:
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_costs_no_epoch(
+def test_an_outage_of_the_server_loses_no_epoch(
     server: Server, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in epoch 2, back in epoch 4, killed again in epoch 6 and away for longer than the trial's end waits."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setattr("experiments.training.trainer.PATIENCE", 1.0)
-    monkeypatch.setattr(sender, "PAUSE", 0.2)
+    monkeypatch.setattr(metric_logger, "PAUSE", 0.2)
     job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch_size=128"), tmp_path / "runs")
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     trial = job.trials[1]
@@ -97,12 +100,12 @@ def test_a_server_that_goes_away_costs_no_epoch(
     history = job.tracker.client.get_metric_history(job.tracker.results()[trial.key].run_id, "val/top1")
     assert [metric.value for metric in history] == [float(row["top1"]) for row in rows]
     assert [metric.timestamp for metric in history] == list(
-        read_ended(job.workspace.checkpoints(trial) / "summary.csv").values()
+        read_ended(job.workspace.store.read(job.workspace.summary(trial))).values()
     )
 
 
-def test_a_server_that_is_away_is_asked_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "PAUSE", 0.02)
+def test_requests_to_a_server_that_is_away_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_logger, "PAUSE", 0.02)
     trial = open_job(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0]
     asked: list[float] = []
 
@@ -110,30 +113,39 @@ def test_a_server_that_is_away_is_asked_less_and_less_often(tmp_path: Path, monk
         asked.append(time.monotonic())
         raise TrackerError("nobody answers")
 
-    waiting = sender.Sender(away, trial, Complexity(1, 2, 3, ()), {}, 10, tmp_path / "summary.csv")
-    waiting.log([EPOCH])
+    waiting = metric_logger.AsyncMetricLogger(away, trial, Complexity(1, 2, 3, ()), {}, 10, resumed=False)
+    waiting.log([EPOCH], {EPOCH.epoch: 1000})
     time.sleep(2)
     assert not waiting.finish(None, seconds=0.0)
     assert 6 <= len(asked) <= 20  # 100, at the first rhythm
     assert asked[-1] - asked[-2] > 3 * (asked[1] - asked[0])
 
 
-def test_summary_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "key" / "summary.csv"
-    assert read_ended(path) == {}
-    write_summary(path, [], {})
-    assert read_ended(path) == {}
-    write_summary(path, [EPOCH], {0: 1_763_760_000_123})
-    assert read_ended(path) == {0: 1_763_760_000_123}
-    assert path.read_text().splitlines() == [
-        "epoch,lr,train_loss,images_per_second,wait_share,val_loss,top1,top5,ended",
-        "0,0.1,1.0,2.0,0.5,1.0,50.0,100.0,2025-11-21T21:20:00.123+00:00",
-    ]
-    path.write_text("what a person wrote")
-    assert read_ended(path) == {}
+@pytest.mark.parametrize("wanted", [True, False])
+def test_system_metrics(
+    wanted: bool, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", str(wanted).lower())
+    job = open_small_job("recipe.epochs=2", "recipe.batch_size=256")
+    run_trial(job.workspace, job.trials[1], silent)
+    metrics = job.tracker.results()[job.trials[1].key].metrics
+    assert ("system/cpu_utilization_percentage" in metrics) == wanted
 
 
-def test_rejects_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "summary.partial").mkdir()  # as good as a disk that is full, for root too
-    with pytest.raises(UserError, match=r"summary\.csv: cannot write \(Is a directory\); check the disk"):
-        write_summary(tmp_path / "summary.csv", [EPOCH], {EPOCH.epoch: 0})
+def test_mlflow_can_read_the_load_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By MLflow, through `nvidia-ml-py`, of which it says nothing when missing file."""
+    answers = {
+        "nvmlInit": None,
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": object(),
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=6e9, total=24e9),
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=87),
+        "nvmlDeviceGetPowerUsage": 300_000,
+        "nvmlDeviceGetEnforcedPowerLimit": 450_000,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+    monitor = GPUMonitor()
+    monitor.collect_metrics()
+    assert monitor.aggregate_metrics()["gpu_0_utilization_percentage"] == 87

@@ -1,0 +1,133 @@
+"""Sends a cell's metrics to MLflow without letting the training wait."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from experiments.grids.grid import Trial
+from experiments.runs.retry import PATIENCE, PAUSE
+from experiments.runs.summary import Epoch
+from experiments.tracking import TrackerError
+from experiments.tracking.registry import register
+from experiments.tracking.store import UNUSABLE
+from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
+from experiments.training.checkpoint import Checkpoint
+from san import CheckpointError, Complexity
+
+_log = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 15
+"""Times `PAUSE`: half a minute, so that the end of a cell, which waits two minutes, includes a few more attempts."""
+
+
+class AsyncMetricLogger:
+    """Sends a cell's metrics to its MLflow run from a thread.
+
+    The checkpoint holds the metrics of all epochs, so nothing else has to be stored. At the start, at the end and after a
+    failed request, the thread asks MLflow which epochs it has, and sends the others. MLflow stores a value only once per step
+    and timestamp, so a request whose answer was lost can be repeated.
+
+    Args:
+        tracker: opens the tracker; called in the thread.
+        trial: the cell.
+        complexity, tags: parameters, FLOPs and tags of the run.
+        images: number of images in a training epoch.
+        resumed: whether the cell resumes from a checkpoint, whose run may belong to another grid.
+    """
+
+    def __init__(
+        self,
+        tracker: Callable[[], Tracker],
+        trial: Trial,
+        complexity: Complexity,
+        tags: Mapping[str, str],
+        images: int,
+        resumed: bool,
+    ) -> None:
+        self.tracker, self.trial, self.complexity, self.tags = tracker, trial, complexity, tags
+        self.images, self.resumed = images, resumed
+        self._run: TrialRun | None = None
+        self._logged: Set[int] | None = None  # epochs that MLflow has; None: ask
+        self._monitor: NodeMonitor | None = None
+        self._history: tuple[Epoch, ...] = ()
+        self._ended: Mapping[int, int] = {}
+        self._best: Checkpoint | None = None
+        self._stopped_by: str | None = None
+        self._requests: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the cell has ended; None: close
+        self._gave_up = threading.Event()
+        self._complete = False
+        self._warned = False
+        self._thread = threading.Thread(target=self._work, name="metric-logger", daemon=True)
+        self._thread.start()
+
+    def log(self, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
+        """Sends the epochs that MLflow does not have; `ended` gives the end of each in milliseconds since 1970."""
+        self._history, self._ended = tuple(history), dict(ended)
+        self._requests.put(False)
+
+    def finish(self, best: Checkpoint | None, stopped_by: str | None = None, seconds: float | None = None) -> bool:
+        """Registers the best weights and ends the run. Returns whether MLflow accepted everything within `seconds` (default:
+        `PATIENCE`); otherwise, the next start of the cell sends the rest.
+
+        `stopped_by` names the grid whose early stopping ends the cell.
+        """
+        self._best, self._stopped_by = best, stopped_by
+        self._requests.put(True)
+        self.close(PATIENCE if seconds is None else seconds)
+        return self._complete
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Sends what is left, for up to `seconds`."""
+        self._requests.put(None)
+        self._thread.join(seconds)
+        self._gave_up.set()
+
+    def _work(self) -> None:
+        try:
+            for at_end in iter(self._requests.get, None):
+                pause = PAUSE
+                while not self._send(at_end):
+                    # Random and growing pauses, so that the cells do not keep a slow server busy.
+                    if self._gave_up.wait(pause * random.uniform(0.5, 1)):
+                        return
+                    pause = min(2 * pause, LONGEST_PAUSE * PAUSE)
+                self._complete = at_end
+        finally:
+            if self._monitor is not None:
+                self._monitor.finish()  # type: ignore[no-untyped-call]
+
+    def _send(self, at_end: bool) -> bool:
+        """Returns whether MLflow accepted everything."""
+        try:
+            run = self._run = self._run or self._open()
+            logged, self._logged = None if at_end else self._logged, None
+            self._logged = run.log(self._history, self._ended, logged)
+            if at_end:
+                self._end(run)
+            elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
+                self._monitor = NodeMonitor(run.uri, run.run_id)
+        except (TrackerError, CheckpointError, *UNUSABLE) as error:
+            if not self._warned:
+                _log.warning("cannot send results to MLflow, will retry: %s", str(error).partition("\n")[0][:400])
+            self._warned = True
+            return False
+        self._warned = False
+        return True
+
+    def _open(self) -> TrialRun:
+        run = self.tracker().open(self.trial, self.resumed)
+        run.describe(self.trial, self.complexity)
+        run.tag(self.tags)
+        return run
+
+    def _end(self, run: TrialRun) -> None:
+        if self._stopped_by is not None:
+            return run.stop(self._stopped_by, len(self._history))
+        run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
+        if self._best is not None:
+            register(run.client, run.run_id, self._best)
+        run.finish()

@@ -1,0 +1,115 @@
+"""Whole cells and grids whose runs are stored in a bucket."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import main
+from experiments.runs import store as stores
+from experiments.runs.store import S3Store
+from experiments.training.checkpoint import best_in
+from experiments.training.job import open_job
+from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.processes import Kill, ended, start
+from tests.experiments.samples import ALWAYS, SHORT
+from tests.experiments.servers import ObjectStore
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_database: Path) -> Iterator[S3Store]:
+    """An empty bucket, and a tracker's database."""
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}", "SAN_SCRATCH": str(tmp_path / "scratch")}
+    for name, value in (ObjectStore.KEYS | environment).items():
+        monkeypatch.setenv(name, value)
+    server = ObjectStore(tmp_path / "log")
+    yield S3Store.parse(server.uri("prefix"))
+    server.end()
+
+
+def everything(bucket: S3Store) -> list[str]:
+    return [name for name in bucket._ask(lambda s3: bucket._list(s3, "")) if name and not name.endswith("/")]
+
+
+def on_node(folder: str) -> None:
+    """Makes a worker one of a node of its own, where leases are short."""
+    stores.LIFE, stores.RENEWAL, stores.POLL = 3.0, 0.8, 0.2
+    os.environ.update(ObjectStore.KEYS)  # the server that forks workers may be older than this test
+    os.environ["SAN_SCRATCH"] = f"{folder}-{os.environ['RANK']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_killed_cell_resumes_on_another_node(
+    world: int, bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each worker is on a node of its own. The result can be evaluated from anywhere."""
+    job = open_job(SMALL_GRID, "digits", (*SHORT, *ALWAYS), bucket.address)
+    job.tracker.prepare(job.grid, tmp_path / "artifacts")
+    (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
+    first, second = (functools.partial(on_node, str(tmp_path / node)) for node in ("first", "second"))
+    assert ended(start(job.workspace, trial, world, Kill("step", 7), body=first))[-1] == -9
+    folder = job.workspace.folder(trial)
+    before = [name for name in bucket.names(folder) if name.endswith(".pt")][-1]
+    assert ended(start(job.workspace, trial, world, body=second)) == [0] * world
+    (log,) = bucket.names("logs")
+    assert f"resuming from {Path(before).name}" in (bucket.read(log) or b"").decode()
+    assert not list((tmp_path / "second-0").rglob("epoch-*.pt")), "a checkpoint stays on the node"
+
+    result, best = job.tracker.results()[trial.key], best_in(bucket, folder)
+    assert result.finished and best is not None
+    for checkpoint in (trial.key, bucket.uri(folder), bucket.uri(f"{folder}/{best.name}")):
+        monkeypatch.setattr(sys, "argv", ["san", "evaluate", checkpoint, "--runs", bucket.address, "--json"])
+        main()
+        output = json.loads(capsys.readouterr().out)
+        assert output["checkpoint"] == bucket.uri(f"{folder}/{best.name}")
+        assert output["top1"] == best.history[-1].top1
+
+
+@pytest.mark.slow
+def test_san_run_needs_no_shared_folder(
+    bucket: S3Store,
+    write_grid: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """All its files are in the bucket, and the credentials are nowhere."""
+    grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
+    job = (str(grid), *SHORT[1:], "recipe.epochs=1")
+    secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
+    finished = "1 cells, 1 already finished"
+    for command, expected in (
+        (("run", *job), "trained 1 cell in "),
+        (("run", *job), finished),
+        (("report", *job), f"report: {bucket.uri('small-digits/report.html')}\n"),
+        (("plan", *job), "finished"),
+        (("runs",), "1/1"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", bucket.address])
+        with suppress(SystemExit):
+            main()
+        output = "".join(capfd.readouterr())
+        assert expected in output
+        assert secret not in output
+    kept = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in everything(bucket)}
+    assert kept == {
+        *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv")),
+        f"logs/pairwise_3-KEY-{socket.gethostname()}.log",
+        *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
+    }
+    assert b'class="tiles"' in (bucket.read("small-digits/report.html") or b"")  # it shows the checkpoint's attention
+    assert not [name for name in everything(bucket) if secret.encode() in (bucket.read(name) or b"")]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert not list((tmp_path / "scratch").rglob("epoch-*"))

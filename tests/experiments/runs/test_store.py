@@ -1,0 +1,428 @@
+"""Both kinds of stores: files, and locks that one process owns at a time. The bucket is on a real S3 server."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import main, submit
+from experiments.errors import UserError
+from experiments.runs import store as stores
+from experiments.runs.locks import cell_lock, claimed_cells
+from experiments.runs.store import OPTIONS, LocalStore, LockError, S3Store, StorageError, Store, _client
+from experiments.runs.workspace import open_workspace
+from experiments.training.checkpoint import Checkpoints
+from experiments.training.job import open_job
+from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.samples import flip_a_bit, of_step
+from tests.experiments.servers import ObjectStore, free_port
+
+NAME = "locks/cells/abc"
+BUSY = "another process is training this cell"
+NODE = Callable[[str], S3Store]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    running = ObjectStore(tmp_path_factory.mktemp("store") / "log")
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def bucket(server: ObjectStore, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Store:
+    """Each test has a prefix of its own."""
+    for name, value in ObjectStore.KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SAN_SCRATCH", str(tmp_path / "scratch"))
+    return S3Store.parse(server.uri(re.sub(r"\W+", "-", request.node.name)))
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return LocalStore(tmp_path / "runs") if request.param == "folder" else request.getfixturevalue("bucket")
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "LIFE", 2.0)
+    monkeypatch.setattr(stores, "RENEWAL", 0.4)
+    monkeypatch.setattr(stores, "POLL", 0.1)
+
+
+class OnNode(S3Store):
+    """The bucket as a node of its own sees it."""
+
+    def __init__(self, address: str, scratch: Path) -> None:
+        super().__init__(address)
+        object.__setattr__(self, "scratch", scratch)
+
+    @property
+    def folder(self) -> Path:
+        return self.scratch
+
+    def patient(self, seconds: float) -> OnNode:
+        other = OnNode(self.address, self.scratch)
+        object.__setattr__(other, "patience", seconds)
+        return other
+
+
+@pytest.fixture
+def node(bucket: S3Store, tmp_path: Path, short_leases: None) -> Callable[[str], OnNode]:
+    return lambda name: OnNode(bucket.address, tmp_path / name)
+
+
+def everything(store: S3Store, folder: str = "") -> list[str]:
+    return store._ask(lambda s3: store._list(s3, folder))
+
+
+def test_files_round_trip(store: Store) -> None:
+    with store.lock(NAME, BUSY, wait=0) as lock:
+        assert store.names("deep") == []
+        assert store.read("deep/a") is None
+        store.delete("deep/a")
+        store.recover("deep", lock)
+        for content in (b"", b"first", bytes(range(256)) * 50_000):
+            store.write("deep/a", content)
+            assert store.read("deep/a") == content
+        store.recover("deep/er", lock)
+        store.write("deep/er/b", b"")
+        assert store.names("deep") == ["deep/a"]
+        assert store.uri("deep/a").partition("?")[0].endswith("/deep/a")
+        store.delete_folder("deep")
+        assert store.names("deep") == store.names("deep/er") == []
+
+
+def test_a_file_is_uploaded_from_one_node_and_downloaded_on_another(node: NODE) -> None:
+    here, there = node("here"), node("there")
+    for each in (here, there):
+        (each.folder / "logs").mkdir(parents=True)
+    (here.folder / "logs/a.log").write_text("first line")
+    here.upload(here.folder / "logs/a.log")
+    there.download(there.folder / "logs/a.log")
+    assert (there.folder / "logs/a.log").read_text() == "first line"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://ada:opensesame@runs/prefix",
+        "s3://ada:open/sesame@runs/prefix",
+        "s3://runs/prefix?access_key=ada&secret_key=opensesame",
+        "s3://runs/prefix?session_token=opensesame",
+        "s3://runs/prefix?endpoint_override=http://ada:opensesame@host:9000",
+        "s3://runs/prefix?endpoint_override=http%3A%2F%2Fada%3Aopensesame%40host",
+    ],
+)
+def test_an_address_with_a_password_is_rejected_and_not_repeated(uri: str) -> None:
+    for take in (open_workspace, functools.partial(submit.check, SMALL_GRID, "digits", ())):
+        with pytest.raises(
+            UserError, match=r"contains a key or password.* AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) as raised:
+            take(uri)
+        assert "sesame" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("gs://runs/prefix", "gs://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix"),
+        ("s3://", "s3://: the name of the bucket is missing"),
+        ("s3:///prefix", "s3:///prefix: the name of the bucket is missing"),
+        ("s3://[runs/prefix", "s3://[runs/prefix: not a valid address (Invalid IPv6 URL)"),
+        ("s3://runs/prefix?endpoint=http://host", "unknown option endpoint; choose from endpoint_override, region,"),
+    ],
+)
+def test_an_invalid_address_is_rejected(uri: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        open_workspace(uri)
+    assert message in str(raised.value)
+
+
+def test_options_of_an_address_reach_the_client() -> None:
+    assert {*OPTIONS} == {"endpoint_override", "region", "scheme", "tls_ca_file_path", "tls_verify_certificates"}
+    plain = _client("s3://runs/prefix?region=eu-west-1&scheme=http")
+    assert plain.meta.endpoint_url == "http://s3.eu-west-1.amazonaws.com"
+    own = _client("s3://runs/a?endpoint_override=host:9000&scheme=http&tls_ca_file_path=/ca.pem")
+    assert own.meta.endpoint_url == "http://host:9000"
+    assert own._endpoint.http_session._verify == "/ca.pem"
+    assert _client("s3://runs/a?tls_verify_certificates=false&region=a")._endpoint.http_session._verify is False
+
+
+def test_a_bucket_needs_a_tracking_server(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UserError, match="MLflow's database cannot be in a bucket; set MLFLOW_TRACKING_URI"):
+        open_workspace(bucket.address)
+
+
+def without_a_bucket(server: ObjectStore) -> str:
+    return server.uri("prefix", bucket="nobodys")
+
+
+def without_a_server(server: ObjectStore) -> str:
+    return f"s3://runs/prefix?endpoint_override=http://127.0.0.1:{free_port()}"
+
+
+def without_permission(server: ObjectStore) -> str:
+    server.refuse()
+    return server.uri("prefix")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (without_a_bucket, r"s3://nobodys/prefix\?.*: no such bucket; create the bucket or correct the name"),
+        (
+            without_a_server,
+            r"s3://runs/prefix\?.*: the store does not answer \(.*onnect.*\); check the address and that the server",
+        ),
+        (without_permission, r"s3://runs/prefix\?.*: the store rejected the credentials; check AWS_ACCESS_KEY"),
+    ],
+)
+def test_an_unusable_bucket_is_an_error_before_anything_starts(
+    address: Callable[[ObjectStore], str],
+    message: str,
+    server: ObjectStore,
+    bucket: S3Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    try:
+        monkeypatch.setattr(sys, "argv", ["san", "run", str(SMALL_GRID), "--runs", address(server)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        server.refuse(wanted=False)
+    assert ended.value.code == 2
+    output = capsys.readouterr().err
+    assert len(output.splitlines()) == 1
+    assert re.match(f"san: {message}", output), output
+
+
+def test_only_one_process_owns_a_lock(store: Store, short_leases: None, caplog: pytest.LogCaptureFixture) -> None:
+    """On one machine, the second one does not wait for the first one's lease."""
+    with store.lock(NAME, BUSY, wait=0) as lock:
+        lock.check()
+        with pytest.raises(LockError, match=rf"{NAME}: {BUSY} \(.*, process \d+\); wait until that process ends, or stop it"):
+            with store.lock(NAME, BUSY, wait=0.2):
+                pass
+    assert f"{NAME}: {BUSY}" in caplog.text and "waiting up to 0 s for that process" in caplog.text
+    with store.lock(NAME, BUSY, wait=0) as lock:
+        lock.check()
+
+
+def test_a_process_waits_for_an_owner_that_is_about_to_end(store: Store) -> None:
+    leaving = ExitStack()
+    leaving.enter_context(store.lock(NAME, BUSY, wait=0))
+    timer = threading.Timer(0.5, leaving.close)
+    timer.start()
+    with store.lock(NAME, BUSY, wait=60):
+        assert timer.finished.is_set()
+
+
+def test_a_renewed_lock_of_another_node_is_respected(node: NODE) -> None:
+    with node("here").lock(NAME, BUSY, wait=0):
+        with pytest.raises(LockError, match=rf"{NAME}\?.*: {BUSY} \(.*, process \d+\); wait until that process ends"):
+            with node("there").lock(NAME, BUSY, wait=1):
+                pass
+    with node("there").lock(NAME, BUSY, wait=0) as lock:
+        lock.check()
+    assert everything(node("here")) == []
+
+
+@contextmanager
+def frozen(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Lock]:
+    """A lock whose owner is too slow to renew it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "RENEWAL", 1e9)
+        with store.lock(NAME, BUSY, wait=0) as lock:
+            yield lock
+
+
+def test_an_expired_lock_is_taken_over_and_its_owner_stops(node: NODE, monkeypatch: pytest.MonkeyPatch) -> None:
+    with frozen(node("here"), monkeypatch) as first:
+        start = time.monotonic()
+        with node("there").lock(NAME, BUSY, wait=0) as second:
+            assert time.monotonic() - start > stores.LIFE
+            first.raise_if_lost()  # it has not noticed
+            with pytest.raises(LockError, match=r"another process took over this lock, because this process"):
+                first.check()
+            with pytest.raises(LockError):
+                first.raise_if_lost()
+            second.check()
+        assert not second.continued
+    assert everything(node("here")) == []
+
+
+def test_an_owner_that_dies_while_another_node_waits_is_replaced(node: NODE, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock has not expired yet when the waiting time is over."""
+    with frozen(node("here"), monkeypatch) as first:
+        timer = threading.Timer(1.5, first.check)
+        timer.start()
+        with node("there").lock(NAME, BUSY, wait=2) as lock:
+            assert timer.finished.is_set()
+            lock.check()
+
+
+def test_a_lock_that_was_owned_by_another_process_meanwhile_is_lost(node: NODE) -> None:
+    """Even if nobody owns it now."""
+    with node("here").lock(NAME, BUSY, wait=0) as lock:
+        node("here").delete(NAME)
+        with pytest.raises(LockError):
+            lock.check()
+    assert everything(node("here")) == []
+
+
+def test_a_late_renewal_is_accepted_if_nobody_wanted_the_lock(node: NODE, monkeypatch: pytest.MonkeyPatch) -> None:
+    with frozen(node("here"), monkeypatch) as lock:
+        time.sleep(stores.LIFE + 0.1)
+        lock.check()
+
+
+def test_the_next_process_on_a_node_does_not_wait_for_a_killed_one(
+    bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Leases last a minute here; a kill leaves the object in the bucket and frees the file's lock."""
+    with bucket.lock(NAME, BUSY, wait=0):
+        left = bucket.read(NAME)
+    bucket.write(NAME, left or b"")
+    start = time.monotonic()
+    with bucket.lock(NAME, BUSY, wait=0) as lock:
+        assert time.monotonic() - start < 10
+        assert lock.continued
+
+
+def test_of_many_nodes_one_at_a_time_owns_a_lock(node: NODE) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        with node(f"node{number}").lock(NAME, BUSY, wait=60):
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.05)
+            inside.remove(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert most == [1] * 4
+
+
+def test_a_store_that_ignores_conditions_is_rejected(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = S3Store._put
+    monkeypatch.setattr(S3Store, "_put", lambda self, s3, name, content, condition=None: put(self, s3, name, content))
+    with pytest.raises(UserError, match=r"ignores the condition of a put .*; choose a store that supports conditional puts"):
+        with bucket.lock(NAME, BUSY, wait=0):
+            pass
+
+
+def test_two_grids_share_no_cell(store: Store, tmp_path: Path, short_leases: None) -> None:
+    """The same grid is an error; another grid gets the cells that are left, also after a `san run` was killed."""
+    cells = {trial.key: trial for trial in open_job(SMALL_GRID, "digits", (), tmp_path / "job").trials}
+    first, *others = cells
+    with claimed_cells(store, "small-digits", {first: cells[first]}) as (claimed, lock):
+        assert list(claimed) == [first]
+        lock.raise_if_lost()
+        with pytest.raises(LockError, match=r"locks/grids/small-digits.*: another `san run` is training this grid \("):
+            with claimed_cells(store, "small-digits", cells):
+                pass
+        with claimed_cells(store, "other-digits", cells) as (claimed, _):
+            assert list(claimed) == others
+        killed = store.read("locks/grids/small-digits")
+    store.write("locks/grids/small-digits", killed or b"")
+    with claimed_cells(store, "other-digits", cells) as (claimed, _):
+        assert claimed == cells
+
+
+@contextmanager
+def checkpoints_on(store: Store) -> Iterator[Checkpoints]:
+    """The checkpoints of a cell, loaded as its next attempt does."""
+    store = store.patient(20)
+    with cell_lock(store, "abc") as lock:
+        yield Checkpoints(store, "checkpoints/abc", "abc", lock, 2, 600)
+
+
+def files(store: Store) -> list[str]:
+    return [Path(name).name for name in store.names("checkpoints/abc")]
+
+
+def test_a_damaged_checkpoint_in_a_bucket_is_renamed_for_all_nodes(node: NODE, caplog: pytest.LogCaptureFixture) -> None:
+    here = node("here")
+    with checkpoints_on(here) as checkpoints:
+        for epoch in (1, 2, 3, 4):  # the first is the best
+            checkpoints.save(of_step(epoch, value=1.0))
+    assert files(here) == [f"epoch-000{epoch}-step-0000000.pt" for epoch in (1, 3, 4)]
+    here.write("checkpoints/abc/epoch-0004-step-0000000.pt", flip_a_bit(of_step(4, value=1.0).as_bytes()))
+    for name in ("there", "elsewhere"):
+        with checkpoints_on(node(name)) as checkpoints:
+            loaded = checkpoints.load()
+            assert loaded is not None and loaded.running.number == 3
+        assert files(here)[2:] == ["epoch-0004-step-0000000.broken"]
+    assert "resuming from epoch-0003-step-0000000.pt" in caplog.text
+    assert not [path for path in here.folder.rglob("epoch-*")], "a checkpoint stays on the node"
+
+
+@pytest.mark.parametrize(("elsewhere", "resumed"), [(False, 3), (True, 2)])
+def test_a_checkpoint_kept_on_a_node_counts_unless_another_node_continued(
+    elsewhere: bool, resumed: int, node: NODE, server: ObjectStore
+) -> None:
+    here = node("here")
+    try:
+        with checkpoints_on(here) as checkpoints:
+            for epoch in (1, 2):
+                checkpoints.save(of_step(epoch))
+            checkpoints.store = here.patient(0.1)
+            checkpoints.lock = stores.Lock()  # the store goes away just after the lock was checked
+            server.refuse()
+            checkpoints.save(of_step(3))
+    except StorageError as error:
+        assert re.fullmatch(
+            r"s3://runs/.*: the store rejected the credentials; .*; gave up after 0 s; .*/here/checkpoints/abc/"
+            r"epoch-0003-step-0000000.pt is kept on this node \(.*\); the last good checkpoint is epoch-0002-step-0000000.pt; "
+            "check the disk, then run the same command again to resume",
+            str(error),
+        )
+    finally:
+        server.refuse(wanted=False)
+    assert [path.name for path in here.folder.rglob("epoch-*")] == ["epoch-0003-step-0000000.pt"]
+    if elsewhere:
+        with checkpoints_on(node("there")) as checkpoints:
+            checkpoints.load()
+            checkpoints.save(of_step(2, value=1.0))  # with other bits, as from another kind of GPU
+    with checkpoints_on(here) as checkpoints:
+        loaded = checkpoints.load()
+    assert loaded is not None and loaded.running.number == resumed
+    assert float(loaded.engine["model"]["w"][0]) == float(elsewhere)
+    assert not list(here.folder.rglob("epoch-*"))
+
+
+@pytest.mark.parametrize(
+    ("leave", "come_back", "seconds"),
+    [(ObjectStore.stop, ObjectStore.go_on, 10), (ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1)],
+    ids=["silent", "refusing"],
+)
+def test_requests_to_a_store_that_is_away_are_repeated(
+    leave: Callable[[ObjectStore], None],
+    come_back: Callable[[ObjectStore], None],
+    seconds: float,
+    server: ObjectStore,
+    node: NODE,
+) -> None:
+    with checkpoints_on(node("here")) as checkpoints:
+        leave(server)
+        timer = threading.Timer(seconds, come_back, (server,))
+        timer.start()
+        checkpoints.save(of_step(1))
+        assert timer.finished.is_set()
+    assert files(node("here")) == ["epoch-0001-step-0000000.pt"]
+    assert not list(node("here").folder.rglob("epoch-*"))

@@ -1,0 +1,48 @@
+"""Small values that several tests need: an epoch's metrics, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import torch
+
+from experiments.runs.store import LocalStore, Lock
+from experiments.runs.summary import Epoch
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
+from experiments.training.metrics import RunningEpoch
+
+EPOCH = Epoch(epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0)
+ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
+SHORT = ("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")  # 4 steps an epoch
+ALWAYS = ("reliability.check_every_n_steps=1", "reliability.checkpoint_every_n_minutes=1e-9")
+"""A checkpoint after every step."""
+
+
+def silent(metrics: Mapping[str, float]) -> None:
+    """Reports nothing."""
+
+
+def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, key: str = "abc") -> Checkpoint:
+    """A checkpoint of two workers; top-1 decreases with each epoch."""
+    history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
+    engine = {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]}
+    return Checkpoint(key, ORIGIN, history, RunningEpoch(epoch, 0.1, step, 1.5), engine)
+
+
+def opened_checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
+    """The checkpoints of a cell in a folder, as a new attempt opens them."""
+    checkpoints = Checkpoints(LocalStore(folder), "checkpoints/abc", "abc", Lock(), keep, 600)
+    checkpoints.load()
+    return checkpoints
+
+
+def flip_a_bit(content: bytes) -> bytes:
+    """Damages the weights of `of_step(..., value=1.0)`."""
+    at = content.index(b"\x00\x00\x80\x3f" * 100) + 40
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+def without_times(history: Iterable[Epoch]) -> list[tuple[float, ...]]:
+    return [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0)) for epoch in history]

@@ -1,0 +1,248 @@
+"""The engine: each option computes what the recipe says, and its state can be saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from experiments.grids.config import EngineConfig, RecipeConfig
+from experiments.training.engine import Engine, arithmetic
+from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.grids.test_grid import expand
+
+RECIPE = RecipeConfig(epochs=2, batch_size=8, lr=0.5, momentum=0.9, weight_decay=1e-2, label_smoothing=0.1)
+
+
+def recipe(**changes: Any) -> RecipeConfig:
+    return RecipeConfig(**RECIPE.model_dump() | {"lr": 0.01} | changes)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4, 4))
+
+
+@pytest.fixture
+def engine(process_group: None) -> Engine:
+    return Engine(network(), RECIPE, steps=3, micro_batch=8)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    # Large inputs make large gradients: clipping at 1.0, DeepSpeed's silent default, would show.
+    return [(50 * torch.randn(8, 6, generator=generator), torch.arange(8) % 4) for _ in range(6)]
+
+
+def maps() -> list[tuple[Tensor, Tensor]]:
+    return [(images.repeat(1, 8).view(8, 3, 4, 4), labels) for images, labels in batches()]
+
+
+def test_engine_trains_like_plain_torch(engine: Engine) -> None:
+    plain = network()
+    sgd = torch.optim.SGD(plain.parameters(), lr=RECIPE.lr, momentum=0.9, weight_decay=1e-2)
+    for step, (x, labels) in enumerate(batches()):
+        sgd.param_groups[0]["lr"] = RECIPE.lr * (1 + math.cos(math.pi * step / 6)) / 2
+        assert engine.lr == pytest.approx(sgd.param_groups[0]["lr"])
+        loss = cross_entropy(plain(x), labels, label_smoothing=0.1)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        assert engine.train_step(x, labels) == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(engine.model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert engine.lr == pytest.approx(0)
+
+
+def test_deepspeed_does_not_synchronize_the_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *arguments: waits.append(arguments))
+    for batch in batches():
+        engine.train_step(*batch)
+    assert not waits
+
+
+def test_gradients_are_the_mean_over_the_workers(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker, which is only pretended, always has gradients of 1."""
+
+    class TwoWorkers:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.distributed, name)
+
+        def get_world_size(self) -> int:
+            return 2
+
+        def all_reduce(self, gradients: Tensor) -> None:
+            assert gradients.is_contiguous()
+            gradients += 1
+
+    monkeypatch.setattr("experiments.training.engine.dist", TwoWorkers())
+    recipe = RECIPE.model_copy(update={"momentum": 0.0, "weight_decay": 0.0, "label_smoothing": 0.0})
+    engine, alone = Engine(network(), recipe, steps=3, micro_batch=8), network()
+    copies: list[object] = []
+    monkeypatch.setattr(engine._engine, "allreduce_gradients", lambda *arguments: copies.append(arguments))
+    before = [weight.detach().clone() for weight in alone.parameters()]
+    x, labels = batches()[0]
+    cross_entropy(alone.train()(x), labels).backward()
+
+    engine.train_step(x, labels)
+    for weight, old, its in zip(engine.module.parameters(), before, alone.parameters(), strict=True):
+        assert its.grad is not None
+        torch.testing.assert_close(weight, old - recipe.lr * (its.grad + 1) / 2)
+    assert not copies, "DeepSpeed averages them too"
+
+
+def test_compile_excludes_hooks_and_compiles_for_each_batch_size(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[object, object]] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compiled.append((call, options)) or call)
+    model = network()
+    forward = model.forward
+    Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True))
+    assert compiled == [(forward, {"dynamic": False})]
+    assert model._compiled_call_impl is None, "hooks would be compiled too"
+
+
+def test_deepspeed_compiles_nothing_at_start(engine: Engine) -> None:
+    import deepspeed
+
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__, "DeepSpeed renamed the switch that the engine sets"
+    assert not deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] or torch.cuda.is_available()
+
+
+@pytest.mark.slow
+def test_several_models_can_be_compiled_in_one_process(process_group: None) -> None:
+    """A process may have many cells; torch counts how often it compiles the same code."""
+    x, labels = batches()[0]
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for model in (network(), nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 4))):
+            Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True)).train_step(x, labels)
+
+
+def test_ema_averages_weights_and_statistics(process_group: None) -> None:
+    engine = Engine(network(), recipe(ema_decay=0.8), 3, 8)
+    mean: dict[str, Tensor] | None = None
+    for step, batch in enumerate(batches()):
+        engine.train_step(*batch)
+        now = {name: value.clone().double() for name, value in engine.module.state_dict().items()}
+        mean = now if mean is None else {name: 0.8 * mean[name] + 0.2 * value for name, value in now.items()}
+        kept = engine.model.state_dict()
+        for name, value in mean.items():
+            if "num_batches" not in name:
+                torch.testing.assert_close(kept[name].double(), value, rtol=1e-5, atol=1e-7, msg=f"{name}, step {step}")
+    assert not torch.equal(engine.model[0].weight, engine.module[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_accumulated_gradients_equal_those_of_the_whole_batch(parts: int, process_group: None) -> None:
+    """Without BatchNorm; three parts of eight images are of different sizes."""
+    plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    whole, cut = (Engine(copy.deepcopy(plain), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, parts))
+    for images, labels in batches():
+        assert float(cut.train_step(images / 50, labels)) == pytest.approx(
+            float(whole.train_step(images / 50, labels)), rel=1e-5
+        )
+    assert cut.lr == whole.lr == pytest.approx(0)
+    for ours, theirs in zip(cut.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_bfloat16_does_not_affect_stored_tensors_and_validation(process_group: None) -> None:
+    exact, rounded = Engine(network(), recipe(), 3, 8), Engine(network(), recipe(precision="bfloat16"), 3, 8)
+    batch = batches()[0]
+    first, second = float(exact.train_step(*batch)), float(rounded.train_step(*batch))
+    assert first != second == pytest.approx(first, rel=0.02)
+    state = rounded.state_dict()
+    tensors = [*state["model"].values(), *(moment["momentum_buffer"] for moment in state["optimizer"]["state"].values())]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
+    images = batch[0]
+    assert torch.equal(rounded.model.eval()(images), copy.deepcopy(rounded.model)(images))
+    assert rounded.model(images).dtype == torch.float32
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "lr_batch_size": ({"lr_batch_size": 16}, {}),
+    "warmup_epochs": ({"warmup_epochs": 0.7}, {}),
+    "mixup": ({"mixup_alpha": 0.4}, {}),
+    "ema": ({"ema_decay": 0.9}, {}),
+    "grad_accum_steps": ({"grad_accum_steps": 3}, {}),
+    "bfloat16": ({"precision": "bfloat16"}, {}),
+    "zero1": ({}, {"zero_stage": 1}),
+    "zero2": ({}, {"zero_stage": 2}),
+    "zero2_without_momentum": ({"momentum": 0.0}, {"zero_stage": 2}),
+    "compile": ({}, {"compile": True}),
+    "channels_last": ({}, {"channels_last": True}),
+    "much": ({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}),
+}
+"""Options, of the recipe and of the engine."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_round_trip(name: str, process_group: None, tmp_path: Path) -> None:
+    options, how = recipe(**OPTIONS[name][0]), EngineConfig(**OPTIONS[name][1])
+    first = Engine(convolution(), options, 3, 8, how)
+    losses = [first.train_step(*batch) for batch in maps()[:2]]
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    losses += [first.train_step(*batch) for batch in maps()[2:4]]
+    assert all(map(torch.isfinite, losses))
+    second = Engine(convolution(), options, 3, 8, how)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [second.train_step(*batch) for batch in maps()[2:4]] == losses[2:]
+    assert set(first.state_dict()["model"]) == set(convolution().state_dict())
+    for ours, theirs in ((first.module, second.module), (first.model, second.model)):
+        for left, right in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(("before", "after", "momentum"), [(0, 2, 0.9), (2, 0, 0.9), (1, 2, 0.9), (2, 0, 0.0)])
+def test_state_can_be_loaded_with_another_zero_stage(before: int, after: int, momentum: float, process_group: None) -> None:
+    options = recipe(momentum=momentum)
+    first, plain = (Engine(network(), options, 3, 8, EngineConfig(zero_stage=stage)) for stage in (before, 0))
+    for batch in batches()[:2]:
+        assert torch.equal(first.train_step(*batch), plain.train_step(*batch))
+    saved, expected = first.state_dict()["optimizer"], plain.state_dict()["optimizer"]
+    assert saved["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+    for number, moment in expected["state"].items():
+        assert torch.equal(saved["state"][number]["momentum_buffer"], moment["momentum_buffer"])
+    second = Engine(network(), options, 3, 8, EngineConfig(zero_stage=after))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for batch in batches()[2:5]:
+        assert torch.equal(second.train_step(*batch), plain.train_step(*batch))
+    assert second.lr == plain.lr
+
+
+def test_channels_last_gives_the_same_results(process_group: None) -> None:
+    first, second = (
+        Engine(convolution(), recipe(ema_decay=0.5), 3, 8, EngineConfig(channels_last=wanted)) for wanted in (False, True)
+    )
+    for batch in maps():
+        torch.testing.assert_close(first.train_step(*batch), second.train_step(*batch))
+    assert second.module[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+    torch.testing.assert_close(first.model.eval()(maps()[0][0]), second.model.eval()(maps()[0][0]))
+
+
+def test_deterministic_algorithms_are_disabled_after_the_block() -> None:
+    with arithmetic(EngineConfig(deterministic=True), torch.device("cpu")):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_sync_batchnorm_replaces_every_layer() -> None:
+    """As far as can be seen without a GPU; each layer of a SAN too, which then runs operator by operator."""
+    config = expand(SMALL_GRID)["pairwise_3"].config
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(config.model.spec().build(10))
+    kinds = {type(layer) for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+    assert kinds == {nn.SyncBatchNorm}
+    assert model.eval()(torch.zeros(2, 3, 24, 24)).shape == (2, 10)

@@ -1,0 +1,198 @@
+"""Whole cells, in real processes where they are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from experiments.grids.grid import Trial
+from experiments.runs.workspace import Workspace
+from experiments.training.checkpoint import Checkpoint
+from experiments.training.engine import Engine
+from experiments.training.job import Job
+from experiments.training.trainer import run_trial
+from tests.experiments.processes import Kill, ended, start, weights
+from tests.experiments.samples import ALWAYS, SHORT, silent, without_times
+
+
+def resnet(job: Job) -> Trial:
+    (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
+    return trial
+
+
+def newest(workspace: Workspace, trial: Trial) -> Checkpoint:
+    return Checkpoint.of_bytes(max(workspace.checkpoints(trial).glob("epoch-*.pt")).read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "kills", "options"),
+    [
+        (
+            1,
+            [Kill("step", 3), Kill("step", 8), Kill("write", 5), Kill("write", 12)],
+            ("recipe.warmup_epochs=0.5", "recipe.precision=bfloat16", "placement.cpus=2"),
+        ),
+        # Before its third step, a worker has done the second with the other one, which then has saved the first.
+        (2, [Kill("step", 3), Kill("step", 7)], ("engine.zero_stage=2",)),
+    ],
+)
+def test_a_killed_cell_ends_with_the_weights_of_an_undisturbed_one(
+    world: int,
+    kills: list[Kill],
+    options: tuple[str, ...],
+    open_small_job: Callable[..., Job],
+    place: Callable[[str], Workspace],
+) -> None:
+    recipe = ("recipe.mixup_alpha=0.2", "recipe.ema_decay=0.9", "recipe.grad_accum_steps=2", "engine.deterministic=true")
+    trial = resnet(open_small_job(*SHORT, *ALWAYS, *recipe, *options))
+    whole = place("whole")
+    assert ended(start(whole, trial, world)) == [0] * world
+    averaged = newest(whole, trial).engine["average"]
+    assert all(torch.equal(value, averaged[name]) for name, value in weights(whole).items())
+    for kill in kills:
+        killed = place(f"{kill.what}{kill.when}")
+        assert ended(start(killed, trial, world, kill))[-1] == -9
+        begun = newest(killed, trial)
+        assert ended(start(killed, trial, world)) == [0] * world
+        assert f"resuming from {begun.name}" in killed.log(trial).read_text()
+        for rank in range(world):
+            resumed = weights(killed, rank)
+            for name, value in weights(whole, rank).items():
+                assert torch.equal(value, resumed[name]), (kill, rank, name)
+        assert without_times(newest(killed, trial).history) == without_times(newest(whole, trial).history), kill
+        assert not list(killed.checkpoints(trial).glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_a_cell_resumes_with_another_number_of_workers_and_zero_stage(
+    open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
+) -> None:
+    trial, alone = (resnet(open_small_job(*SHORT, *ALWAYS, f"engine.zero_stage={stage}")) for stage in (2, 0))
+    assert trial.key == alone.key
+    workspace = place("runs2")
+    assert ended(start(workspace, trial, 2, Kill("step", 7)))[-1] == -9
+    begun = newest(workspace, trial)
+    assert (begun.workers, begun.running.number) == (2, 1)
+    assert begun.running.steps in (1, 2)  # the second one is not always saved before the kill
+    assert ended(start(workspace, alone, 1)) == [0]
+    assert "the number of workers changed from 2 to 1: BatchNorm resumes from the mean" in workspace.log(trial).read_text()
+    finished = newest(workspace, trial)
+    assert (finished.workers, len(finished.history)) == (1, 2)
+
+
+def test_a_non_finite_loss_stops_the_cell(open_small_job: Callable[..., Job], process_group: None) -> None:
+    """At the next check; the message names the step itself."""
+    job = open_small_job(
+        *SHORT, "recipe.lr=1e30", "reliability.check_every_n_steps=3", "reliability.checkpoint_every_n_minutes=1e-9"
+    )
+    with pytest.raises(
+        FloatingPointError,
+        match=r"^non-finite loss in step [23] of epoch 0 at learning rate .*e\+\d\d; "
+        r"last good checkpoint: .*/epoch-0000-step-0000001.pt; try a lower recipe.lr$",
+    ):
+        run_trial(job.workspace, job.trials[0], silent)
+
+
+def test_a_non_finite_validation_loss_stops_the_cell_before_it_saves(
+    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = open_small_job(*SHORT)
+    trial = job.trials[0]
+    monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360))
+    with pytest.raises(FloatingPointError, match=r"^non-finite validation loss after epoch 0; last good checkpoint: none;"):
+        run_trial(job.workspace, trial, silent)
+    assert not list(job.workspace.checkpoints(trial).glob("*.pt"))
+    assert not job.tracker.results()[trial.key].metrics.keys() & {"val/loss", "val/top1"}
+
+
+def test_non_finite_weights_are_not_saved(
+    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the second step is finite, but the weights after it are not."""
+    job = open_small_job(*SHORT, *ALWAYS)
+    trial = job.trials[0]
+    step, calls = Engine.train_step, []
+
+    def ruin(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        calls.append(step(engine, images_NCHW, labels_N))
+        if len(calls) == 2:
+            next(engine.model.parameters()).data[0] = float("inf")
+        return calls[-1]
+
+    monkeypatch.setattr(Engine, "train_step", ruin)
+    with pytest.raises(
+        FloatingPointError,
+        match=r"^non-finite weights after 2 steps of epoch 0; last good checkpoint: .*/epoch-0000-step-0000001.pt; try a lower",
+    ):
+        run_trial(job.workspace, trial, silent)
+    assert [path.name for path in job.workspace.checkpoints(trial).glob("*.pt")] == ["epoch-0000-step-0000001.pt"]
+
+
+def hang_in_the_second_step() -> None:
+    step, calls = Engine.train_step, []
+
+    def hanging(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        calls.append(step(engine, images_NCHW, labels_N))
+        if len(calls) == 2 and os.environ["RANK"] == "0":
+            time.sleep(600)
+        return calls[-1]
+
+    Engine.train_step = hanging  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_worker_that_hangs_is_ended(
+    world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
+) -> None:
+    trial = resnet(open_small_job(*SHORT, *ALWAYS, "reliability.hang_timeout_minutes=0.3"))
+    workspace = place("hangs")
+    workers = start(workspace, trial, world, body=hang_in_the_second_step)
+    for worker in workers:
+        worker.join(60)
+    assert workers[0].exitcode == 1
+    assert all(worker.exitcode for worker in workers)  # the others end through their watchdogs or with gloo's error
+    log = workspace.log(trial).read_text()
+    assert "Timeout (0:00:18)!" in log
+    assert "in hanging" in log
+    assert newest(workspace, trial).running.steps == 1
+
+
+def test_everything_is_logged_to_mlflow(open_small_job: Callable[..., Job], process_group: None) -> None:
+    job = open_small_job("recipe.epochs=1", "recipe.batch_size=480")
+    reports: list[Mapping[str, float]] = []
+    run_trial(job.workspace, job.trials[0], reports.append)
+    run = job.tracker.client.get_run(job.tracker.results()[job.trials[0].key].run_id)
+    metrics, params, tags = run.data.metrics, run.data.params, run.data.tags
+    assert {"train/loss", "train/images_per_second", "train/wait_share", "val/loss", "val/top1", "val/top5", "lr"} <= set(
+        metrics
+    )
+    assert {"params", "flops_paper", "flops_actual"} <= set(metrics)
+    first, result = reports
+    assert (first["epoch"], first["epochs"], first["step"], first["steps"]) == (0, 1, 1, 3)
+    assert len(job.tracker.client.get_metric_history(run.info.run_id, "train/loss")) == 1
+    assert not {"step", "steps"} & set(metrics)
+    log = job.workspace.log(job.trials[0]).read_text()
+    assert re.findall(r"worker 0: (epoch \S+ (?:step \S+, )?loss|epoch \S+ top-1)", log) == [
+        "epoch 1/1, step 1/3, loss",
+        "epoch 1/1, top-1",
+    ]
+    assert metrics["summary/best_top1"] == metrics["summary/last_top1"] == result["val/top1"]
+    assert metrics["summary/best_epoch"] == 1
+    assert metrics["summary/images_per_second"] == pytest.approx(result["train/images_per_second"])
+    assert metrics["summary/training_hours"] * 3600 == pytest.approx(1437 / result["train/images_per_second"])
+    expected = {"model.name": "san10_pairwise", "data.size": "24", "recipe.epochs": "1", "seed": "0"}
+    assert {name: params[name] for name in expected} == expected
+    assert tags["san.trial"] == job.trials[0].key
+    assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(tags)
+    expected = {"device": "cpu", "operators": "kernels", "tf32": "false", "channels_last": "false"}
+    assert {name: tags[f"san.{name}"] for name in expected} == expected
+    artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
+    assert artifacts == {"config.yaml", "environment.txt", "model"}
+    assert result["epoch"] == result["epochs"] == 1

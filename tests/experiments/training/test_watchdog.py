@@ -1,0 +1,36 @@
+"""A worker without progress is ended, whatever it hangs in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments.grids.config import PROJECT_DIR
+
+
+@pytest.mark.parametrize(
+    ("hang", "code", "log"),
+    [
+        ("time.sleep(30)", 1, "Timeout (0:00:01)!"),
+        ("ctypes.PyDLL(None).sleep(30)", 1, "Timeout (0:00:01)!"),  # keeps the interpreter's lock
+        ("os.kill(os.getpid(), signal.SIGSTOP)", -9, ""),
+    ],
+)
+def test_ends_a_worker_that_hangs(hang: str, code: int, log: str) -> None:
+    script = f"""
+import ctypes, os, signal, sys, time
+from experiments.training.watchdog import Watchdog
+with Watchdog(30, sys.stderr):
+    pass
+with Watchdog(1, sys.stderr) as watchdog:
+    for step in range(15):
+        time.sleep(0.1)
+        watchdog.step_ended()
+    print("steps", flush=True)
+    {hang}
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT_DIR, capture_output=True, text=True, timeout=25)
+    assert (done.returncode, done.stdout, done.stderr.partition("\n")[0]) == (code, "steps\n", log)
+    assert ('File "<string>", line 11' in done.stderr) == bool(log)
