@@ -1,10 +1,9 @@
-"""Where things run: Ray sessions, sweeps of a function over many values, and jobs on a cluster elsewhere.
+"""Processes, CPUs, GPUs and nodes: Ray sessions, sweeps of a function over many values, and jobs on a remote cluster.
 
-Here belongs what knows about processes, CPUs, GPUs and nodes. What is computed in them never does: this
-package takes any callable and any picklable values, and it is the only one that imports Ray.
+This is the only package that imports Ray, and it knows nothing about training: it calls any function with any picklable values.
 
-What is below imports no Ray. Whoever asks a cluster for something imports `cluster.session`, `cluster.sweep`
-(Ray Tune and Train, a second) or `cluster.submit` (Ray's jobs) when it does.
+This file does not import Ray, which takes a second. Import `cluster.session`, `cluster.sweep` (Ray Tune and Train) or
+`cluster.submit` (Ray's jobs) when they are needed.
 """
 
 from cluster.errors import ClusterError, ClusterLostError

@@ -1,9 +1,9 @@
-"""The exceptions that users of this package are meant to read."""
+"""Exceptions with messages for users."""
 
 
 class ClusterError(ValueError):
-    """A request that the cluster cannot serve, said in one sentence."""
+    """The cluster cannot be used as requested. The message is one sentence."""
 
 
 class ClusterLostError(ClusterError):
-    """The cluster went away while it was used."""
+    """The cluster was lost while it was in use."""

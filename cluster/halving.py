@@ -1,7 +1,6 @@
-"""Asynchronous successive halving (ASHA, arXiv 1810.05934): which cells of a sweep are worth going on with.
+"""Early stopping by asynchronous successive halving (ASHA, arXiv 1810.05934), with the decisions of Ray Tune's scheduler.
 
-The rungs and their cutoffs are those of Ray Tune's scheduler. It is not Tune that stops a cell, for Tune would end its
-process at once: the cell asks, and ends by itself.
+Tune itself would kill the process of a stopped cell. Instead, a cell asks whether to continue, so that it can save its work.
 """
 
 import logging
@@ -20,13 +19,13 @@ from cluster.sweep import DRIVER_RESOURCES
 _log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
-"""So long a cell waits for an answer."""
+"""How long a cell waits for a decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """Of the cells that come to a rung about the best 1/`reduction` go on; rungs are at `first`, `first * reduction`, ...
-    below `last`, in units of whatever is scored."""
+    """About the best 1/`reduction` of the cells at a rung continue. Rungs are the epochs `first`, `first * reduction`, ...
+    below `last`."""
 
     first: int
     reduction: int
@@ -34,7 +33,7 @@ class Halving:
 
 
 class Rungs:
-    """What the cells of a sweep have scored at the rungs. `known` are the scores, by key, of cells that do not run."""
+    """The scores of the cells at the rungs. `known` contains the scores of finished cells by key."""
 
     def __init__(self, halving: Halving, known: Mapping[str, Sequence[float]]) -> None:
         self._last = halving.last
@@ -51,11 +50,11 @@ class Rungs:
         for key, scores in known.items():
             self._record(key, scores)
 
-    def goes_on(self, key: str, scores: Sequence[float]) -> bool:
-        """Whether a cell does that has these scores, from its first on, one after each unit of time.
+    def should_continue(self, key: str, scores: Sequence[float]) -> bool:
+        """Whether a cell with these scores, one per epoch, continues.
 
-        Only the last of them is judged, where it stands at a rung, and once: a cell that goes on, from a checkpoint or after
-        a failure, has passed those below. The best so far goes on, and so does the first.
+        Only the last score is compared, and only at a rung: a resumed cell has passed the earlier rungs. The best cell so far
+        continues, and so does the first.
         """
         if self._record(key, scores):
             self._stopped.add(key)
@@ -63,9 +62,9 @@ class Rungs:
 
     def _record(self, key: str, scores: Sequence[float]) -> bool:
         """Whether the last score is too low."""
-        tune: Any = None  # the scheduler wants to hear of its controller, and asks nothing of it
+        tune: Any = None  # the scheduler's controller, which it does not use
         if key not in self._cells:
-            self._cells[key] = SimpleNamespace(trial_id=key)  # all that the scheduler knows of Tune's trials
+            self._cells[key] = SimpleNamespace(trial_id=key)  # the only attribute of a trial that the scheduler uses
             self._scheduler.on_trial_add(tune, self._cells[key])
         decision = TrialScheduler.CONTINUE
         for time, score in enumerate(scores[: self._last - 1], 1):
@@ -76,14 +75,14 @@ class Rungs:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Asks the rungs, from any process of the session; a cell goes on where nobody answers."""
+    """Asks the rungs from any process of the session. If there is no answer, the cell continues."""
 
     actor: Any
 
     def __call__(self, key: str, scores: Sequence[float]) -> bool:
-        """As `Rungs.goes_on`; takes some milliseconds."""
+        """As `Rungs.should_continue`; takes a few milliseconds."""
         try:
-            return ray.get(self.actor.goes_on.remote(key, list(scores)), timeout=_SECONDS)
+            return ray.get(self.actor.should_continue.remote(key, list(scores)), timeout=_SECONDS)
         except (RayActorError, GetTimeoutError) as error:
             _log.warning("cannot compare %s with the other cells (%s); the cell continues", key, error)
             return True
@@ -91,7 +90,7 @@ class Judge:
 
 @contextmanager
 def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Judge]:
-    """Rungs that all cells of this session can ask, in a process on the head, which is as safe as the sweep is."""
+    """Rungs in a process on the head, which all cells of this session can ask."""
     start: Any = ray.remote(Rungs)
     actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(halving, dict(known))
     try:

@@ -1,4 +1,4 @@
-"""What a cell takes and what a cluster has, as values: how many cells fit. Known without Ray."""
+"""Resources of cells and clusters, and how many cells fit. Does not need Ray."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from cluster.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one machine of the cluster offers."""
+    """Resources of one machine."""
 
     cpus: int
     gpus: int
@@ -15,11 +15,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the cluster has, node by node, because a worker cannot spread over two nodes."""
+    """Resources of a cluster by node, because a worker cannot use two nodes."""
 
     nodes: tuple[Node, ...]
     grows: bool = False
-    """An autoscaler adds nodes for what waits; Ray does not tell how many there may be."""
+    """Whether an autoscaler adds nodes for waiting cells; Ray does not say how many."""
 
     @property
     def cpus(self) -> int:
@@ -34,7 +34,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one cell takes: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
+    """Resources of one cell: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
 
     workers: int = 1
     cpus: int = 1
@@ -52,25 +52,26 @@ class Placement:
 
 
 def concurrency(placement: Placement, resources: Resources) -> int:
-    """How many cells run at once. A cell may spread over nodes, a worker may not.
+    """How many cells run at once. A cell can use several nodes, but a worker cannot.
 
     Raises:
-        ClusterError: none does, and the cluster does not grow.
+        ClusterError: no cell fits, and the cluster does not grow.
     """
     workers = workers_that_fit(placement, resources)
     cells = workers // placement.workers
     if cells == 0 and not resources.grows:
         nodes = _count(len(resources.nodes), "node")
         has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
+        enough = f"enough for {_count(workers, 'such worker')}" if workers else "not enough for one such worker"
         raise ClusterError(
-            f"a cell needs {placement}, but the cluster has {has}, enough for {_count(workers, 'such worker')}; "
+            f"a cell needs {placement}, but the cluster has {has}, {enough}; "
             "lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
         )
     return cells
 
 
 def workers_that_fit(placement: Placement, resources: Resources) -> int:
-    """How many workers of a cell, or of several, the nodes have room for."""
+    """How many workers fit on the nodes."""
     slots = [node.cpus // placement.cpus for node in resources.nodes]
     if placement.gpus:
         slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]

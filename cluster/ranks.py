@@ -1,4 +1,4 @@
-"""What several workers of a cell need to find each other. Imports torch, so it is imported late."""
+"""Sets the variables with which several workers of a cell find each other. Imports torch, so import this file late."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 
 
 class Ranks(TorchConfig):
-    """Tells each worker its rank and where the first one is, and leaves it to them to join a process group.
+    """Sets each worker's rank and the address of the first one. The workers join a process group themselves.
 
-    Ray's own would make all workers join before the function is called: where a GPU cannot be used that fails inside NCCL,
-    and nobody learns why.
+    With Ray's own configuration, all workers would join before the function is called. If a GPU cannot be used, this fails
+    inside NCCL without a useful message. `TorchConfig` has no public hook for this, hence the private imports.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""A session: being connected to a Ray cluster, and what that cluster has."""
+"""A connection to a Ray cluster, and the resources of the cluster."""
 
 import logging
 import os
@@ -21,47 +21,45 @@ from ray.exceptions import AuthenticationError
 
 from cluster.errors import ClusterError
 from cluster.placement import Node, Resources
-from cluster.token import refused, token
+from cluster.token import rejected, token
 
 _log = logging.getLogger(__name__)
 
-# Read by Ray from the environment of the driver; Tune hands what its processes need on to them.
+# Ray reads these from the environment of the driver, and Tune passes them on to its processes.
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",  # no tables of Tune's own
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is a KeyboardInterrupt, not the request for a last snapshot
+    "RAY_AIR_NEW_OUTPUT": "0",  # no tables from Tune
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C raises KeyboardInterrupt instead of requesting a snapshot
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard copies of every metric
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; set, or Ray warns about it
-    "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # cells start beside each other; how many run is bounded by the sweep
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the same in a cell as in the driver
-    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # a cell that is stopped clears up before another has its process
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; without this, Ray prints a warning
+    "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # cells start at the same time; the sweep limits their number
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths have the same meaning in cells and in the driver
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # a stopped cell cleans up before another cell uses its process
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    # How often several workers are asked for reports. They wait in `report` until the one before was taken: at Ray's 2 s a cell
-    # with short epochs spent most of its time there.
+    # Interval at which Ray collects the reports of several workers, which wait until the previous report was collected. With
+    # Ray's default of 2 s, a cell with short epochs spent most of its time waiting.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
 
 
 @contextmanager
 def session(address: str | None = None) -> Iterator[Resources]:
-    """Connects to a cluster for the length of a `with` block, and says what the cluster has.
+    """Connects to a cluster inside a `with` block, and returns its current resources.
 
-    With an address (`auto`, `host:6379`) that cluster is joined. Without one it is the cluster named by
-    `RAY_ADDRESS`, which is set inside a Ray job; failing that, a local cluster is started with the CPUs and
-    GPUs that this process may use, and is shut down at the end. Inside another session, that session is used.
-
-    A cluster counts as what it is when it is asked; nodes may come and go.
+    Joins the cluster at `address` (`auto`, `host:6379`) or at `RAY_ADDRESS`, which is set inside a Ray job. Without an
+    address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. Inside
+    another session, that session is used.
     """
     if ray.is_initialized():
         yield resources()
         return
     _quieten()
     try:
-        with _same_meaning_of_sigterm():
+        with _keep_sigterm_handler():
             _connect(address or os.environ.get("RAY_ADDRESS") or None)
         yield resources()
     finally:
-        # Ends the local cluster; for a joined one it ends what this driver started there.
+        # Shuts down a local cluster; in a joined cluster, ends the processes of this driver.
         ray.shutdown()
 
 
@@ -74,26 +72,26 @@ def _quieten() -> None:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
 
-    # Ray prints the raylet's complaints on stdout, where the caller's tables go, and has no setting for that.
-    def complain(data: dict[str, Any], ignore_prefix: bool) -> None:
+    # Private, because there is no setting: Ray prints warnings of the raylet on stdout, which is for our tables.
+    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
         for line in data["lines"]:
             _log.info("ray: %s", line)
 
-    ray._private.worker.print_to_stdstream = complain
+    ray._private.worker.print_to_stdstream = log
 
 
 @contextmanager
-def _same_meaning_of_sigterm() -> Iterator[None]:
-    """Ray would make it the end of this process without a word, whatever the caller wanted of it."""
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Keeps the caller's handler of SIGTERM, which Ray replaces with one that ends the process without a message."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
-    if threading.current_thread() is threading.main_thread():  # in others neither Ray nor anybody may change it
+    if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
         signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(address: str | None) -> None:
     if address is None:
-        # Starting the dashboard's dozen processes costs seconds, and nobody looks at a cluster of one sweep.
+        # Without the dashboard, whose dozen processes take seconds to start.
         ray.init(
             address="local",
             num_cpus=available_cpus(),
@@ -108,14 +106,14 @@ def _connect(address: str | None) -> None:
         )
     try:
         try:
-            _knock(address)
+            _check_head(address)
         except AuthenticationError:
-            _take_token()
-            _knock(address)
+            _send_token()
+            _check_head(address)
         ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
     except AuthenticationError:
-        raise refused(address) from None
-    except ClusterError:  # a ValueError, which says what is wrong
+        raise rejected(address) from None
+    except ClusterError:  # a ValueError with a message for users
         raise
     except (OSError, RuntimeError, ValueError) as error:
         if str(error).startswith("Version mismatch"):
@@ -127,20 +125,25 @@ def _connect(address: str | None) -> None:
         ) from error
 
 
-def _take_token() -> None:
-    """Where there is a token it is sent, as Ray itself does for `auto` only. Not to a cluster that asks for none: from then on
-    this process refuses what the head tells it without a token, and its actors are taken for lost."""
+def _send_token() -> None:
+    """Makes Ray send the user's token, which it does by itself only for the address `auto`.
+
+    Only for clusters that require a token: otherwise this process rejects messages from the head, and Ray considers its actors
+    lost. Private, because Ray reads RAY_AUTH_MODE only once, when it is imported.
+    """
     if token() is not None and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")
 
 
-def _knock(address: str) -> None:
-    """Asks the head at `host:port` for its name: Ray takes 20 s to say no, and then tells no wrong token from a wrong address.
+def _check_head(address: str) -> None:
+    """Checks that a Ray head responds at `host:port` and accepts the token.
+
+    Private, because `ray.init` takes 20 s to fail and does not distinguish a wrong token from a wrong address.
 
     Raises:
-        OSError: no head of Ray is there.
-        AuthenticationError: it does not take the token.
+        OSError: there is no Ray head.
+        AuthenticationError: the head rejects the token.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -157,12 +160,12 @@ def _knock(address: str) -> None:
 
 
 def reach(host: str, port: int) -> None:
-    """Raises OSError where nothing listens, within 10 s."""
+    """Raises OSError if nothing listens, within 10 s."""
     socket.create_connection((host, port), timeout=10).close()
 
 
 def this_machine() -> Resources:
-    """What a local cluster would have, without starting one."""
+    """The resources of a local cluster, without starting one. Uses the private functions with which Ray counts GPUs."""
     gpus = get_accelerator_manager_for_resource("GPU")
     assert gpus is not None, "Ray knows GPUs"
     visible = gpus.get_current_process_visible_accelerator_ids()
@@ -171,16 +174,16 @@ def this_machine() -> Resources:
 
 
 def resources() -> Resources:
-    """What the cluster of this session has now."""
+    """The current resources of this session's cluster."""
     nodes = _nodes()
-    # Both `ray up` and KubeRay name the group of each node for Ray's autoscaler; `ray start` by hand does not.
+    # `ray up` and KubeRay label each node with its group for Ray's autoscaler; `ray start` does not.
     grows = any(RAY_NODE_GROUP_KEY in node["Labels"] for node in nodes)
     has = [node["Resources"] for node in nodes]
     return Resources(tuple(Node(int(one.get("CPU", 0)), int(one.get("GPU", 0))) for one in has), grows)
 
 
 def alive() -> frozenset[str]:
-    """Names of the nodes that the cluster of this session has now."""
+    """Ids of the nodes of this session's cluster that are alive."""
     return frozenset(node["NodeID"] for node in _nodes())
 
 
@@ -190,7 +193,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def available_cpus() -> int:
-    """CPUs this process may use: its affinity mask, and the quota of its control group where there is one."""
+    """CPUs that this process may use: its affinity mask, limited by the quota of its control group."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(affinity, int(_cgroup_quota(Path("/sys/fs/cgroup")) or affinity)))
 

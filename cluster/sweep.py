@@ -1,8 +1,8 @@
-"""A sweep: one function called for each of many values, as many at a time as the cluster holds.
+"""A sweep calls a function for many values, as many at a time as fit on the cluster.
 
-Ray Tune runs the cells; inside each cell Ray Train starts the workers and connects them. Tune does not see what
-Train takes in its trials, nor tells a lost node from a mistake: which cell is next, and whether one is started
-again, is decided here.
+Ray Tune runs the cells, and Ray Train starts the workers of a cell. This file decides which cell runs next and whether a
+failed cell is retried, because Tune does not count the resources that Train uses, and does not distinguish a lost node from
+an error in a cell.
 """
 
 import functools
@@ -35,27 +35,27 @@ from cluster.session import alive, resources, session
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
 
-# A driver of several workers computes nothing: it takes a sliver of a resource that only the head node has,
-# which leaves all CPUs to the workers and keeps the driver away from nodes that may be taken back.
+# The driver of several workers computes nothing. It uses a fraction of a resource that only the head node has, so that all
+# CPUs are left for workers and the driver does not run on nodes that may be preempted.
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
 _LOSSES = 10
-"""So many nodes may be lost under a cell that comes no further. Not without bound: it may be what brings its nodes down."""
+"""How many nodes a cell may lose without making progress. Limited, because the cell may be crashing its nodes."""
 _FAILURES = 10
-"""So often a cell that comes further each time is started again after failures of its own."""
+"""How often a cell is retried after its own failures, even if it makes progress every time."""
 _SECONDS_TO_NOTICE = 30.0
-"""Ray misses a node whose processes are gone after 15 s; workers on others see their broken connections at once."""
+"""Ray notices a lost node after 15 s; workers on other nodes notice lost connections at once."""
 _AHEAD = 4
-"""So many cells at least, and up to as many as run, wait for nodes where the cluster grows."""
+"""Minimum number of cells that wait for new nodes on a cluster that grows."""
 _LONGEST_REASON = 800
-"""Characters of the line that tells why a cell failed."""
-_SECONDS_BETWEEN_LOOKS = 1.0
-"""At what the cluster has."""
+"""Maximum length of the reason for a failure, in characters."""
+_SECONDS_BETWEEN_CHECKS = 1.0
+"""Interval between two requests for the cluster's resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a cell ended: `error` is None or one line, `traceback` is the whole story of that line."""
+    """How a cell ended: `error` is one line, or None for success; `traceback` contains the details."""
 
     key: str
     error: str | None = None
@@ -63,16 +63,16 @@ class Outcome:
 
 
 class Observer(Protocol):
-    """Follows a sweep. All methods are called in the driver process, by the thread that called `sweep`."""
+    """Observes a sweep. Its methods are called in the process and thread that called `sweep`."""
 
     def started(self, key: str) -> None:
-        """A cell has its resources; called again when it is retried."""
+        """A cell starts, for the first time or as a retry."""
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        """The first worker of a cell has reported."""
+        """The first worker of a cell has reported metrics."""
 
     def finished(self, outcome: Outcome) -> None:
-        """A cell has ended for good."""
+        """A cell has ended and will not be retried."""
 
 
 def sweep(
@@ -84,39 +84,34 @@ def sweep(
     observer: Observer,
     retries: int = 1,
     progress: str | None = None,
-    final: tuple[type[Exception], ...] = (),
+    non_retryable: tuple[type[Exception], ...] = (),
     fatal: tuple[type[Exception], ...] = (),
 ) -> dict[str, Outcome]:
-    """Calls `function(value, report)` for every value, in processes of its own, and says how each ended.
+    """Calls `function(value, report)` for every value, in other processes, and returns how each call ended.
 
-    Lone workers take one cell after another in the same process, which spares each the start of Python and all
-    imports: a function must leave nothing behind that changes what the next one computes. Where a cell has failed
-    or died, its process is not used again.
-
-    The function runs in each worker of its cell and calls `report(metrics)` equally often in all of them, for
-    a report waits for all; it takes some 5 ms, several workers up to 0.2 s after another. A cell that raises or
-    dies is started again up to `retries` times, from the beginning: continuing is the function's own business.
-    One that raises any of `final` is not: it would again. After one that raises any of `fatal`, no other cell is started: the
-    next would have the same to say, or be sent to the same broken node. One that loses a node, or is pre-empted, is started
-    again on other nodes, up to 10 times besides; it waits where there are none. Where the metric `progress`, such
-    as whole epochs, has become greater than it was at the failure before, both counts begin anew, for 10 failures
-    of its own at most. A cell that fails for good does not disturb the others. Ctrl-C, or an observer that raises,
-    ends the cells and the session, and is raised on.
+    Args:
+        function: runs in every worker of a cell. All workers must call `report(metrics)` equally often, because a report waits
+            for all workers; it takes about 5 ms, or up to 0.2 s with several workers. Cells with one worker share processes,
+            so the function must not leave anything behind that changes the next result. A process in which a cell failed is
+            not used again.
+        values: by key; cells start in this order, as many as fit on the cluster at that moment. If the cluster grows, a few
+            more are queued in Ray, because its autoscaler adds nodes for queued work.
+        placement: resources of a cell. Without GPUs, a cell sees none. With several workers, the rank variables of
+            `torch.distributed` are set.
+        storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
+        observer: is told about starts, progress and ends.
+        retries: how often a cell that raises or dies is called again, from the beginning; the function itself must resume. A
+            cell that loses a node or is preempted is retried up to 10 times in addition, and waits for nodes if there are none.
+        progress: a metric, such as the number of epochs. If it has increased since the last failure, retries are counted from
+            zero again, up to 10 failures in total.
+        non_retryable: exceptions after which a cell is not retried, because it would raise them again.
+        fatal: exceptions after which no other cell starts, because all cells would raise them.
 
     Raises:
-        ClusterError: a cell does not fit into the cluster; or one has raised what is `fatal`, and those beside it have ended.
-        ClusterLostError: Ray on this machine has died, so no cell can start or end any more.
+        ClusterError: a cell does not fit on the cluster, or raised a `fatal` exception.
+        ClusterLostError: Ray on this machine has died.
 
-    Cells start in the order of `values`, as many at a time as the cluster holds just then. Where an autoscaler adds
-    nodes, some more are handed to Ray and wait there: what waits is what it adds nodes for, and nothing of that
-    outlives the sweep. (`ray.autoscaler.sdk.request_resources` would: it stays until somebody takes it back, there is
-    one for all jobs of a cluster, and one that cannot be met in full brings no node at all.)
-
-    `storage` is a directory that all nodes can reach, or a URI that Ray knows. The sweep's own files in a directory are gone
-    when it returns; below a URI they are the caller's to remove. A later sweep with the same keys starts afresh.
-
-    Several workers find the rank variables and the first one's address set, for `torch.distributed.init_process_group`; a lone
-    worker does not. Where `placement` has no GPUs, cells see none, whatever the node has.
+    A failed cell does not affect the others. Ctrl-C and exceptions of the observer end all cells and the session.
     """
     if not values:
         return {}
@@ -124,7 +119,7 @@ def sweep(
         concurrency(placement, found)
         queue = _Queue(values, placement)
         follower = _Follower(observer, queue, retries, progress)
-        trainable = _trainable(function, dict(values), placement, folder, final, fatal)
+        trainable = _trainable(function, dict(values), placement, folder, non_retryable, fatal)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
@@ -135,7 +130,7 @@ def sweep(
         try:
             tuner.fit()
         except BaseException:
-            ray.shutdown()  # Tune leaves its trials running
+            ray.shutdown()  # otherwise Tune leaves its trials running
             raise
         if follower.fatal is not None:
             raise ClusterError(follower.fatal)
@@ -144,7 +139,7 @@ def sweep(
 
 @contextmanager
 def _own_folder(storage: Path | str) -> Iterator[str]:
-    """A place in `storage` that no other sweep has."""
+    """A folder in `storage` for this sweep only."""
     place, mark, options = str(storage).partition("?")
     if "://" in place:
         yield f"{place}/sweep-{uuid.uuid4().hex}{mark}{options}"
@@ -166,22 +161,22 @@ def _trainable(
     values: dict[str, V],
     placement: Placement,
     folder: str,
-    final: tuple[type[Exception], ...],
+    non_retryable: tuple[type[Exception], ...],
     fatal: tuple[type[Exception], ...],
 ) -> Callable[[dict[str, str]], None]:
-    """The function that Tune runs once per cell. Values stay out of Tune's grid, which looks into them."""
+    """The function that Tune runs once per cell. It contains the values, because Tune would search them for parameters."""
 
     def cell(config: dict[str, str]) -> None:
         key = config["key"]
-        # Train resumes a run whose name it has seen, so each attempt has a name of its own.
+        # Every attempt has a new name, because Train would resume a run with the same name.
         name = f"{key}-{uuid.uuid4().hex[:8]}"
         nodes = alive() if placement.workers > 1 else frozenset()
         try:
             _train(functools.partial(function, values[key]), placement, name, folder)
         except Exception as error:
             cause = _cause(error)
-            if isinstance(cause, (*final, *fatal)):
-                raise _FinalError(_line(str(cause)), traceback.format_exc(), isinstance(cause, fatal)) from None
+            if isinstance(cause, (*non_retryable, *fatal)):
+                raise _NonRetryableError(_line(str(cause)), traceback.format_exc(), isinstance(cause, fatal)) from None
             elif _loses_one(nodes):
                 raise _NodeLostError("a node was lost") from error
             else:
@@ -191,24 +186,23 @@ def _trainable(
 
 
 def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
-    """Runs one cell inside its Tune trial; the only place where one worker and several differ.
+    """Runs one cell inside its Tune trial. Only this function distinguishes one worker from several.
 
-    A lone worker *is* the trial's process. A worker group for it would add actors that only wait, and some 15 s of CPU
-    time per cell to start them. The price: Ray does not set RANK, WORLD_SIZE and so on there; a function that needs them
-    sets them itself. Nor does it go through Ray Train's local mode, which ends the process group of torch.distributed with
-    each cell: the next one in the process would need a second, with which DeepSpeed cannot do.
+    A single worker runs in the trial's process, because starting a worker group would take 15 s of CPU time per cell. Ray
+    does not set RANK and WORLD_SIZE there. Ray Train's local mode would end the process group of torch.distributed with each
+    cell, and DeepSpeed cannot use a second one in the same process.
     """
 
     def worker(send: Callable[[dict[str, Any]], None]) -> None:
-        if not placement.gpus:  # Ray hides a node's GPUs only where the cluster was started with a setting for that
+        if not placement.gpus:  # Ray hides the GPUs only if the cluster was started with a setting for this
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # One level down, so that Tune's own entries in a result cannot be taken for metrics.
+        # Nested, to distinguish metrics from Tune's own entries in a result.
         call(lambda metrics: send({"metrics": dict(metrics)}))
 
     if placement.workers == 1:
         return worker(ray.tune.report)
 
-    from ray.train.torch import TorchTrainer  # brings torch, which the driver of a sweep can do without
+    from ray.train.torch import TorchTrainer  # imports torch, which the driver of a sweep does not need
     from ray.tune.integration.ray_train import TuneReportCallback
 
     from cluster.ranks import Ranks
@@ -223,16 +217,16 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     TorchTrainer(lambda: worker(ray.train.report), torch_config=Ranks(), scaling_config=scaling, run_config=run).fit()
 
 
-class _FinalError(Exception):
-    """The function raised what it would raise again: its text, its story, and whether no other cell may start."""
+class _NonRetryableError(Exception):
+    """The function raised an exception that it would raise again: message, traceback, and whether the sweep must end."""
 
 
 class _NodeLostError(Exception):
-    """Several workers failed while a node of the cluster was lost."""
+    """Workers failed because a node of the cluster was lost."""
 
 
 def _loses_one(nodes: frozenset[str]) -> bool:
-    """Whether one of several nodes is gone, or goes while the others' errors are ahead of the news."""
+    """Whether one of several nodes is lost. Waits, because errors of other workers arrive before Ray notices the loss."""
     limit = time.monotonic() + (_SECONDS_TO_NOTICE if len(nodes) > 1 else 0)
     while nodes <= alive():
         if time.monotonic() >= limit:
@@ -242,14 +236,14 @@ def _loses_one(nodes: frozenset[str]) -> bool:
 
 
 class _Queue(ray.tune.search.Searcher):
-    """The cells that wait, which Tune asks for the next one."""
+    """The queue of cells, from which Tune gets the next one."""
 
     def __init__(self, keys: Iterable[str], placement: Placement) -> None:
         super().__init__()
         self.waiting, self.placement = deque(keys), placement
         self.running: set[str] = set()
-        """Tune's names of the trials."""
-        self._room, self._looked_at = 0, -math.inf
+        """Ids of Tune's trials."""
+        self._room, self._checked_at = 0, -math.inf
 
     def suggest(self, trial_id: str) -> dict[str, str] | None:
         if not self.waiting:
@@ -263,40 +257,40 @@ class _Queue(ray.tune.search.Searcher):
         self.running.discard(trial_id)
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: a sweep is not restored."""
+        """Does nothing, because sweeps are not restored."""
 
     def _room_now(self) -> int:
-        """Nodes come and go."""
-        if time.monotonic() - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
-            self._room, self._looked_at = _room(self.placement, resources()), time.monotonic()
+        """The number of cells that may run or wait; nodes may be added or lost at any time."""
+        if time.monotonic() - self._checked_at >= _SECONDS_BETWEEN_CHECKS:
+            self._room, self._checked_at = _room(self.placement, resources()), time.monotonic()
         return self._room
 
 
 def _room(placement: Placement, has: Resources) -> int:
-    """How many cells Ray is given, with those that wait for nodes."""
+    """How many cells Ray gets, including those that wait for nodes."""
     try:
         cells = concurrency(placement, has)
     except ClusterError:
-        return 1  # it waits for a node that comes back
+        return 1  # it waits until a node is available again
     return cells + max(cells, _AHEAD) if has.grows else cells
 
 
 @dataclass(slots=True)
-class _Past:
-    """How a cell has failed so far."""
+class _RetryState:
+    """The failures of a cell so far."""
 
-    story: str = ""
+    tracebacks: str = ""
     reached: float = 0.0
-    """The most that it has told of its progress; and what that was at its last failure."""
+    """Highest reported progress, and its value at the last failure."""
     reached_before: float = 0.0
     failures: int = 0
-    """Since it came further, as are the losses."""
+    """Failures and losses of nodes since the last progress."""
     losses: int = 0
     failures_ever: int = 0
 
-    def fail(self, story: str, lost: bool) -> None:
-        """By the loss of a node, or by its own doing."""
-        self.story += story
+    def fail(self, traceback: str, lost: bool) -> None:
+        """Counts a failure, which was caused by the loss of a node or by the cell itself."""
+        self.tracebacks += traceback
         if self.reached > self.reached_before:
             self.failures = self.losses = 0
         self.reached_before = self.reached
@@ -306,22 +300,22 @@ class _Past:
             self.failures += 1
             self.failures_ever += 1
 
-    def may_go_on(self, retries: int) -> bool:
-        # Who asks for more retries than the bound gets them.
+    def may_retry(self, retries: int) -> bool:
+        # An explicit number of retries overrides the limit.
         return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
 
 
 class _NodeWatch(ray.tune.Callback):
-    """Ends the sweep when the node of this process is dead: Tune would wait for it forever."""
+    """Ends the sweep if Ray died on this machine, because Tune would wait for it forever."""
 
     def __init__(self) -> None:
         self._node: str = ray.get_runtime_context().get_node_id()
-        self._looked_at = -math.inf
+        self._checked_at = -math.inf
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+        if time.monotonic() - self._checked_at < _SECONDS_BETWEEN_CHECKS:
             return
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         if self._node not in alive():
             raise ClusterLostError(
                 "Ray died on this machine: its raylet process was killed, perhaps because memory ran out (see `dmesg`). "
@@ -330,20 +324,20 @@ class _NodeWatch(ray.tune.Callback):
 
 
 class _Silent(TrialProgressCallback):
-    """In place of Tune's own, which prints a line for each cell that reported nothing, where the caller's tables go."""
+    """Replaces Tune's reporter, which prints a line on stdout for each cell without reports."""
 
     def _print(self, msg: str) -> None: ...
 
 
 class _Follower(ray.tune.Callback):
-    """Translates what Tune says about trials, of which each attempt at a cell is one, into what the observer hears."""
+    """Handles Tune's events about trials, which are attempts at a cell, and notifies the observer."""
 
     def __init__(self, observer: Observer, queue: _Queue, retries: int, progress: str | None) -> None:
         self.observer, self.queue, self.retries, self.progress = observer, queue, retries, progress
         self.outcomes: dict[str, Outcome] = {}
         self.fatal: str | None = None
-        """Why no other cell may start."""
-        self._pasts: defaultdict[str, _Past] = defaultdict(_Past)
+        """Message of the fatal exception, if there was one."""
+        self._states: defaultdict[str, _RetryState] = defaultdict(_RetryState)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
@@ -352,29 +346,29 @@ class _Follower(ray.tune.Callback):
         if "metrics" in result:
             key, metrics = trial.config["key"], result["metrics"]
             if self.progress in metrics:
-                self._pasts[key].reached = max(self._pasts[key].reached, metrics[self.progress])
+                self._states[key].reached = max(self._states[key].reached, metrics[self.progress])
             self.observer.progress(key, metrics)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._finish(Outcome(trial.config["key"]))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        # The trial's files on this machine; their copies in storage, for trial.get_error(), come later.
+        # The trial's files on this machine, because the copies for `trial.get_error()` are written later.
         text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
         key = trial.config["key"]
-        if isinstance(cause := getattr(error, "cause", None), _FinalError):
-            text, story, is_fatal = cause.args
+        if isinstance(cause := getattr(error, "cause", None), _NonRetryableError):
+            text, details, is_fatal = cause.args
             if is_fatal:
                 self.fatal = text
                 self.queue.waiting.clear()
-            return self._finish(Outcome(key, text, story))
-        past = self._pasts[key]
-        past.fail(text, _is_lost(error))
-        if past.may_go_on(self.retries):
+            return self._finish(Outcome(key, text, details))
+        state = self._states[key]
+        state.fail(text, _is_lost(error))
+        if state.may_retry(self.retries):
             self.queue.waiting.appendleft(key)
         else:
-            self._finish(Outcome(key, _reason(error, text), past.story))
+            self._finish(Outcome(key, _reason(error, text), state.tracebacks))
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcomes[outcome.key] = outcome
@@ -382,16 +376,16 @@ class _Follower(ray.tune.Callback):
 
 
 def _is_lost(error: Exception | None) -> bool:
-    """Whether a cell failed because a node was lost or taken back, not by what it did."""
+    """Whether a cell failed because a node was lost or preempted."""
     cause = getattr(error, "cause", None) or error
-    # Unavailable: a worker does not answer, and for a second nobody could tell that it has died on a node that lives.
+    # Unavailable: a worker does not respond, and Ray does not know yet whether the worker or its node has died.
     if isinstance(cause, _NodeLostError | ActorUnavailableError):
         return True
     return isinstance(cause, RayActorError) and (cause.preempted or "its node has died" in str(cause))
 
 
 def _reason(error: Exception | None, text: str) -> str:
-    """One line that says why a cell failed, from what Ray wrapped around it and its text."""
+    """One line with the reason for a failure."""
     if _is_lost(error):
         return f"this cell lost more than {_LOSSES} nodes and may be crashing the nodes; check the cell's memory use"
     if "Worker exit type" in text:
@@ -404,7 +398,7 @@ def _line(text: str) -> str:
 
 
 def _cause(error: Exception) -> Exception:
-    """What the function itself raised, in the first worker that failed, from what Ray wrapped around it."""
+    """The exception of the first worker that failed, without the exceptions that Ray wraps around it."""
     cause = getattr(error, "cause", None) or error
     if failures := getattr(cause, "worker_failures", None):
         cause = failures[min(failures)]

@@ -1,4 +1,4 @@
-"""The token that a cluster asks for: where it is looked for, as Ray does, and what is said when it does not fit."""
+"""Finds the user's token in the same places as Ray, and explains why a cluster rejected it."""
 
 import os
 import re
@@ -8,10 +8,10 @@ from cluster.errors import ClusterError
 
 
 def token() -> str | None:
-    """The user's token; None where there is none, or where RAY_AUTH_MODE says not to send it.
+    """The user's token; None if there is none, or if RAY_AUTH_MODE disables tokens.
 
     Raises:
-        ClusterError: what is there cannot be one.
+        ClusterError: the variable or file does not contain a valid token.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return None
@@ -29,8 +29,8 @@ def token() -> str | None:
     return found or None
 
 
-def refused(address: str) -> ClusterError:
-    """What to say when a cluster has refused what `token` has, or that it has nothing."""
+def rejected(address: str) -> ClusterError:
+    """The error for a cluster that rejected the user's token or requires one."""
     if token() is not None:
         return ClusterError(f"{address} rejected the token in {_place()}; use the token that the cluster was started with")
     mode = os.environ.get("RAY_AUTH_MODE", "token")

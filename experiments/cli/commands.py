@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import click
 
-from experiments.cli import checkpoints as checkpoints_cli
-from experiments.cli import jobs as jobs_cli
+from experiments.cli import checkpoints
 from experiments.cli.data import data
 from experiments.cli.options import (
     ADDRESS,
@@ -38,6 +37,7 @@ from experiments.cli.options import (
     as_value,
     duration,
 )
+from experiments.cli.submit import submit
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Commands(GroupedCommands):
         "Checkpoints": ("evaluate", "robustness", "show", "convert"),
         "Models": ("models", "complexity"),
         "Data": ("data",),
-        "Cluster": ("submit", "status", "logs", "stop"),
+        "Cluster": ("submit",),
         "Runs": ("runs", "ui"),
     }
 
@@ -67,10 +67,7 @@ def cli() -> None:
 
 
 cli.add_command(data)
-for command in (
-    *(checkpoints_cli.convert, checkpoints_cli.evaluate, checkpoints_cli.robustness, checkpoints_cli.show),
-    *(jobs_cli.submit, jobs_cli.status, jobs_cli.logs, jobs_cli.stop),
-):
+for command in (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.show, submit):
     cli.add_command(command)
 
 

@@ -191,7 +191,7 @@ def _sweep(
                 storage=storage,
                 observer=WhileLocked(progress, lock),
                 progress="epoch",
-                final=(UserError, DataError, FloatingPointError),
+                non_retryable=(UserError, DataError, FloatingPointError),
                 fatal=(MachineError,),
             )
     except (KeyboardInterrupt, ClusterLostError):
@@ -233,7 +233,9 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
         try:
             with _sweep_storage(job.workspace.store, name) as storage:
                 final = (UserError, DataError)
-                outcomes = sweep(measure, values, placement, storage=storage, observer=WhileLocked(watch, lock), final=final)
+                outcomes = sweep(
+                    measure, values, placement, storage=storage, observer=WhileLocked(watch, lock), non_retryable=final
+                )
         finally:
             watch.close()
     failed = [key for key, outcome in outcomes.items() if outcome.error is not None]

@@ -1,46 +1,144 @@
-"""A grid as a job of a cluster elsewhere: what of the project goes there, and what is started."""
+"""`san submit`: runs a grid as a job on a remote Ray cluster."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
+import shlex
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NoReturn
 
+import click
+import yaml
+
+from experiments.cli.options import GRID, OVERRIDES, PROFILE, SEEDS, named_address
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.expand import expand
+from experiments.grids.expand import expand, read_grid
 from experiments.grids.paper import table_names
 from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
 from experiments.runs.store import is_uri, open_store
 
+if TYPE_CHECKING:
+    from cluster.submit import JobServer
+
 PACKAGES = ("san", "cuda_ext", "pipelines", "experiments", "cluster")
 FILES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md")
 GRID_FOLDER = "job"
-"""Where the grid's file lies in the copy of the project."""
+"""Folder of the grid in the copy of the project."""
+
+
+@click.command()
+@GRID
+@OVERRIDES
+@click.option(
+    "--env",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Pass the value of this environment variable to the job; can be given several times.",
+)
+@click.option(
+    "--wait/--no-wait", default=True, help="Follow the log and exit with the job's code, or print the job's id and exit."
+)
+@PROFILE
+@SEEDS
+@click.option(
+    "--runs",
+    help="Store for runs: a folder on the cluster or s3://...  [default: the cluster's SAN_RUNS, else ~/.san/runs]",
+)
+@click.option(
+    "--address",
+    callback=named_address,
+    help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
+)
+def submit(
+    grid: Path,
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    wait: bool,
+    profile: str,
+    seeds: int | None,
+    runs: str | None,
+    address: str | None,
+) -> None:
+    """Run a grid as a job on a remote Ray cluster.
+
+    Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
+    on the cluster. MLFLOW_TRACKING_URI is passed to the job if it is set here. Pass passwords with --env, unless the nodes
+    already have them. Use `ray job list`, `ray job logs` and `ray job stop` to manage jobs.
+
+    \b
+    Example: san submit experiments/grids/footprint.yaml --address http://head:8265
+    """
+    from cluster.submit import JobServer
+
+    check(grid, profile, overrides, runs)
+    variables = environment(names)
+    server = JobServer(address)
+    job = new_id(grid, profile)
+    with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
+        size = stage(grid, Path(folder))
+        click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
+        server.submit(job, run_command(grid, profile, overrides, runs, seeds), Path(folder), variables)
+    click.echo(f"job {job}\n{_hint(server, job)}", err=True)
+    if wait:
+        _follow(server, job)
+    click.echo(job)
+
+
+def _hint(server: JobServer, job: str) -> str:
+    rest = f"{job} --address {shlex.quote(server.address)}"
+    return f"  follow: ray job logs --follow {rest}\n  stop:   ray job stop {rest}"
+
+
+def _follow(server: JobServer, job: str) -> NoReturn:
+    """Prints a job's log until the job ends, and exits with its exit code: 0, 2, or 1 for any other failure."""
+    from cluster import ClusterError
+    from cluster.submit import UnreachableError
+
+    try:
+        finished = server.follow(job, lambda piece: click.echo(piece, nl=False))
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; the job is still running\n{_hint(server, job)}", err=True)
+        sys.exit(1)
+    except ClusterError as error:
+        may = "\nthe job may still be running" if isinstance(error, UnreachableError) else ""
+        click.echo(f"san: {error}{may}; run the same command again to resume the grid", err=True)
+        sys.exit(1)
+    if finished.state == "succeeded":
+        sys.exit(0)
+    click.echo(f"job {job} {finished.state}: {finished.message}", err=True)
+    if finished.exit_code == 127:
+        click.echo("the head node has no `python` on PATH; start Ray there with the environment's bin/ on PATH", err=True)
+    sys.exit(2 if finished.exit_code == 2 else 1)
 
 
 def stage(grid: Path, folder: Path) -> int:
-    """Copies what runs a grid, and nothing else of the project, into a folder; returns its size in bytes."""
+    """Copies the packages and the grid into a folder; returns its size in bytes."""
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in FILES:  # an installed project has none of them
+    for name in FILES:  # missing if the project is installed as a package
         if (PROJECT_DIR / name).exists():
             shutil.copy(PROJECT_DIR / name, folder / name)
     (folder / GRID_FOLDER).mkdir()
-    shutil.copyfile(grid, folder / GRID_FOLDER / grid.name)
+    # With the keys of the grid that it extends, which is not copied.
+    (folder / GRID_FOLDER / grid.name).write_text(yaml.safe_dump(read_grid(grid), sort_keys=False), encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) -> None:
-    """Finds the mistakes that can be found here, before anything is sent; the images are on the cluster.
+    """Finds errors before anything is uploaded.
 
     Raises:
-        UserError: all mistakes in the grid, the profile and the overrides; folders that would be the job's own, which is thrown
-            away and has no images.
+        UserError: lists all errors in the grid, the profile and the overrides; or a path is relative, so that it would be in
+            the job's temporary folder.
     """
     for config in expand(grid, profile, overrides, table_names()).configs.values():
         data = config.data
@@ -54,8 +152,8 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
         )
 
 
-def command(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, seeds: int | None) -> list[str]:
-    """What the head starts, as arguments: `san run` of the copied grid."""
+def run_command(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, seeds: int | None) -> list[str]:
+    """The arguments of the command that runs on the head: `san run` with the copied grid."""
     options = ["--profile", profile]
     options += ["--runs", runs] if runs is not None else []
     options += ["--seeds", str(seeds)] if seeds is not None else []
@@ -63,11 +161,10 @@ def command(grid: Path, profile: str, overrides: Sequence[str], runs: str | None
 
 
 def environment(names: Iterable[str]) -> dict[str, str]:
-    """What the job gets of this environment: the project's commit, the tracking server, and the variables that were asked for
-    by name.
+    """The environment of the job: the project's commit, the address of the tracking server, and the variables in `names`.
 
     Raises:
-        UserError: a name is not set here; a tracker in the job's own folder; a password in its address.
+        UserError: a variable is not set; or the address is a relative path or contains a password.
     """
     found = {COMMIT_VARIABLE: git_commit()}
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
@@ -91,6 +188,6 @@ def environment(names: Iterable[str]) -> dict[str, str]:
 
 
 def new_id(grid: Path, profile: str) -> str:
-    """A name for a submission that people can read; letters, digits, `.`, `_` and `-` only."""
+    """A readable id for a job; letters, digits, `.`, `_` and `-` only."""
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", grid.stem).strip("-.")[:60]
     return "-".join([*([stem] if stem else []), profile, secrets.token_hex(4)])

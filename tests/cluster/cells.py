@@ -118,7 +118,7 @@ def asking(plan: tuple[Judge, str, list[float]], report: Report) -> None:
     """Asks after each score whether it goes on, and does so anyway; of several workers each asks."""
     judge, key, scores = plan
     for number in range(len(scores)):
-        report({"goes_on": float(judge(key, scores[: number + 1]))})
+        report({"should_continue": float(judge(key, scores[: number + 1]))})
 
 
 def sleeping(seconds: float, report: Report) -> None:

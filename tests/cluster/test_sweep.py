@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import ClusterError, Placement, Resources
-from cluster.sweep import _Past, sweep
+from cluster.sweep import _RetryState, sweep
 from tests.cluster import cells
 
 
@@ -85,14 +85,14 @@ def test_a_cell_that_comes_further_gets_its_retry_back(memory: cells.Memory, tmp
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), st.integers(0, 12))
 def test_failures_count_where_no_progress_lies_between(ends: list[tuple[bool, bool]], retries: int) -> None:
     """Of attempts that came further or not, and lost a node or not, none is made after too many."""
-    past, since, lost = _Past(), 0, 0
+    past, since, lost = _RetryState(), 0, 0
     for number, (further, node) in enumerate(ends):
         past.reached += further
         since, lost = (0, 0) if further else (since, lost)
         since, lost = since + (not node), lost + node
         past.fail("", node)
         failures = sum(not was_node for _, was_node in ends[: number + 1])
-        assert past.may_go_on(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
+        assert past.may_retry(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
 
 
 def test_a_process_goes_to_the_next_cell_unless_one_fails_in_it(
@@ -101,7 +101,7 @@ def test_a_process_goes_to_the_next_cell_unless_one_fails_in_it(
     ways = ["well", "well", "raises", "well", "raises what is final", "well", "dies", "well", "well"]
     values = {f"{number}": way for number, way in enumerate(ways)}
     alone = Placement(cpus=resources.cpus)  # one cell at a time
-    outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, final=(ValueError,))
+    outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, non_retryable=(ValueError,))
     assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
     pids = [reports[0]["pid"] for reports in map(memory.of, values)]
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5, 7, 7]
@@ -113,7 +113,7 @@ def test_what_would_fail_again_is_not_retried(workers: int, resources: Resources
         pytest.skip(f"needs {workers} CPUs")
     values = {"good": 1, "bad": 0}
     outcomes = sweep(
-        cells.counting, values, Placement(workers), storage=tmp_path, observer=memory, retries=3, final=(ValueError,)
+        cells.counting, values, Placement(workers), storage=tmp_path, observer=memory, retries=3, non_retryable=(ValueError,)
     )
     assert sorted(memory.starts) == ["bad", "good"]
     assert outcomes["good"].error is None

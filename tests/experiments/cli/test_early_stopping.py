@@ -129,7 +129,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     @contextmanager
     def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
-        yield Rungs(halving, known).goes_on
+        yield Rungs(halving, known).should_continue
 
     def sweep(train: functools.partial[object], trials: Mapping[str, object], *_: object, observer: object, **__: object):  # type: ignore[no-untyped-def]
         (workspace,), should_continue = train.args, train.keywords["should_continue"]

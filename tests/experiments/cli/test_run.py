@@ -74,7 +74,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         storage: object,
         observer: object,
         progress: object,
-        final: object,
+        non_retryable: object,
         fatal: object,
     ) -> dict[str, Outcome]:
         (workspace,) = train.args
