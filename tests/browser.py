@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, driven over a pipe by its DevTools protocol: no package, no port, no network."""
+"""A headless Chromium for tests, controlled over a pipe with the DevTools protocol; needs no package, port or network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-MOST_POLLS = 3000
-"""Checks of a condition, 0.1 s apart, before a test fails. A busy browser answers each check later, so the wait grows with the
-load of the machine."""
+MAX_POLLS = 3000
+"""Number of checks of a condition, 0.1 s apart, before a test fails. A busy browser answers each check more slowly, so the
+wait grows with the load of the machine."""
 
 
 class Browser:
@@ -33,7 +33,7 @@ class Browser:
         self.complaints: list[str] = []
         """Errors and warnings of the console, and exceptions."""
         self.requests: list[str] = []
-        """Addresses that were asked for, without those of files."""
+        """Requested addresses, except those of files."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
@@ -52,7 +52,7 @@ class Browser:
                 return message["result"]
 
     def show(self, width: int, dark: bool, height: int = 900) -> None:
-        """The window's width in pixels, and which colours the reader prefers."""
+        """Sets the size of the window in pixels and the preferred color scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -73,7 +73,7 @@ class Browser:
         self.wait_until(lambda: self.evaluate(condition), condition)
 
     def wait_until(self, condition: Callable[[], bool], words: str) -> None:
-        for _ in range(MOST_POLLS):
+        for _ in range(MAX_POLLS):
             if condition():
                 return
             if self._next(0) is None:
@@ -81,28 +81,11 @@ class Browser:
         raise AssertionError(f"never happened: {words}\n{self.text()[:3000]}")
 
     def text(self) -> str:
-        """What a reader sees."""
+        """The visible text."""
         return str(self.evaluate("document.body.innerText"))
 
-    def text_of_frame(self) -> str:
-        """What a reader sees in the page's frame of another origin, which a process of its own shows; empty before that."""
-        targets = self.call("Target.getTargets")["targetInfos"]
-        frames = [target["targetId"] for target in targets if target["type"] == "iframe"]
-        if not frames:
-            return ""
-        page, attached = self._session, self.call("Target.attachToTarget", targetId=frames[0], flatten=True)
-        self._session = {"sessionId": attached["sessionId"]}
-        try:
-            return str(self.evaluate("document.body?.innerText ?? ''"))
-        finally:
-            self._session = page
-            self.call("Target.detachFromTarget", sessionId=attached["sessionId"])
-
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG, as far as it scrolls.
-
-        What is beyond the window is seen by making the window larger, upon which a page may load its parts anew.
-        """
+        """Saves the whole page as PNG, including the parts outside of the window."""
         metrics = self.call("Page.getLayoutMetrics")
         size, window = metrics["cssContentSize"], metrics["cssLayoutViewport"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
@@ -112,8 +95,7 @@ class Browser:
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def _next(self, seconds: float | None) -> dict[str, Any] | None:
-        """Notes and returns the next message; None if there is none within that time. Without a time, waits as long as the
-        browser runs."""
+        """Records and returns the next message, or None after `seconds`; waits until the browser ends if `seconds` is None."""
         while b"\0" not in self._read:
             ready, _, _ = select.select([self._answers], [], [], seconds)
             if not ready:
@@ -141,7 +123,7 @@ class Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """A browser whose files are in `folder`; skips the test where there is none."""
+    """A browser with its files in `folder`. Skips the test if no browser is installed."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         pytest.skip("a browser is missing: no chromium on PATH (Debian's package chromium)")
@@ -149,7 +131,7 @@ def browser(folder: Path) -> Iterator[Browser]:
     answers, to_us = os.pipe()
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"]
-    # The browser reads commands from file 3 and answers to file 4, whatever their numbers are here.
+    # The browser reads commands from file descriptor 3 and writes answers to 4.
     shell = [
         "bash",
         "-c",

@@ -1,4 +1,4 @@
-"""`san convert`, `evaluate`, `robustness` and `show`: what is done with a checkpoint."""
+"""The commands for checkpoints: `san convert`, `evaluate`, `robustness` and `show`."""
 
 from __future__ import annotations
 
@@ -78,9 +78,11 @@ def convert(
             f"load {target}",
             err=True,
         )
-    told = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
+    overridden = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
-    click.echo(f"{target}: {' '.join([model.spec.name, *told])}, {checkpoint.classes(model)} classes, {params} parameters")
+    click.echo(
+        f"{target}: {' '.join([model.spec.name, *overridden])}, {checkpoint.classes(model)} classes, {params} parameters"
+    )
 
 
 @click.command()
@@ -170,7 +172,7 @@ def robustness(
     from experiments.report.tables import protocol_table
     from experiments.runs.store import is_uri
 
-    # An address may hold a `=` behind its `?`, and a file in its name.
+    # The query of an address and the name of a file may contain a `=`, too.
     names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]
     overrides = [word for word in checkpoints if word not in names]
     found = measurements(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))

@@ -1,6 +1,6 @@
-"""The command `san`. Exit codes: 0 all is well, 1 something failed or was interrupted, 2 a mistake in what was asked.
+"""The command `san`. Exit codes: 0 success, 1 failed, unfinished or interrupted, 2 invalid input.
 
-Commands import what they need when they run, so that help comes at once.
+Commands import heavy packages when they run, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
             click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
         lines = [_listed(run) for run in listed]
         in_place = follow and sys.stdout.isatty()
-        if in_place:  # what has ended longest ago does not fit a full screen
+        if in_place:  # the oldest runs do not fit on a full screen
             columns, rows = shutil.get_terminal_size()
             lines = [line[:columns] for line in lines[: rows - 1]]
             click.clear()
@@ -316,7 +316,7 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
             return
         try:
             time.sleep(5)
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # Ctrl-C ends the command
             return
         if not in_place:
             click.echo()
@@ -361,18 +361,18 @@ def ui(port: int | None, runs: Path | str | None) -> None:
         return
     options = ["--host", "127.0.0.1", "--port", str(port), "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}"]
     mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options, "--workers", "1"]
-    with subprocess.Popen(mlflow, start_new_session=True) as server:  # else its processes would tell of Ctrl-C with tracebacks
+    with subprocess.Popen(mlflow, start_new_session=True) as server:  # otherwise its processes would print tracebacks on Ctrl-C
         try:
             sys.exit(server.wait())
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # Ctrl-C ends the command
             os.killpg(server.pid, signal.SIGTERM)
 
 
 def _free_port(wanted: int | None) -> int:
-    """The wanted port of this machine; without one, the first from 5000 on that is free.
+    """The given port, or the first free port from 5000 on.
 
     Raises:
-        UserError: it is taken.
+        UserError: the port is in use.
     """
     for port in range(5000, 5100) if wanted is None else (wanted,):
         with socket.socket() as probe:
@@ -384,9 +384,9 @@ def _free_port(wanted: int | None) -> int:
 
 
 def main() -> None:
-    """Runs the command; a mistake of the user is shown as its text alone. SIGTERM, as schedulers send it, is a Ctrl-C."""
+    """Runs the command. User errors are printed without a traceback, and SIGTERM, which schedulers send, acts like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Imports make half a million objects that live to the end: to look for garbage among them took a third of `san plan`.
+    # Imports create half a million permanent objects. Garbage collection among them took a third of the time of `san plan`.
     gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
@@ -407,7 +407,7 @@ def main() -> None:
 
 
 def _errors_below() -> tuple[type[ValueError], ...]:
-    """Imported late: no command should wait for Ray and DALI that does not use them."""
+    """Imported late, because most commands need neither Ray nor DALI."""
     from cluster import ClusterError
     from pipelines import DataError
 

@@ -1,4 +1,4 @@
-"""How long cells will train: by the speed of finished runs like them, else by the FLOPs of their models."""
+"""Estimates training time from the speed of similar finished runs, or from the FLOPs of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = ("data.size", "recipe.batch_size", "recipe.grad_accum_steps", "recipe.p
 
 GUESSED_RATES = {"cpu": 1e9, "gpu": 1.5e12}
 """Images per second times the paper's FLOPs per image, for one CPU core or one GPU, until a run has finished. The CPU's rate
-was measured on a Xeon with the digits profile; the GPU's is a prediction for an A100 that nobody has measured."""
+was measured on a Xeon with the digits profile. The GPU's rate is a prediction for an A100."""
 
 Basis = Literal["like", "flops", "guess"]
 """`like`: finished runs with the same model, size, batch and placement. `flops`: the FLOPs of the model, at the speed of other
@@ -30,7 +30,7 @@ finished runs. `guess`: its FLOPs, at a guessed rate."""
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """What a cell takes, without validation and without the start of its processes."""
+    """Training time of a cell, without validation and without starting its processes."""
 
     wall: float
     cpu: float
@@ -39,7 +39,7 @@ class Hours:
 
 
 class Estimator:
-    """Hours of training by finished runs, as far as there are any."""
+    """Estimates hours of training from finished runs."""
 
     def __init__(self, results: Iterable[Result]) -> None:
         speeds: defaultdict[Setting, list[float]] = defaultdict(list)
@@ -56,7 +56,7 @@ class Estimator:
         self._flops: dict[tuple[str, str, int], int] = {}
 
     def hours(self, trial: Trial, images: int) -> Hours:
-        """Of a trial whose epochs have so many images."""
+        """Hours for a trial with `images` images per epoch."""
         placement = trial.config.placement
         basis, speed = self._speed(trial)
         wall = trial.config.recipe.epochs * images / speed / 3600
@@ -73,22 +73,24 @@ class Estimator:
         return "guess" if rate is None else "flops", devices * (rate or GUESSED_RATES[kind]) / self._flops_of(trial)
 
     def _flops_of(self, trial: Trial) -> int:
-        """By the paper's convention, for one image; large grids have few models."""
+        """FLOPs of one image in the paper's convention. Cached, because large grids have few models."""
         model, size = trial.config.model, trial.config.data.size
         key = model.name, repr(model.overrides), size
         if key not in self._flops:
             with torch.device("meta"):
                 module = model.spec().build(num_classes=2)
-            self._flops[key] = san.complexity(module, size).flops_paper  # outside: torch would bring its compiler
+            self._flops[key] = san.complexity(
+                module, size
+            ).flops_paper  # outside of the block, in which torch would import its compiler
         return self._flops[key]
 
 
 LEAST = (("workers", 1), ("cpus", 1), ("gpus", 0))
-"""The parameters of a placement, and what they are where a run does not have them."""
+"""The parameters of a placement and their defaults."""
 
 
 def _devices(workers: int, cpus: int, gpus: int) -> tuple[str, int]:
-    """On what a cell computes, and how many of it: a worker uses one GPU."""
+    """Kind and number of devices of a cell; a worker uses one GPU."""
     return ("gpu", workers) if gpus else ("cpu", workers * cpus)
 
 

@@ -1,4 +1,4 @@
-"""What several commands of `san` share: arguments, options, and how an age or a value is written."""
+"""Arguments and options that several commands share, and the formats of ages, durations and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from experiments.errors import UserError
 
 
 class _Place(click.ParamType[str | Path]):
-    """A folder, or the URI of a bucket, which as a path would lose a slash."""
+    """A folder, or the URI of a bucket, which would lose a slash as a path."""
 
     name = "folder"
 
@@ -24,14 +24,14 @@ class _Place(click.ParamType[str | Path]):
 
 
 def named_address(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
-    """The value of `--address`. `--address "$HEAD"` must not mean this machine where HEAD is not set."""
+    """The value of `--address`. `--address "$HEAD"` must not mean this machine if HEAD is not set."""
     if value is not None and not value.strip():
         raise UserError("--address: empty value (is a shell variable unset?); give an address, or leave out --address")
     return value
 
 
 class GroupedCommands(click.Group):
-    """Lists its commands under headings."""
+    """A group whose help lists commands under headings."""
 
     headings: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Names of commands by heading, in the order of the help text."""
@@ -69,7 +69,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def age(seconds: float) -> str:
-    """Such as `3 h`."""
+    """For example `3 h`."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
@@ -77,7 +77,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as `3 h 20 min`, `2 min 40 s` or `50 s`."""
+    """For example `3 h 20 min`, `2 min 40 s` or `50 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 100:
@@ -86,5 +86,5 @@ def duration(seconds: float) -> str:
 
 
 def as_value(value: object) -> str:
-    """As it would be written in an override."""
+    """The value as written in an override."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

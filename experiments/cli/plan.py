@@ -1,4 +1,4 @@
-"""What a grid would train: which cells, in which order, how many at a time, for how long. Trains and tracks nothing."""
+"""`san plan`: which cells a grid would train, in which order, how many at a time, and for how long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster import ClusterError, Placement, Resources, concurrency, workers_tha
 from experiments.cli.estimate import Basis, Estimator, Hours
 from experiments.cli.options import duration
 from experiments.grids.grid import Trial
-from experiments.grids.paper import unprinted
+from experiments.grids.paper import note_on_missing_rows
 from experiments.tracking import Result
 from experiments.training.images import open_data
 from experiments.training.job import Job, is_done, known_results
@@ -28,12 +28,11 @@ class Cell:
     stopped_at: int | None
     """The epoch after which early stopping ended it."""
     hours: Hours | None
-    """None where nothing is to train."""
+    """None if there is nothing to train."""
 
 
 def plan(job: Job) -> list[Cell]:
-    """The cells, each with its content hash: finished and stopped ones, then those to train, as `run` would start them. Trains
-    and tracks nothing."""
+    """The finished and stopped cells, then those to train, in the order in which `run` starts them."""
     results = known_results(job)
     done = [trial for trial in job.trials if is_done(job, results, trial)]
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
@@ -52,7 +51,7 @@ def plan(job: Job) -> list[Cell]:
 def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
     """The cells that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
 
-    In the order in which they start: what takes least comes first, for its answer comes soonest.
+    In the order in which they start: the shortest first, so that results are available early.
     """
     missing: dict[str, Trial] = {}
     for trial in job.trials:
@@ -64,12 +63,12 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
 
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
-    """How many cells there are to train, how many at a time, what each takes, and for how long."""
-    from cluster.session import is_local, session, this_machine  # brings Ray
+    """The number of cells to train, how many run at a time, their resources and the training time."""
+    from cluster.session import is_local, session, this_machine  # imports Ray
 
     missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
     first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
-    lacking = unprinted(job.grid.table, (cell.row for cell in cells))
+    lacking = note_on_missing_rows(job.grid.table, (cell.row for cell in cells))
     beside = [f"compared with the paper's table `{job.grid.table}`{lacking}"] if lacking else []
     if not missing:
         return [first, *beside]
@@ -89,7 +88,7 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
     """How many cells run at once.
 
     Raises:
-        ClusterError: none does; names the overrides with which one would.
+        ClusterError: none fits; names the overrides with which one would fit.
     """
     try:
         return concurrency(job.placement, resources)
@@ -104,7 +103,7 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
 
 
 def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resources) -> list[str]:
-    """Overrides with which a cell fits and BatchNorm sees as many images; none where there are no such."""
+    """Overrides with which a cell fits and BatchNorm sees as many images; empty if there are none."""
     parts = placement.workers * accumulate
     options = []
     for cpus in range(1, placement.cpus + 1):

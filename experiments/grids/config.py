@@ -1,4 +1,4 @@
-"""What a trial is made of: typed, frozen values that refuse unknown keys and name every mistake by its path."""
+"""The configuration of a trial: typed, frozen values. Unknown keys are errors, and every error names the path of its key."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
-"""Where the packages lie."""
+"""Folder that contains the packages."""
 
 
 def base_folder() -> Path:
-    """Where data/ and runs/ lie: in the project; where that is installed among other packages, in the current folder."""
+    """Folder of data/ and runs/: the project, or the current folder if the project is installed as a package."""
     is_ours = (PROJECT_DIR / "setup.py").exists() or is_job_copy()
     return PROJECT_DIR if is_ours else Path.cwd()
 
 
 def is_job_copy() -> bool:
-    """Whether this is a Ray job's copy of the project, which is thrown away."""
+    """Whether this is the temporary copy of the project that a Ray job uses."""
     return "_ray_pkg_" in PROJECT_DIR.as_posix()
 
 
 def _no_boolean(value: object) -> object:
-    """For Python, and so for pydantic, true and false are the numbers 1 and 0."""
+    """Rejects true and false, which Python and pydantic accept as the numbers 1 and 0."""
     if isinstance(value, bool):
         raise PydanticCustomError("boolean_number", "must be a number")
     if isinstance(value, list) and any(isinstance(part, bool) for part in value):
@@ -47,7 +47,7 @@ def _no_boolean(value: object) -> object:
 
 
 NUMBERS = BeforeValidator(_no_boolean)
-"""Of a number, or a list of numbers."""
+"""Validator for a number or a list of numbers."""
 Whole = Annotated[int, NUMBERS]
 Real = Annotated[float, NUMBERS]
 Fraction = Annotated[Real, Field(ge=0, lt=1)]
@@ -73,7 +73,7 @@ class ModelConfig(BaseModel):
         return dict(self.model_extra or {})
 
     def spec(self) -> ModelSpec:
-        """The record of the model. Raises ValueError where `model_mistakes` finds any."""
+        """The model's spec. Raises ValueError if `model_mistakes` finds an error."""
         fields = _fields(self.name)
         values = self.overrides.items()
         return model_spec(self.name, {k: fields[k].validate_python(v) if k in fields else v for k, v in values})
@@ -81,13 +81,13 @@ class ModelConfig(BaseModel):
 
 @functools.cache
 def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
-    """What reads each field of a variant's record. Raises ValueError where there is no such variant."""
+    """The validator of each field of a variant's spec. Raises ValueError for an unknown variant."""
     hints = typing.get_type_hints(type(model_spec(name)))
     return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
 
 
 def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
-    """Everything that keeps a model from being built for images of `size` pixels, as (path of the key, what is wrong)."""
+    """Every error that prevents building the model for images of `size` pixels, as (path of the key, error)."""
     try:
         readers = _fields(model.name)
     except ValueError as error:
@@ -206,7 +206,7 @@ class RecipeConfig(Strict):
 
     @property
     def scaling(self) -> str | None:
-        """What is to be said where the learning rate is not `lr`."""
+        """A sentence about the scaled learning rate; None if it is not scaled."""
         if self.lr_used == self.lr:
             return None
         return (
@@ -281,7 +281,7 @@ class TrialConfig(Strict):
 
 
 def too_many_parts(config: TrialConfig, images: int) -> str:
-    """What is wrong with `recipe.grad_accum_steps` where a worker has so few images in a step."""
+    """Error message for `recipe.grad_accum_steps` if a worker has only `images` images in a step."""
     recipe, workers = config.recipe, config.placement.workers
     return (
         f"must be at most {images}, not {recipe.grad_accum_steps}: in some steps each worker has {images} images "
@@ -290,12 +290,12 @@ def too_many_parts(config: TrialConfig, images: int) -> str:
 
 
 def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
-    """Values that are right alone but not together, as (path of the key, what is wrong)."""
+    """Values that are valid, but not in combination, as (path of the key, error)."""
     recipe, engine, placement = config.recipe, config.engine, config.placement
     if recipe.warmup_epochs >= recipe.epochs:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
     each = recipe.batch_size // placement.workers
-    if each and recipe.grad_accum_steps > each:  # that workers have no image at all, the loader tells
+    if each and recipe.grad_accum_steps > each:  # the loader reports workers without any images
         yield "recipe.grad_accum_steps", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
         yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
@@ -322,14 +322,14 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
 
 
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Every mistake as (path of the key, what is wrong and what was expected)."""
+    """Every error as (path of the key, error and expected value)."""
     found = error.errors()
     for item in found:
         loc = item["loc"]
         if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
-            continue  # too few, because of the mistakes below it, which have their own messages
+            continue  # the list is too short because items are invalid, which have their own messages
         path = _path(loc)
-        if item["type"] == "missing" and isinstance(loc[-1], int):  # a list that is too short, with an error for each value
+        if item["type"] == "missing" and isinstance(loc[-1], int):  # a list is too short; pydantic reports each missing value
             if loc[-1] == len(item["input"]):
                 expected = len(typing.get_args(getattr(_type_at(schema, loc[:-1]), "annotation", None)))
                 yield _path(loc[:-1]), f"must have {expected} values, not {len(item['input'])}"
@@ -342,12 +342,12 @@ def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Such as `rows[2].recipe.lr`."""
+    """For example `rows[2].recipe.lr`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
 def _shown(value: object) -> str:
-    """A value as YAML has it."""
+    """A value as written in YAML."""
     return repr(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -379,13 +379,13 @@ TYPES = {
     "boolean_in_list": "a list of numbers",
     "string_type": "text",
 }
-"""What was expected, by pydantic's type of error."""
+"""Expected type by pydantic's error type."""
 BOUNDS = {"ge": "of at least {}", "gt": "greater than {}", "le": "at most {}", "lt": "less than {}"}
 BOUND_ERRORS = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
 
 
 def _wrong(item: Any, annotation: Any = None) -> str:
-    """What is wrong with a value, with what was expected of it. `annotation` is the type of the value, where it is known."""
+    """Error message for a value, with the expected type and bounds. `annotation` is the type of the field, if it is known."""
     kind, context, value = item["type"], item.get("ctx", {}), item["input"]
     if kind == "missing":
         return "missing; this key is required"
@@ -408,7 +408,7 @@ def _wrong(item: Any, annotation: Any = None) -> str:
 
 
 def _numbers(annotation: Any) -> tuple[set[type], dict[str, float]]:
-    """The types that an annotation allows, and the bounds of its number."""
+    """The types that an annotation allows, and the bounds of a number."""
     kinds: set[type] = set()
     bounds: dict[str, float] = {}
     if isinstance(annotation, FieldInfo):
@@ -458,7 +458,7 @@ def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
 
 
 def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings laid over each other; later layers win, lists are replaced whole."""
+    """Merges nested mappings. Later layers override earlier ones; lists are replaced as a whole."""
     result = dict(base)
     for layer in layers:
         for key, value in layer.items():
@@ -469,7 +469,7 @@ def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys, for the tracker's parameters."""
+    """Nested mappings as one mapping with dotted keys, for MLflow's parameters."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -480,10 +480,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(config: TrialConfig, path: str) -> Any:
-    """The value at a dotted path such as `recipe.lr` or `model.footprint`, defaults of the model's record included.
+    """The value at a dotted path such as `recipe.lr` or `model.footprint`, including defaults of the model's spec.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: there is no such value.
     """
     first, _, rest = path.partition(".")
     value: Any = config.model.spec() if first == "model" else getattr(config, first)

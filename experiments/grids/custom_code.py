@@ -1,4 +1,4 @@
-"""The code of relations, mappings, positions and transformations that users add decides results, so it is part of a key."""
+"""Hashes the code of relations, mappings, positions and transformations that users add, because it affects results."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ REGISTRIES: dict[str, tuple[Mapping[str, Any], ...]] = {
     "position": (POSITIONS,),
     "transformation": (TRANSFORMATIONS,),
 }
-"""The registries that a field of a model's record names a row of."""
+"""The registries in which the value of a model's field is looked up."""
 OURS = {
     "relation": {"summation", "subtraction", "concatenation", "hadamard", "dot", "star", "clique"},
     "mapping": {"L", "LRL", "LRLRL"},
     "position": {"none", "absolute", "relative"},
     "transformation": {"distinct", "phi_eq_psi", "phi_eq_psi_eq_beta"},
 }
-"""The rows of the paper. They are tested against its definitions, so a key needs only their names."""
+"""The rows of the paper. Tests compare them with the paper's definitions, so a key needs only their names."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""Types whose `repr` is the value, and the same in every process."""
+"""Types whose `repr` contains the whole value and is the same in every process."""
 
 
 class UnknownCodeError(ValueError):
-    """The code of a row cannot be followed, so a key could not change with it."""
+    """The code of a row cannot be read completely, so the key would not change with the code."""
 
 
 def custom_code(spec: ModelSpec) -> dict[str, str]:
-    """A digest of the code of each row that the model uses and the paper does not have, by field; usually empty.
+    """A digest of the code of each row that the model uses and that is not in the paper, by field; usually empty.
 
-    It covers the source of the row's functions, comments included, and what they read: constants, and other functions except
-    those of installed packages and of `san.ops`.
+    It covers the source of the row's functions, including comments, and the constants and functions that they use, except those
+    of installed packages and of `san.ops`.
 
     Raises:
-        UnknownCodeError: the source cannot be read, or something in it cannot be followed.
+        UnknownCodeError: the source cannot be read, or uses a value that cannot be hashed.
     """
     found = {}
     for field, registries in REGISTRIES.items():
@@ -65,13 +65,13 @@ def custom_code(spec: ModelSpec) -> dict[str, str]:
 
 
 def _is_replaced(row: Any) -> bool:
-    """Whether a row of the paper is not the one that `san` has."""
+    """Whether a row with a name of the paper was replaced by other code."""
     parts = [getattr(row, field.name) for field in dataclasses.fields(row)] if dataclasses.is_dataclass(row) else []
     return any(callable(part) and not str(getattr(part, "__module__", "")).startswith("san.") for part in parts)
 
 
 def _texts(value: Any, seen: set[int]) -> Iterator[str]:
-    """What decides the behaviour of a value, as texts that are the same in every process."""
+    """Everything that determines the behavior of a value, as text that is the same in every process."""
     if isinstance(value, PLAIN):
         yield repr(value)
     elif id(value) not in seen:
@@ -97,11 +97,11 @@ PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (dict, lambda value: [len(value), *(part for item in value.items() for part in item)]),
     (set | frozenset, lambda value: [len(value), *sorted("\0".join(_texts(part, set())) for part in value)]),
 )
-"""What values of a kind are made of; never empty."""
+"""The parts of a value, by its type; never empty."""
 
 
 def _inside(value: types.FunctionType | type) -> list[Any]:
-    """What a function or a class needs besides its source."""
+    """The values that a function or a class uses."""
     if isinstance(value, type):
         functions = (part for part in vars(value).values() if isinstance(part, types.FunctionType))
         return [*value.__bases__, *(part for function in functions for part in _read(function))]
@@ -122,7 +122,7 @@ def _object(value: Any) -> list[Any]:
 
 
 def _read(function: types.FunctionType) -> Iterator[Any]:
-    """The globals that a function and those inside it read, and what they read of modules."""
+    """The globals that a function and its inner functions use, including attributes of modules."""
     codes = [function.__code__]
     while codes:
         code = codes.pop(0)
@@ -142,7 +142,7 @@ def _read(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_installed(module: str | None) -> bool:
-    """Whether a module is of Python, of an installed package or of `san.ops`: its version is what counts, not its source."""
+    """Whether a module belongs to Python, an installed package or `san.ops`, whose source is not hashed."""
     name = module or ""
     if name == "san.ops" or name.startswith("san.ops.") or name.partition(".")[0] in sys.stdlib_module_names:
         return True

@@ -1,4 +1,4 @@
-"""From a grid's file to the config of every row, all mistakes told at once. Expanding is pure: same files, same trials."""
+"""Turns a grid file into the config of every row, and reports all errors at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MERGE = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A checked grid with its product multiplied out: the config of every row, and its model at the paper's setting."""
+    """A valid grid with its product expanded: the config of every row, and its model at the paper's size."""
 
     grid: Grid
     configs: dict[str, TrialConfig]
@@ -44,10 +44,10 @@ class Expanded:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would silently take the last."""
+    """Rejects duplicate keys, of which YAML would silently use the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # As it is written: what `<<` brings later may be given again.
+        # Keys as written in the file, because a key may override one that `<<` merges.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
         twice = [key for key, count in Counter(keys).items() if count > 1]
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that must hold a mapping. Raises UserError naming file and line."""
+    """Reads a YAML file that contains a mapping. Raises UserError with file and line."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_grid(path: Path) -> dict[str, Any]:
-    """A grid's file; keys that it does not have come from the grid that it extends. Raises UserError naming the file."""
+    """Reads a grid file and adds the missing keys from the grid that it extends. Raises UserError."""
     content, files = read_yaml(path), [path]
     while (parent := content.pop("extends", None)) is not None:
         if not isinstance(parent, str):
@@ -87,7 +87,7 @@ def read_grid(path: Path) -> dict[str, Any]:
 
 
 def profile_path(name: str) -> Path:
-    """The file of a profile. Raises UserError for an unknown one."""
+    """The file of a profile. Raises UserError for an unknown profile."""
     known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -97,14 +97,14 @@ def profile_path(name: str) -> Path:
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """A profile, laid over the one that it extends."""
+    """Reads a profile and the profile that it extends."""
     content = read_yaml(path)
     extended = content.pop("extends", None)
     return content if extended is None else merged(read_profile(profile_path(extended)), content)
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`recipe.epochs=3` as a nested mapping. Raises UserError where there is no `=`."""
+    """`recipe.epochs=3` as a nested mapping. Raises UserError if there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"override {text!r}: not KEY=VALUE; an example is recipe.epochs=3")
@@ -123,11 +123,13 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collection[str]) -> Expanded:
-    """Reads a grid's file and checks every row of it: profile, then base, then the row, then overrides; later ones win.
+    """Reads a grid file and validates every row: profile, then `base`, the row, and overrides, which override earlier values.
+
+    Args:
+        tables: valid values of the key `table`.
 
     Raises:
-        UserError: every mistake in the file, the profile and the overrides at once, each with its place and key;
-            `tables` are the names that the grid may give for its table.
+        UserError: lists all errors in the file, the profile and the overrides, each with its location and key.
     """
     wrong: list[str] = []
     layers: list[tuple[str, dict[str, Any]]] = []
@@ -159,7 +161,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
 
 
 def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wrong: list[str]) -> Grid:
-    """The grid in a file; where it has mistakes, they are told and what can be read of it is returned, to be checked too."""
+    """The grid in a file. Errors are added to `wrong`; the valid rest is returned, so that it is checked, too."""
     try:
         grid = Grid.model_validate(content)
     except ValidationError as error:
@@ -201,7 +203,7 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
 
 
 def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]]:
-    """The part of a grid's product that can be multiplied out; what is wrong with the rest is told."""
+    """The valid axes of a grid's product. Errors are added to `wrong`."""
     sections = "|".join(Layer.model_fields)
     axes = {}
     for key, values in grid.product.items():
@@ -220,7 +222,7 @@ def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]
 
 
 def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
-    """Every row with every combination of values, the last axis fastest; its id tells them."""
+    """Every row with every combination of values, which are part of its id; the last axis varies fastest."""
     cells = []
     for row, values in itertools.product(rows, itertools.product(*axes.values())):
         named = list(zip(axes, values, strict=True))
@@ -231,7 +233,7 @@ def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple
 
 
 def _id_part(key: str, value: Any) -> str:
-    """`recipe.lr` and 0.1 as `lr0.1`; what an id may not hold becomes a dash."""
+    """`lr0.1` for `recipe.lr` and 0.1; characters that are not allowed in an id become a dash."""
     text = json.dumps(value, default=str).strip('"[]{}')
     return key.rpartition(".")[2] + re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
@@ -246,7 +248,7 @@ def _fits(schema: type[Strict], value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Where a row's values come from, so that a mistake can be told with its place."""
+    """The layers of a row's values, so that an error message can name the file or override of a value."""
 
     path: Path
     grid: Grid
@@ -260,12 +262,12 @@ class _Layers:
         )
 
     def lacks_root(self, row: Row, source: str) -> bool:
-        """Whether images of a folder would be read from where the profile keeps its own, embedded images."""
+        """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""
         is_embedded = self.profile.get("data", {}).get("source") in ("digits", "shifted_digits")
         return is_embedded and source in ("folder", "shards") and self.place("data.root", row) == str(self.profile_path)
 
     def place(self, key: str, row: Row) -> str:
-        """The layer that gave the value at `key`."""
+        """File or override that set the value at `key`."""
         for text, layer in reversed(self.overrides):
             is_whole_section = key in layer and not (isinstance(layer[key], dict) and key in TrialConfig.model_fields)
             if is_whole_section or _has(layer, key):
@@ -276,7 +278,7 @@ class _Layers:
 
 
 def _has(layer: Any, key: str) -> bool:
-    """Whether a layer gives the value at a path of two or more keys; a path of one names a whole section."""
+    """Whether a layer sets the value at a path of two or more keys; a path with one key is a whole section."""
     if "." not in key:
         return False
     for part in key.split("."):
@@ -288,9 +290,9 @@ def _has(layer: Any, key: str) -> bool:
 
 
 def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
-    """The config of every row that has no mistake; a mistake made in many rows is told once."""
+    """The config of every valid row. An error that occurs in many rows is reported once."""
     found: dict[str, TrialConfig] = {}
-    told: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    problems: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     known: dict[tuple[str, int], list[tuple[str, str]]] = {}  # large grids have few models
     for row in layers.grid.rows:
         values = layers.values(row)
@@ -305,15 +307,15 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
         except ValidationError as error:
             mine += mistakes(error, TrialConfig)
         if _fits_model(values.get("model")):
-            size = found[row.id].data.size if row.id in found else 2**20  # what is not known is taken as large enough
+            size = found[row.id].data.size if row.id in found else 2**20  # large enough if the size is invalid itself
             model = repr(values["model"]), size
             if model not in known:
                 known[model] = list(model_mistakes(ModelConfig.model_validate(values["model"]), size))
             mine += known[model]
         for key, what in mine:
             problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
-            told.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
-    for (place, key, _), (what, rows) in told.items():
+            problems.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
+    for (place, key, _), (what, rows) in problems.items():
         in_grid = place == str(layers.path)
         every = len(rows) == len(layers.grid.rows) > 1
         where = (": every row" if every else f": row {', '.join(rows)}") if in_grid else ""
@@ -352,7 +354,7 @@ def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> lis
 
 
 def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping[str, TrialConfig]) -> list[str]:
-    """Why cells cannot be compared on their way; an option that does nothing is a mistake too."""
+    """Why early stopping is impossible. An option without effect is an error, too."""
     if grid.table is not None:
         return [
             f"{path}: early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "

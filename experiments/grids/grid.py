@@ -1,4 +1,4 @@
-"""A grid is data: one YAML file, one question, one row per cell. `expand` reads it."""
+"""The schema of a grid file, and a trial, which is one cell of a grid. `expand` reads the files."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ class Grid(Strict):
     """Protocol to measure on each trained cell; the table then shows the results of the protocol instead of accuracy."""
 
 
-PLACES = (
+LOCATION_FIELDS = (
     *("source", "root", "lists", "split", "val_split_per_class", "val_split_seed", "train_per_class"),
     *("synthetic_classes", "synthetic_per_class"),
 )
-"""Fields of `data` that tell where images are and how they were chosen."""
+"""Fields of `data` for the location and the choice of images. The digest of the image list replaces them in a key."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One cell of a grid: an immutable value that any machine can train, identified by a hash of everything it depends on."""
+    """One cell of a grid: an immutable value, identified by a hash of everything that affects its results."""
 
     grid: str
     profile: str
@@ -104,21 +104,23 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name for people; the default seed goes without saying."""
+        """Name in messages and tables; seed 0 is left out."""
         return self.row if self.seed == 0 else f"{self.row}-seed{self.seed}"
 
     @property
     def record(self) -> dict[str, Any]:
-        """The config as plain values, with every field of the model's record, whether it was written or is a default."""
+        """The config as plain values, including all default values of the model's spec."""
         return self.config.model_dump(mode="json") | {"model": asdict(self.config.model.spec())}
 
     @functools.cached_property
     def key(self) -> str:
-        """Content hash: equal for trials whose results must be equal, whatever their grids. Places (folder, CPUs, number of
-        workers) do not count, nor how images were chosen: the digest names them. Options at their defaults do not count either,
-        so that a new one leaves finished runs as they are. The source of rows that users add to a registry counts."""
+        """Content hash, which is equal for trials with equal results, even in different grids.
+
+        It does not depend on locations, hardware, or settings with default values, so that new settings do not change the keys
+        of finished runs. It depends on the digest of the image list and on the source of registry rows that users have added.
+        """
         config, recipe = self.config, self.config.recipe
-        data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
+        data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(LOCATION_FIELDS))
         how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size"}) | {"lr": recipe.lr_used}
         how = with_old_keys("recipe", how)
         spec = config.model.spec()
@@ -130,5 +132,5 @@ class Trial:
 
 @functools.cache
 def _record(model: ModelSpec) -> dict[str, Any]:
-    """Only to be read. Large grids have few models, and a record takes as long as all else of a key."""
+    """Must not be modified. Cached, because large grids have few models and `asdict` takes as long as the rest of a key."""
     return with_old_keys("model", asdict(model))

@@ -1,4 +1,4 @@
-"""The paper's printed numbers, what it says of them, and our counts at the paper's setting."""
+"""The paper's published numbers and claims, and our counts at the paper's image size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUT_SIZE, CLASSES, EPOCHS = 224, 1000, 100
 
 @dataclass(frozen=True, slots=True)
 class PaperRow:
-    """A printed line; None where the paper prints nothing. Percent, millions, 1e9 multiply-accumulates."""
+    """A row of a table in percent, millions of parameters and 1e9 multiply-accumulates; None if the paper has no value."""
 
     top1: float | None = None
     top5: float | None = None
@@ -31,7 +31,7 @@ class PaperRow:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An ordering that the paper's text or only its table states: two rows of a table, and a sentence."""
+    """A claim that one row of a table is better than another, from the paper's text or only from its table."""
 
     better: str
     worse: str
@@ -56,18 +56,17 @@ def paper_rows(table: str) -> dict[str, PaperRow]:
     return {row["id"]: PaperRow(**{key: row.get(key) for key in ("top1", "top5", "params", "flops")}) for row in rows}
 
 
-def unprinted(table: str | None, rows: Iterable[str]) -> str:
-    """Which of these rows a table lacks, to stand behind its name; empty where it has all, or there is no table."""
-    printed = paper_rows(table) if table else {}
-    lacking = [row for row in dict.fromkeys(rows) if table and row not in printed]
+def note_on_missing_rows(table: str | None, rows: Iterable[str]) -> str:
+    """A note on the rows that a table does not have, for use after its name; empty if it has them all or there is no table."""
+    published = paper_rows(table) if table else {}
+    lacking = [row for row in dict.fromkeys(rows) if table and row not in published]
     if not lacking:
         return ""
     return f" (which lacks {', '.join(lacking[:3])}{f' and {len(lacking) - 3} more rows' if lacking[3:] else ''})"
 
 
 def paper_numbers(table: str) -> dict[str, dict[str, float]]:
-    """A table that has columns of its own, by row: `n2_success` for a column of that name, and `cw90_top1` and `cw90_top5` for
-    a column `cw90` with two numbers."""
+    """A robustness table by row: `n2_success` for a column with one number, `cw90_top1` and `cw90_top5` for one with two."""
     columns, rows = _content(TABLES)[table]["columns"], _content(TABLES)[table]["rows"]
     if "values" in rows[0]:
         return {row["id"]: dict(zip(columns, row["values"], strict=True)) for row in rows}
@@ -78,13 +77,12 @@ def paper_numbers(table: str) -> dict[str, dict[str, float]]:
 
 
 def paper_claims() -> dict[str, list[Claim]]:
-    """What the paper states of its ablation tables, by table."""
+    """The paper's claims about its ablation tables, by table."""
     return {table: [Claim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}
 
 
 def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:
-    """Parameters and FLOPs of every row for ImageNet at full size, whatever profile was trained; None where a model does
-    not fit that setting. Instant: meta device."""
+    """Parameters and FLOPs of every row for ImageNet at full size; None if the model does not accept this image size."""
     counts: dict[str, san.Complexity | None] = {}  # large grids have few models
     for model in models.values():
         if repr(model) not in counts:
@@ -94,7 +92,7 @@ def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.
 
 
 def count(model: ModelConfig, size: int) -> san.Complexity:
-    """A model's counts for the paper's number of classes and images of `size` pixels, which it must take."""
+    """A model's counts for the paper's number of classes and images of `size` pixels."""
     with torch.device("meta"):
         module = model.spec().build(CLASSES)
     return san.complexity(module, size)

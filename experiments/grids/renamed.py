@@ -1,4 +1,4 @@
-"""Keys that were renamed for version 0.1.0: an old key is an error that names the new one, but old runs stay readable."""
+"""Keys that were renamed for version 0.1.0. In a grid, an old key is an error that names the new one; old runs can be read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def new_key(path: str) -> str | None:
 
 
 def with_new_keys(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as a checkpoint stored it, with every old key replaced."""
+    """A stored config with every old key replaced."""
     new = {
         section: {names.get(key, key): value for key, value in dict(record[section]).items()}
         for section, names in RENAMED.items()
@@ -45,6 +45,6 @@ def with_new_keys(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_old_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """One section with its old keys, which the content hash of a cell uses: finished runs keep their hash."""
+    """One section with its old keys, which a cell's content hash uses so that finished runs keep their keys."""
     old = {new: key for key, new in RENAMED[section].items()}
     return {old.get(key, key): value for key, value in values.items()}

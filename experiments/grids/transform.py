@@ -1,4 +1,4 @@
-"""The transform that a trial's configuration describes."""
+"""Creates the image transform of a trial's configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelines import Transform, TransformError
 
 
 def transform(config: DataConfig) -> Transform:
-    """What happens to an image before the model."""
+    """The transform of a configuration."""
     return Transform(
         size=config.size,
         resize=config.resize,
@@ -22,7 +22,7 @@ def transform(config: DataConfig) -> Transform:
 
 
 def transform_mistakes(config: DataConfig) -> Iterator[tuple[str, str]]:
-    """What keeps a transform from being made of values that are right alone, as (path of the key, what is wrong)."""
+    """Values that are valid, but not in combination, as (path of the key, error)."""
     try:
         transform(config)
     except TransformError as error:

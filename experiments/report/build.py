@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.errors import UserError
 from experiments.evaluation.cells import Work, works
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.paper import counts_at_paper_setting, paper_numbers, paper_rows, unprinted
+from experiments.grids.paper import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
 from experiments.report.attention_samples import attention_samples
 from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import Measurement, Report, TableRow, finished_cells, grid_measurements, shown_rows, table_rows
@@ -161,7 +161,7 @@ def _caption(job: Job) -> str:
 
 def _setting(job: Job) -> str:
     epochs = job.trials[0].config.recipe.epochs
-    lacking = unprinted(job.grid.table, (trial.row for trial in job.trials))
+    lacking = note_on_missing_rows(job.grid.table, (trial.row for trial in job.trials))
     paper = f"Paper: ImageNet, table `{job.grid.table}`{lacking}. " if job.grid.table else ""
     ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if job.grid.robustness:

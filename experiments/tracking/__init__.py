@@ -1,7 +1,6 @@
-"""MLflow: where runs are kept and found again; the only folder that imports mlflow.
+"""MLflow: stores runs and finds them again. Only this folder imports mlflow.
 
-What is below does not, for that takes a second or two: whoever writes or reads runs imports `tracker`, `listing` or `registry`
-when it does.
+This file does not, because the import takes one or two seconds. Import `tracker`, `listing` or `registry` when they are needed.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import os
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-# MLflow's client would repeat for minutes, and a request that was carried out, but whose answer was lost, would be carried out
-# twice. Whoever asks here asks again, after looking at what is there.
+# MLflow's client would retry for minutes, and would repeat a request that succeeded but whose response was lost. Our callers
+# retry instead, after checking which requests succeeded.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 

@@ -1,4 +1,4 @@
-"""The runs of a store, as a list."""
+"""Lists the runs of a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.tracking.tracker import Tracker
 from experiments.tracking.view import VIEW, runs_page
 
 STATES = {"KILLED": "interrupted"}
-"""Where our word for MLflow's status differs from its own: Ctrl-C is no kill."""
+"""Our names for statuses of MLflow, if they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Listed:
     top1: float | None
     """Percent, of the last epoch."""
     age: float
-    """Seconds since it ended, or since it started where it has not."""
+    """Seconds since the run ended, or since it started if it has not ended."""
     error: str | None
 
 
 def list_runs(uri: str, grid: str | None) -> list[Listed]:
-    """The runs of all trials, or of one grid's, the newest first.
+    """The runs of all trials, or of one grid's trials, newest first.
 
     Raises:
-        TrackerError: the tracker cannot be used, or has no such grid.
+        TrackerError: the store cannot be used, or has no such grid.
     """
     tracker = Tracker(uri, grid or "", "")
     with usable(uri):
@@ -56,10 +56,10 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
 
 
 def trial_key(uri: str, run_id: str) -> str:
-    """The key of the trial whose run it is.
+    """The key of the trial to which a run belongs.
 
     Raises:
-        TrackerError: the tracker cannot be used, or has no such run of a trial.
+        TrackerError: the store cannot be used, or has no such run of a trial.
     """
     client = Tracker(uri, "", "").client
     with usable(uri):
@@ -93,10 +93,10 @@ def _listed(run: Run) -> Listed:
 
 
 def experiment_pages(uri: str, server: str) -> dict[str, str]:
-    """The address of each grid's page at the server that shows a store, in the view with the columns that matter.
+    """The address of each grid's page on a server, with our view of columns if it exists.
 
     Raises:
-        TrackerError: the tracker cannot be used.
+        TrackerError: the store cannot be used.
     """
     tracker = Tracker(uri, "", "")
     with usable(uri):

@@ -1,4 +1,4 @@
-"""The best weights of a trial as a version of a registered model, which `mlflow.pyfunc.load_model` loads."""
+"""Registers the best weights of a trial as a model that `mlflow.pyfunc.load_model` can load."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from san import save_checkpoint
 _log = logging.getLogger(__name__)
 
 FOLDER = "model"
-"""Of the model among the artifacts of its run."""
+"""Folder of the model among the artifacts of its run."""
 WEIGHTS = "weights.pt"
-AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "UNAUTHENTICATED")
-"""What a store answers that may answer otherwise later; of the rest is that it has no registry, or not for this user."""
+RETRYABLE_CODES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "UNAUTHENTICATED")
+"""Error codes after which a later request may succeed. With other codes, there is no registry, or not for this user."""
 
 
 def register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
-    """Makes a trial's weights a version of the model `<grid>-<profile>-<row>`, unless they are one.
+    """Registers a trial's weights as a version of the model `<grid>-<profile>-<row>`, unless they are registered already.
 
-    A store that has no registry, or refuses, is left without, and the log tells.
+    If the store has no registry or rejects the request, this is logged.
 
     Raises:
         MlflowException, SQLAlchemyError, OSError: the store cannot be used now.
-        CheckpointError: there is no room for temporary files.
+        CheckpointError: temporary files cannot be written.
     """
     try:
         _register(client, run_id, best)
     except MlflowException as error:
-        if error.error_code in AWAY:
+        if error.error_code in RETRYABLE_CODES:
             raise
         _log.warning("the model was not registered: %s", str(error).splitlines()[0])
 
 
 def _register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
     name = model_name(best.origin)
-    # The search before the version is made, and not the version's making, tells of one whose answer was lost.
+    # Finds a version whose creation succeeded although the response was lost.
     if pages(client.search_model_versions, f"name = '{name}' and tags.`san.trial` = '{best.key}'"):
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -67,10 +67,10 @@ def _register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
 
 
 def model_key(uri: str, name: str) -> str:
-    """The key of the trial whose weights a registered model holds: `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
+    """The key of the trial to which a registered model belongs: `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
 
     Raises:
-        TrackerError: the store cannot be used, or has no such model of a trial.
+        TrackerError: the store cannot be used, or has no such model.
     """
     parts = re.fullmatch(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))", name)
     if parts is None:
@@ -91,18 +91,18 @@ def model_key(uri: str, name: str) -> str:
 
 
 def model_name(origin: Origin) -> str:
-    """The registered model whose versions are a row's trials, with a seed or a change of the config each."""
+    """Name of a row's registered model, which has a version for every seed and configuration."""
     return re.sub("[^A-Za-z0-9_.-]", "-", f"{origin.grid}-{origin.profile}-{origin.row}")[:250]
 
 
 def _write(folder: Path, run_id: str, best: Checkpoint) -> None:
-    """The files of the model: weights without any code, and what MLflow wants to know of them."""
+    """Writes the files of a model: weights without code, and MLflow's description of them."""
     save_checkpoint(best.model(), folder / WEIGHTS)
     origin, size = best.origin, _config(best).data.size
     signature = ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(origin.classes)))
-    told = Model(FOLDER, run_id, signature=signature, metadata={"classes": list(origin.classes)})
-    mlflow.pyfunc.add_to_model(told, loader_module=pyfunc.__name__, data=WEIGHTS)
-    told.save(folder / "MLmodel")
+    description = Model(FOLDER, run_id, signature=signature, metadata={"classes": list(origin.classes)})
+    mlflow.pyfunc.add_to_model(description, loader_module=pyfunc.__name__, data=WEIGHTS)
+    description.save(folder / "MLmodel")
     versions = {"mlflow": mlflow.__version__, "numpy": np.__version__, "torch": torch.__version__.partition("+")[0]}
     (folder / "requirements.txt").write_text("".join(f"{package}=={version}\n" for package, version in versions.items()))
 

@@ -1,4 +1,4 @@
-"""What is known of a trial that was tracked."""
+"""The result of a trial, as read from MLflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A trial's run as the tracker knows it."""
+    """A trial's MLflow run."""
 
     run_id: str
     finished: bool
@@ -16,10 +16,10 @@ class Result:
     seconds: float = 0.0
     """From the start of the run to its end."""
     ended: float = 0.0
-    """When that was, in seconds since 1970; of a run that goes on, when it started."""
+    """End of the run in seconds since 1970, or its start if it has not ended."""
     params: Mapping[str, str] = field(default_factory=dict)
     """Values of the config by dotted path, as text."""
     stopped_at: int | None = None
-    """The epoch after which this grid's early stopping ended it."""
+    """The epoch after which early stopping of this grid ended the trial."""
     tags: Mapping[str, str] = field(default_factory=dict)
     experiment_id: str = ""

@@ -1,4 +1,4 @@
-"""A store of runs: asked page by page, and what goes wrong with it, as sentences."""
+"""Reads an MLflow store page by page and turns its errors into clear messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from experiments.tracking.errors import TrackerError
 
-PAGE = 1000  # runs, experiments or versions that one call asks for
-UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # what comes of a tracker that is away or refuses
+PAGE = 1000  # number of runs, experiments or versions per request
+UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # raised if the store cannot be reached or rejects a request
 
 
 def pages(search: Callable[..., Any], *what: object) -> list[Any]:
-    """Everything that a search of MLflow's client finds, which answers in pages."""
+    """All results of a search method of MLflow's client, which returns them in pages."""
     page = search(*what, max_results=PAGE)
     found = list(page)
     while page.token:
@@ -28,7 +28,7 @@ def pages(search: Callable[..., Any], *what: object) -> list[Any]:
 
 @contextmanager
 def usable(uri: str) -> Iterator[None]:
-    """Turns what MLflow and its database say of a store that cannot be used into one sentence."""
+    """Turns errors of MLflow and its database into a `TrackerError` with one sentence."""
     try:
         yield
     except UNUSABLE as error:

@@ -1,4 +1,4 @@
-"""What MLflow's page of an experiment shows: the metric that matters, columns and charts."""
+"""The view of an experiment's page in MLflow: primary metric, columns and charts."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 
 VIEW = "grid"
 """Name of the view of an experiment's page in its address."""
-FIRST = {  # widths in pixels; above 1000 of them a page scrolls on a screen of 1280
+FIRST = {  # widths in pixels; a total of more than 1000 scrolls on a screen with 1280
     "attributes.`Run Name`": 190,
-    "runDateAndNestInfo": 150,  # MLflow's name for `Created`; these two are always there
+    "runDateAndNestInfo": 150,  # MLflow's name for `Created`; MLflow always shows these two
     **{"metrics.`val/top1`": 90, "metrics.`epoch`": 60, "metrics.`val/top5`": 80},
 }
 LAST = {
     **{"params.`model.name`": 120, "metrics.`val/loss`": 80, "metrics.`train/loss`": 80, "duration": 80},
     **{"metrics.`params`": 90, "metrics.`flops_paper`": 110, "params.`seed`": 60, "tags.`san.profile`": 100},
 }
-"""Columns, the first ones first, whose names MLflow would otherwise sort."""
+"""Columns in the order of the page; without an order, MLflow sorts them by name."""
 CHARTS = ("val", "train", "summary")
-"""Sections of charts, which MLflow would otherwise sort too; others follow."""
+"""Sections of charts in the order of the page, followed by others."""
 
 
 def runs_page(experiment_id: str, with_view: bool = True) -> str:
-    """Where an experiment's runs are shown; what stands before the # is any page of the same server."""
+    """Address of an experiment's runs, relative to any page of the server."""
     view = f"&viewStateShareKey={VIEW}" if with_view else ""
     return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning{view}"
 
 
 def experiment_tags(measured: Sequence[str]) -> dict[str, str]:
-    """Tags of an experiment that MLflow's pages read; the metrics `measured` have columns after those of the validation."""
+    """Tags of an experiment that configure MLflow's pages. The columns of `measured` follow those of validation."""
     widths = FIRST | {f"metrics.`{name}`": 130 for name in measured} | LAST
     section = {"display": True, "isReordered": True, "deleted": False, "isGenerated": True}
-    # As MLflow writes it when a view is shared. Sorted by `Created`, cells would hide below their grid.
+    # The format in which MLflow stores a shared view. Sorting by `Created` would list cells below the run of their grid.
     view = {
         "selectedColumns": [*widths, "attributes.`Duration`"],
         "columnOrder": [*widths],

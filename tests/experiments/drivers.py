@@ -1,4 +1,4 @@
-"""`san run` in a process of its own, which a test can kill."""
+"""Runs `san run` in a process that a test can kill."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from pathlib import Path
 
 from experiments.grids.config import PROJECT_DIR
 
+PATIENCE = 1800.0
+"""Seconds after which a test assumes that a process hangs: much longer than any test takes, even on a busy machine."""
 LEFT_OUT = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "SAN_RUNS")
 
 
 class Driver:
-    """A `san run` in a process group of its own; what it says goes to a file beside the folder of runs.
+    """A `san run` in its own process group.
 
-    With `uri` runs are kept there, and the folder is only what that file is named after.
+    The output goes to a file next to the folder of runs. With `uri`, the runs are stored there instead of in the folder.
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class Driver:
     def said(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, seconds: float = 150) -> None:
+    def wait_for(self, pattern: str, seconds: float = PATIENCE) -> None:
         limit = time.monotonic() + seconds
         while not re.search(pattern, self.said):
-            assert self.process.poll() is None, f"ended before it said {pattern!r}:\n{self.said}"
-            assert time.monotonic() < limit, f"did not say {pattern!r} in {seconds} s:\n{self.said}"
+            assert self.process.poll() is None, f"ended before it printed {pattern!r}:\n{self.said}"
+            assert time.monotonic() < limit, f"did not print {pattern!r} in {seconds} s:\n{self.said}"
             time.sleep(0.05)
 
-    def finish(self, seconds: float = 240) -> int:
+    def finish(self, seconds: float = PATIENCE) -> int:
         return self.process.wait(timeout=seconds)

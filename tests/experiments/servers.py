@@ -1,4 +1,4 @@
-"""Tracking servers for tests, in processes of their own on this machine."""
+"""Servers for tests, in processes on this machine: MLflow, an object store and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from typing import ClassVar
 
 import pytest
 
+from tests.experiments.drivers import PATIENCE
+
 LOOPBACK = "127.0.0.1"
-# As docs/guides/tracking.md says: a worker of the server has 40 threads, and a request takes two connections.
+# See docs/guides/tracking.md: a worker of the server has 40 threads, and a request uses two connections.
 POOL = {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "40", "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "40"}
 
 
@@ -32,7 +34,7 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 class Server:
-    """`mlflow server` on a database; it may be killed and started again, at the same address."""
+    """`mlflow server` with a database, which can be killed and restarted at the same address."""
 
     def __init__(
         self,
@@ -57,14 +59,14 @@ class Server:
         return (self.folder / "server.log").read_text()
 
     def launch(self) -> None:
-        """Starts it; `wait` waits until it answers."""
+        """Starts the server; `wait` waits until it responds."""
         with open(self.folder / "server.log", "a") as log:
             self.process = subprocess.Popen(
                 self.command, env=self.environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> None:
-        limit = time.monotonic() + 90
+        limit = time.monotonic() + PATIENCE
         while True:
             try:
                 urllib.request.urlopen(f"{self.uri}/health", timeout=5).close()
@@ -74,7 +76,7 @@ class Server:
                 time.sleep(0.2)
 
     def kill(self) -> None:
-        """At once, and all of its processes."""
+        """Kills all processes of the server."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -82,37 +84,37 @@ class Server:
 
 
 class ObjectStore:
-    """moto's S3 server, which keeps everything in memory; skips the test where missing file. It has one bucket, `runs`."""
+    """moto's S3 server, which keeps everything in memory, with one bucket, `runs`. Skips the test if moto is not installed."""
 
     KEYS: ClassVar = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "open sesame"}
 
     def __init__(self, log: Path, host: str = LOOPBACK) -> None:
         if importlib.util.find_spec("moto") is None:
-            pytest.skip("moto is missing, which is the S3 server: install requirements.txt")
+            pytest.skip("moto, an S3 server, is missing: install requirements.txt")
         self.log, self.port = log, free_port(host)
         self.address = f"http://{host}:{self.port}"
         command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(self.port)]
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + PATIENCE
         while not self._answers("moto-api/"):
             assert self.process.poll() is None and time.monotonic() < limit, log.read_text()
             time.sleep(0.05)
         assert self._answers("runs", method="PUT")
 
     def uri(self, prefix: str, bucket: str = "runs") -> str:
-        """For `--runs`."""
+        """Value for `--runs`."""
         return f"s3://{bucket}/{prefix}?endpoint_override={self.address}"
 
     def refuse(self, wanted: bool = True) -> None:
-        """Looks at credentials from now on, and knows nobody's; or lets everybody in again."""
+        """Rejects all credentials from now on, or accepts all of them again."""
         assert self._answers("moto-api/reset-auth", method="POST", data=b"0" if wanted else b"inf")
 
     def stop(self) -> None:
-        """Answers nobody until `go_on`."""
+        """Stops responding until `resume`."""
         self.process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -129,14 +131,14 @@ class ObjectStore:
 
 
 def postgres_folder() -> Path:
-    """Where PostgreSQL's programs are; skips the test where anything is missing that a server with it needs."""
+    """Folder of PostgreSQL's programs. Skips the test if they or a package that a server needs are missing."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     on_path = shutil.which("initdb")
     if not found and not on_path:
         pytest.skip("PostgreSQL is missing: no initdb in /usr/lib/postgresql/*/bin or on PATH (Debian's package postgresql)")
     for module, package in {"psycopg": "psycopg[binary]", "flask_wtf": "Flask-WTF"}.items():
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{package} is missing, which the server needs: install requirements.txt")
+            pytest.skip(f"the server needs {package}, which is missing: install requirements.txt")
     if os.getuid() == 0:
         try:
             pwd.getpwnam("postgres")
@@ -147,10 +149,10 @@ def postgres_folder() -> Path:
 
 @contextmanager
 def postgres(password: str) -> Iterator[str]:
-    """An empty database of PostgreSQL on this machine: its address without the password, which PGPASSWORD must give."""
+    """An empty PostgreSQL database: its address without the password, which clients take from PGPASSWORD."""
     programs, port = postgres_folder(), free_port()
     who = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
-    with tempfile.TemporaryDirectory(prefix="postgres-", dir="/tmp") as name:  # pytest's folders are closed to other users
+    with tempfile.TemporaryDirectory(prefix="postgres-", dir="/tmp") as name:  # other users cannot read pytest's folders
         folder = Path(name)
         (folder / "password").write_text(password)
         if who:
@@ -162,18 +164,18 @@ def postgres(password: str) -> Iterator[str]:
         server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F", "-N", "400"]
         with open(folder / "log", "w") as log, subprocess.Popen(server, cwd=folder, stdout=log, stderr=log, **who) as process:
             try:
-                limit = time.monotonic() + 30
+                limit = time.monotonic() + PATIENCE
                 while "ready to accept connections" not in (folder / "log").read_text():
                     assert process.poll() is None and time.monotonic() < limit, (folder / "log").read_text()
                     time.sleep(0.05)
                 yield f"postgresql://tracker@127.0.0.1:{port}/postgres"
             finally:
-                process.send_signal(signal.SIGINT)  # ends sessions, then itself
-                process.wait(timeout=30)
+                process.send_signal(signal.SIGINT)  # a fast shutdown
+                process.wait(timeout=PATIENCE)
 
 
 def commands() -> str:
-    """The process list, as everybody on this machine sees it."""
+    """The command lines of all processes, which every user of this machine can read."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
