@@ -39,7 +39,7 @@ REJECTED = re.compile("AccessDenied|AccessKey|Signature|Token|Credentials|Forbid
 CONFLICT = ("PreconditionFailed", "ConditionalRequestConflict", "409", "412")
 """Error codes of a conditional put whose condition does not hold."""
 LIFE = 60.0
-"""A lock in a bucket may be taken over if its owner has not renewed it for so many seconds."""
+"""Seconds without a renewal after which a lock in a bucket may be taken over."""
 RENEWAL = 15.0
 """Seconds between two renewals."""
 POLL = 1.0
@@ -55,7 +55,7 @@ class LockError(UserError):
 
 
 class Lock:
-    """A lock that this process owns. A file's lock lasts as long as the process; a lock in a bucket can be lost."""
+    """A lock that this process owns. File locks last as long as the process; locks in a bucket can be lost."""
 
     continued: bool = True
     """Whether no other node can have owned the lock since this node owned it last."""
@@ -78,6 +78,8 @@ class Store(Protocol):
 
     shared: ClassVar[bool]
     """Whether `folder` is the same for all nodes."""
+    remedy: ClassVar[str]
+    """What to do if a file cannot be written, for messages."""
 
     @property
     def folder(self) -> Path:
@@ -177,6 +179,7 @@ class LocalStore(Store):
 
     root: Path
     shared: ClassVar[bool] = True
+    remedy: ClassVar[str] = "check the disk"
 
     @property
     def folder(self) -> Path:
@@ -337,7 +340,9 @@ class S3Store(Store):
 
     address: str
     patience: float = 0.0
+    """Seconds; see `patient`."""
     shared: ClassVar[bool] = False
+    remedy: ClassVar[str] = "check the bucket"
 
     @staticmethod
     def parse(uri: str) -> S3Store:
@@ -437,7 +442,7 @@ class S3Store(Store):
 
     @contextmanager
     def lock(self, name: str, busy: str, wait: float) -> Iterator[Lock]:
-        # The file's lock excludes other processes of this node. Who has it knows that an earlier owner on this node is dead.
+        # The file lock excludes other processes on this node; its owner knows that an earlier owner on this node is dead.
         with _locked_file(self.folder / name, busy, wait) as file:
             file.seek(0)
             owner = _Owner(who(), _Owner.parse(file.read()).node or uuid.uuid4().hex)

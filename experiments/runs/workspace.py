@@ -39,7 +39,7 @@ class Workspace:
         return f"{self.folder(trial)}/summary.csv"
 
     def log(self, trial: Trial, node: str | None = None) -> Path:
-        """The log of a cell; if nodes do not share a folder, each node has a log of its own."""
+        """The log of a cell; if nodes do not share a folder, there is one log per node."""
         suffix = "" if self.store.shared else f"-{node or socket.gethostname()}"
         return self.runs / "logs" / f"{trial.name}-{trial.key}{suffix}.log"
 

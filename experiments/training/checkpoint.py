@@ -1,4 +1,4 @@
-"""A trial's checkpoints: each written whole or not at all, read only by the trial that wrote them."""
+"""The checkpoints of a cell, which are its only state: each is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from san.models.base import BaseModel
 
 _log = logging.getLogger(__name__)
 
-# What reading a damaged file raises: the archive, torch, the pickle in it, the disk, and what is not there.
+# Raised when a damaged file is read: by the archive, by torch, by its pickle or by the disk, or because a key is missing.
 DAMAGE = (zipfile.BadZipFile, RuntimeError, EOFError, pickle.UnpicklingError, OSError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a checkpoint tells of its trial, so that it can be evaluated as it was validated."""
+    """Where a checkpoint comes from, so that it can be evaluated in the same way as it was validated."""
 
     grid: str
     profile: str
@@ -42,34 +42,34 @@ class Origin:
     record: dict[str, Any]
     """The config as plain values."""
     data_digest: str
-    """Of the training and of the validation images, with a dash between them."""
+    """Digests of the training and the validation images, joined by a dash."""
     classes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a trial after the last step of `running`, which follows the whole epochs of `history`."""
+    """The state of a cell: the finished epochs in `history` and the finished steps of the epoch `running`."""
 
     key: str
-    """Content hash of the trial."""
+    """Content hash of the cell."""
     origin: Origin
     history: tuple[Epoch, ...]
     running: RunningEpoch
     engine: dict[str, Any]
-    """`Engine.state_dict()`, with what each worker has of its own."""
+    """`Engine.state_dict()`."""
 
     @property
     def workers(self) -> int:
-        """How many workers the trial had."""
+        """Number of workers of the cell."""
         return len(self.engine["workers"])
 
     @property
     def name(self) -> str:
-        """Of its file; names sort as the training goes."""
-        return _name(self.running.number, self.running.steps)
+        """Name of the file."""
+        return file_name(self.running.number, self.running.steps)
 
     def model(self) -> BaseModel:
-        """The classifier with the weights that validation sees, in evaluation mode, on the CPU."""
+        """The validated model, in evaluation mode, on the CPU."""
         spec = TrialConfig.model_validate(self.origin.record).model.spec()
         model = spec.build(len(self.origin.classes))
         model.load_state_dict(validated_weights(self.engine))
@@ -89,13 +89,13 @@ class Checkpoint:
 
     @staticmethod
     def read(path: Path) -> Checkpoint:
-        """Raises one of `DAMAGE` where the file is not what was written."""
+        """Raises one of `DAMAGE` if the file is damaged."""
         return Checkpoint.of_bytes(path.read_bytes())
 
     @staticmethod
     def of_bytes(content: bytes) -> Checkpoint:
-        """What `as_bytes` gave. Raises one of `DAMAGE` where it is not that."""
-        # torch writes a checksum for each part of the archive, and does not look at it again.
+        """The inverse of `as_bytes`. Raises one of `DAMAGE` if the content is damaged."""
+        # torch writes a checksum for each part of the archive, but does not verify it.
         broken = zipfile.ZipFile(io.BytesIO(content)).testzip()
         if broken is not None:
             raise zipfile.BadZipFile(f"checksum of {broken}")
@@ -106,22 +106,23 @@ class Checkpoint:
         return Checkpoint(saved["key"], origin, history, running, saved["engine"])
 
 
-def _name(epoch: int, step: int) -> str:
+def file_name(epoch: int, step: int) -> str:
+    """Names sort by training time."""
     return f"epoch-{epoch:04d}-step-{step:07d}.pt"
 
 
 def last_of(folder: Path, epochs: int) -> Path:
     """The file of a finished cell after its last epoch."""
-    return folder / _name(epochs, 0)
+    return folder / file_name(epochs, 0)
 
 
 def best_in(store: Store, folder: str = "") -> Checkpoint | None:
     """The checkpoint after the best epoch by top-1, of those in a folder that can be read; None if there is none."""
     found = []
     for name in store.names(folder):
-        if re.fullmatch(r"epoch-\d+-step-0000000\.pt", PurePosixPath(name).name) and (content := store.read(name)):
+        if re.fullmatch(r"epoch-\d+-step-0000000\.pt", PurePosixPath(name).name):
             with suppress(*DAMAGE):
-                found.append(Checkpoint.of_bytes(content))
+                found.append(Checkpoint.of_bytes(store.read(name) or b""))
     return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
 
 
@@ -169,7 +170,7 @@ class Checkpoints:
             self.store.write(self._path(name), content)
         except StorageError as error:
             good = f"the last good checkpoint is {self.newest}" if self.newest else "there is no earlier checkpoint"
-            raise StorageError(f"{error}; {good}; check the disk, then run the same command again to resume") from None
+            raise StorageError(f"{error}; {good}; {self.store.remedy}, then run the same command again to resume") from None
 
     def load(self) -> Checkpoint | None:
         """Reads the last checkpoint, or the last intact one: damaged checkpoints are renamed, and the log names them.
@@ -231,6 +232,6 @@ class Checkpoints:
     def _delete_old(self, history: Sequence[Epoch]) -> None:
         best = max(history, key=lambda epoch: epoch.top1, default=None)
         for name in self._names[: -self.keep]:
-            if best is None or name != _name(best.epoch + 1, 0):
+            if best is None or name != file_name(best.epoch + 1, 0):
                 self.store.delete(self._path(name))
                 self._names.remove(name)

@@ -1,4 +1,4 @@
-"""DeepSpeed around a model: the optimizer, its schedule, gradient averaging; the only file that imports deepspeed."""
+"""Trains a model with DeepSpeed: optimizer, schedule, averaging of gradients. The only file that imports deepspeed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from experiments.training.recipe import Blend, averaged, mixup, schedule
 
 PLAIN = EngineConfig()
 ALIGNMENT = 32
-"""Each gradient starts at a multiple of so many numbers, so that kernels can read it 16 bytes at a time."""
+"""Each gradient starts at a multiple of this number of elements, so that kernels can read it 16 bytes at a time."""
 
 
 def join_process_group(device: torch.device, patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
-    """Rank and number of workers. Joins the group that the launcher made, or makes one: of the workers that the environment
-    tells, which then wait for each other so long, or of this process alone, which takes no port and leaves nothing in the
-    environment that processes started from here would take for theirs."""
+    """Returns the rank and the number of workers. Uses the process group that the launcher created, or creates one: from the
+    launcher's environment variables, with `patience` as its timeout, or of this process alone. The latter needs no port, and
+    sets no variables that child processes would mistake for theirs."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # nccl would use the first GPU for every worker
+        torch.cuda.set_device(device)  # otherwise nccl uses the first GPU for every worker
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
@@ -35,19 +35,19 @@ def join_process_group(device: torch.device, patience: timedelta = timedelta(min
         else:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=patience)
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
     return dist.get_rank(), dist.get_world_size()
 
 
 @contextmanager
 def arithmetic(config: EngineConfig, device: torch.device) -> Iterator[None]:
-    """Sets TF32 and, for the length of the block, deterministic algorithms, as the config says.
+    """Sets TF32 and, inside the block, deterministic algorithms, as configured.
 
-    With `deterministic`, torch raises RuntimeError where it has no algorithm that gives the same bits each time. On a GPU the
-    block must be entered before the first matrix product of the process.
+    With `deterministic`, torch raises RuntimeError if an operation has no deterministic algorithm. On a GPU, the block must be
+    entered before the first matrix product of the process.
     """
     if device.type == "cuda":
-        # Not `fp32_precision`: torch's compiler still reads the older names, which raise once the newer one was set.
+        # Not `fp32_precision`: torch's compiler still reads the older names, which raise after the newer one was set.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(config.on(device.type).tf32)
     if not config.deterministic:
         yield
@@ -67,10 +67,10 @@ class Engine:
     """Trains one model in step with the other workers.
 
     Args:
-        model: on this worker's device; it is trained itself, not a copy.
-        recipe: what decides the result.
+        model: on this worker's device; trained in place.
+        recipe: the settings that affect the result.
         steps: optimizer steps per epoch, for the schedule.
-        micro_batch: images of this worker in a step, or in a part of it where the recipe accumulates.
+        micro_batch: images of this worker in a step, or in each part of a step if gradients are accumulated.
         config: how the steps are computed.
     """
 
@@ -99,7 +99,7 @@ class Engine:
             for each in self._models():
                 _lay_channels_last(each)
         self._gradients: Tensor | None = None
-        # Stage 0 clears gradients by a walk through the module tree in every step; the optimizer has its parameters in a list.
+        # At stage 0, DeepSpeed walks through the module tree in every step to clear gradients; the optimizer has a list.
         self._engine.zero_grad = self.optimizer.zero_grad
         if not self._zero:
             # DeepSpeed would copy every gradient into a new buffer and back in every step.
@@ -108,10 +108,10 @@ class Engine:
                 self._gradients = _flat_gradients(self.module)
                 self._engine.zero_grad = self._gradients.zero_
         if config.compile:
-            # A process may train one model after another, and torch would compile no more after some that differ.
+            # A process may train several models, and torch stops compiling after a number of different ones.
             torch.compiler.reset()
-            # `forward` instead of the module, whose hooks by DeepSpeed would break the graph. An epoch has at most two batch
-            # sizes, so each gets code of its own: code for any size would be slower.
+            # Not the module itself, because DeepSpeed's hooks would break the graph. An epoch has at most two batch sizes, so
+            # code is compiled for each of them: code for all sizes would be slower.
             setattr(self.module, "forward", torch.compile(self.module.forward, dynamic=False))  # noqa: B010 (mypy)
         self._forward_backward = self._run
         if config.cuda_graphs:
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is validated and kept: the average where the recipe asks for one, else the one that is trained."""
+        """The model that is validated: the averaged one if the recipe has `ema_decay`, otherwise the trained one."""
         return self.module if self._average is None else self._average.module
 
     @property
@@ -134,39 +134,39 @@ class Engine:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """One optimizer step with gradients averaged over the workers; returns this worker's mean loss, of mixed labels where
-        the recipe mixes."""
+        """Makes one optimizer step with gradients averaged over the workers; returns this worker's mean loss (with mixup, that
+        of the mixed labels)."""
         mean = torch.zeros((), device=self.device)
         parts = mixup(images_NCHW, labels_N, self.recipe.mixup_alpha).parts(self.recipe.grad_accum_steps)
         for number, part in enumerate(parts, start=1):
             mean += self._forward_backward(part, len(labels_N))
             if number == len(parts):
                 self._average_gradients()
-            self._engine.step()  # DeepSpeed counts the parts and does nothing before the last
+            self._engine.step()  # DeepSpeed counts the parts and updates weights only after the last
         if self._average is not None:
             self._average.update_parameters(self.module)
         return mean
 
     def _run(self, part: Blend, images: int) -> Tensor:
-        """Adds the gradients of a part of a step, which has so many images in all; returns its part of the mean loss."""
+        """Adds the gradients of a part of a step with `images` images in total; returns the part's share of the mean loss."""
         loss = part.loss(self._engine(part.images_NCHW), self.recipe.label_smoothing)
-        loss = loss * (len(part.labels_N) / images)  # parts may differ by an image
+        loss = loss * (len(part.labels_N) / images)  # sizes of parts may differ by one
         self._engine.backward(loss, scale_wrt_gas=False)
         return loss.detach()
 
     def _average_gradients(self) -> None:
-        """Over the workers, in one piece; from stage 1 of ZeRO on DeepSpeed has done it."""
+        """Averages over the workers with a single request; with ZeRO, DeepSpeed has averaged already."""
         if self._gradients is not None and dist.get_world_size() > 1:
             dist.all_reduce(self._gradients)
             self._gradients.mul_(1 / dist.get_world_size())
 
     def is_finite(self) -> bool:
-        """Whether all weights are; a step whose loss was finite may have ruined them."""
+        """Whether all weights are finite; they may not be even if all losses were."""
         return all(bool(weight.isfinite().all()) for weight in self.module.parameters())
 
     def average_buffers(self) -> None:
-        """Makes BatchNorm statistics the mean over the workers. DeepSpeed averages gradients only, so every worker has
-        statistics of its own images; without this, validation would depend on who does it."""
+        """Averages the BatchNorm statistics over the workers. DeepSpeed averages only gradients, so the statistics of each
+        worker come from its own images, and validation would depend on the worker."""
         workers = dist.get_world_size()
         if workers == 1:
             return
@@ -177,10 +177,10 @@ class Engine:
                     buffer /= workers
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, the same on every worker and for every stage of ZeRO; all must ask for it together.
+        """Everything needed to resume, equal on all workers and for all ZeRO stages; all workers must call this together.
 
-        Inside an epoch each worker has BatchNorm statistics of its own: `workers` holds every one's, and its random numbers.
-        Python's and NumPy's are not there, for nothing draws from them. `average` is the averaged model, where there is one.
+        Within an epoch, BatchNorm statistics differ between workers: `workers` has those of each, and its random state. The
+        random states of Python and NumPy are missing, because training does not use them. `average` is the averaged model.
         """
         mine = {
             "buffers": [_buffers(model) for model in self._models()],
@@ -198,8 +198,8 @@ class Engine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """With as many workers as when it was made, each goes on as it was; else statistics are the mean over those workers,
-        and random numbers are left as they are."""
+        """Resumes. If the number of workers has changed, the BatchNorm statistics are the mean over the earlier workers, and
+        the random states are not restored."""
         workers = state["workers"]
         if len(workers) == dist.get_world_size():
             mine = workers[dist.get_rank()]
@@ -212,16 +212,16 @@ class Engine:
         for model, weights, its_buffers in zip(self._models(), (state["model"], state["average"]), buffers, strict=False):
             model.load_state_dict(weights | its_buffers)
         if self._average is not None:
-            self._average.n_averaged.fill_(1)  # any but 0, after which the next update would copy
+            self._average.n_averaged.fill_(1)  # with 0, the next update would copy the model
         self._load_optimizer_state(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
     def _models(self) -> list[nn.Module]:
-        """The one that is trained, and its average where there is one."""
+        """The trained model and, if there is one, the averaged model."""
         return [self.module] if self._average is None else [self.module, self._average.module]
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """As torch's SGD has it, when its momentum lies in shares with the workers too."""
+        """In the format of torch's SGD, even if ZeRO has distributed the momentum over the workers."""
         state = self.optimizer.state_dict()
         if not self._zero:
             return state
@@ -236,7 +236,7 @@ class Engine:
         }
 
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """After the weights are loaded: from stage 1 of ZeRO on, DeepSpeed has a copy of this worker's share."""
+        """Call it after the weights are loaded, because with ZeRO, DeepSpeed has a copy of this worker's partition of them."""
         if not self._zero:
             self.optimizer.load_state_dict(state)
             return
@@ -248,24 +248,24 @@ class Engine:
             return
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        (share,) = mine["params"]
-        self.optimizer.state[share]["momentum_buffer"] = torch.zeros_like(share)
-        zero._lazy_init_hp_params_optimizer_state()  # finds each weight's place in it, as the first step would do
+        (partition,) = mine["params"]
+        self.optimizer.state[partition]["momentum_buffer"] = torch.zeros_like(partition)
+        zero._lazy_init_hp_params_optimizer_state()  # maps weights to the partition, as the first step would
         for number, weight in enumerate(self.module.parameters()):
             momentum = state["state"][number]["momentum_buffer"].to(weight.device)
             safe_set_full_optimizer_state(weight, momentum, "momentum_buffer")
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those of its state dict, on the CPU."""
+    """The buffers in the state dict of a model, on the CPU."""
     state = model.state_dict()
     return {name: state[name].cpu() for name, _ in model.named_buffers() if name in state}
 
 
 def _flat_gradients(model: nn.Module) -> Tensor:
-    """Makes all gradients views of one tensor, which keeps its place in memory from step to step.
+    """Makes all gradients views of one tensor, whose address stays the same.
 
-    Each has the strides of its weight: if they differed, the optimizer would update the weights one by one.
+    Each view has the strides of its weight; otherwise, the optimizer would update the weights one by one.
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     starts = list(itertools.accumulate((-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in weights), initial=0))
@@ -276,7 +276,7 @@ def _flat_gradients(model: nn.Module) -> Tensor:
 
 
 def _lay_channels_last(model: nn.Module) -> None:
-    """Weights, and whatever images the model is called with."""
+    """Converts the weights, and the images of each call."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.register_forward_pre_hook(_channels_last)
 
@@ -286,51 +286,51 @@ def _channels_last(model: nn.Module, inputs: tuple[Tensor]) -> Tensor:
 
 
 def validated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of what `Engine.state_dict` gave, the state dict of the model that is validated: what a trial's accuracy is of."""
+    """The state dict of the validated model, from what `Engine.state_dict` returned."""
     weights = state["model"] if state["average"] is None else state["average"]
     return dict(weights | _mean_buffers(state["workers"])[-1])
 
 
 def _mean_buffers(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
-    """Of the model that is trained, and of its average where there is one."""
-    everyones = zip(*(worker["buffers"] for worker in workers), strict=True)
-    return [{name: _mean([each[name] for each in same]) for name in same[0]} for same in everyones]
+    """Mean buffers of the trained model and, if there is one, of the averaged model."""
+    models = zip(*(worker["buffers"] for worker in workers), strict=True)
+    return [{name: _mean([buffers[name] for buffers in model]) for name in model[0]} for model in models]
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """Over the workers; what is equal on all, such as counters and statistics that were averaged, stays as it is."""
+    """Mean over the workers; equal values, such as counters and averaged statistics, are returned unchanged."""
     first = values[0]
     same = all(map(first.equal, values)) or not first.is_floating_point()
     return first if same else torch.stack(values).mean(0)
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    # DeepSpeed would look for a GPU, which may be there for others.
+    # Otherwise DeepSpeed takes any GPU that it finds, which may belong to somebody else.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
 
     if device.type == "cpu":
-        # Else DeepSpeed compiles its shared-memory all-reduce at the first start, which takes a minute and needs ninja on
-        # PATH; plain gloo is as fast for models of this size.
+        # Otherwise DeepSpeed compiles its shared-memory all-reduce at the first start, which takes a minute and needs ninja.
+        # For models of this size, plain gloo is as fast.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def _deepspeed_config(recipe: RecipeConfig, config: EngineConfig, micro_batch: int, weights: int) -> dict[str, Any]:
-    """Every default that changes results is written out."""
+    """States every setting that affects results, even if it is the default."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": recipe.grad_accum_steps,
-        "gradient_clipping": 0.0,  # DeepSpeed >= 0.19.3 clips at 1.0 when this is absent; the paper does not clip
-        # DeepSpeed would take 2 GB for what it reduces at once, whatever the model's size.
+        "gradient_clipping": 0.0,  # the default of DeepSpeed >= 0.19.3 is 1.0; the paper does not clip
+        # By default, DeepSpeed allocates 2 GB for this buffer, whatever the size of the model.
         "zero_optimization": {"stage": config.zero_stage, "reduce_bucket_size": weights},
-        "zero_allow_untested_optimizer": True,  # torch's SGD is none of those that DeepSpeed lists
+        "zero_allow_untested_optimizer": True,  # DeepSpeed does not list torch's SGD as tested
         "torch_autocast": {
             "enabled": recipe.precision == "bfloat16",
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # DeepSpeed would average their gradients in bfloat16
+            "lower_precision_safe_modules": [],  # those in this list would have bfloat16 gradients
         },
         "steps_per_print": 1_000_000_000,
-        "timers": {"throughput": {"enabled": False}},  # would wait for the GPU twice in every part of a step
+        "timers": {"throughput": {"enabled": False}},  # otherwise it synchronizes the GPU twice in every part of a step
     }

@@ -1,4 +1,4 @@
-"""CUDA graphs of forward and backward: one launch instead of some 1 500, each of which costs the host microseconds."""
+"""CUDA graphs of forward and backward: one launch instead of about 1500, each of which costs the CPU microseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.training.recipe import Blend
 
 WARM_UP = 3
-"""Runs before a capture, in which kernels are compiled and tuned, and libraries allocate their workspaces."""
+"""Number of runs before a capture, in which kernels are compiled and tuned and libraries allocate their workspaces."""
 
 ForwardBackward = Callable[[Blend, int], Tensor]
 
@@ -21,9 +21,9 @@ class StepGraphs:
     """Captures forward and backward once for each batch size, and replays them.
 
     Args:
-        run: forward and backward of a part of a step with so many images; adds to gradients, which must keep their place in
-            memory, and returns the part's share of the mean loss.
-        state: tensors that `run` changes, such as gradients and running statistics; a capture leaves their values as they were.
+        run: runs forward and backward for a part of a step, given the number of images in the step; adds to gradients, whose
+            addresses must not change, and returns the part's share of the mean loss.
+        state: tensors that `run` changes, such as gradients and running statistics; they are restored after a capture.
     """
 
     def __init__(self, run: ForwardBackward, state: Iterable[Tensor]) -> None:
@@ -31,7 +31,7 @@ class StepGraphs:
         self._captured: dict[tuple[int, int], tuple[Blend, Callable[[], object], Tensor]] = {}
 
     def __call__(self, part: Blend, images: int) -> Tensor:
-        """Returns what `run` returns; the next call overwrites it."""
+        """Returns the result of `run`, which the next call overwrites."""
         size = len(part.labels_N), images
         if size not in self._captured:
             self._captured[size] = self._capture(part, images)
@@ -52,12 +52,12 @@ class StepGraphs:
 
 @functools.cache
 def _pool() -> Any:
-    """One memory pool for all graphs: they never run at the same time, and a loss is read before the next replay."""
+    """One memory pool for all graphs, because they never run at the same time and a loss is read before the next replay."""
     return torch.cuda.graph_pool_handle()
 
 
 def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """Warms a function up and captures it; returns the call that replays it, and the tensor that will hold the result."""
+    """Captures a function after a warm-up; returns a function that replays it, and the tensor with the result."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -65,7 +65,7 @@ def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
             run()
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # The default, `global`, would fail when one of the loader's threads allocates memory during the capture.
+    # The default, `global`, fails if a thread of the loader allocates memory during the capture.
     with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         loss = run()
     return graph.replay, loss

@@ -1,4 +1,4 @@
-"""The images of a trial: which they are, and how they come to the model."""
+"""The images of a cell: opens the datasets and creates the loaders."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
-    """The training and validation images; an embedded set is written first where it is missing.
+    """The training and validation images. A missing embedded dataset is written first.
 
     Raises:
-        DataError: a folder is missing, empty or has other classes, or a class is too small; the text names it.
+        DataError: a folder is missing, empty or has other classes, or a class is too small; the message names it.
     """
     _require_fitting(config)
     if config.source == "synthetic":
@@ -53,7 +53,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
 
 
 def _require_fitting(config: DataConfig) -> None:
-    """Raises `DataError` for a key that the source has no use for, where profiles and grids do not give it anyway."""
+    """Raises `DataError` for a key that the source does not use and that no profile or grid sets anyway."""
     if config.lists is not None and config.source != "folder":
         raise DataError(f"data.lists: used only with data.source=folder, not {config.source}; leave out data.lists")
     if config.train_per_class is not None and config.source == "synthetic":
@@ -61,7 +61,7 @@ def _require_fitting(config: DataConfig) -> None:
 
 
 def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
-    """The splits `train-split` and `val-split` where both are described, none where neither is."""
+    """The splits `train-split` and `val-split` if both have lists; empty if neither has."""
     described = index_path if source == "shards" else list_path
     names = ("train-split", "val-split")
     there = [name for name in names if any(os.path.lexists(described(folder, name)) for folder in (lists or root, root))]
@@ -76,17 +76,17 @@ def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
 
 
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
-    """Of the images, and of their lists where that is another."""
+    """The folder of the images and, if it is another one, the folder of their lists."""
     if config.root is None:
         raise DataError(f"data.root: missing; data.source={config.source} requires the folder of the images")
     return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 
 
 def open_split(config: DataConfig, name: str | None = None) -> Dataset:
-    """One split to evaluate on; without a name, the one that a trial with this config validates on.
+    """A split to evaluate on; by default, the one that a cell with this config validates on.
 
-    `train` and `val-split` are the images that such a trial trains on, and those that val-split holds out of them; any other
-    name is that of a folder or a list in `root`, or of shards, such as `val`: of these nothing else needs to be there.
+    `train` is the split that such a cell trains on, and `val-split` the one held out of it. Any other name, such as `val`,
+    is a folder, a list or shards in `root`; the other splits need not exist.
 
     Raises:
         DataError: as `open_data`.
@@ -117,16 +117,16 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
 
 
 def _listings() -> Path | None:
-    """The folder that keeps scans of large image folders; None for a user without a home."""
+    """The cache folder for the file lists of large image folders; None for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache, "san", "listings") if os.path.isabs(cache) else None
 
 
 def _require_digits(root: Path, name: str) -> None:
-    """Writes an embedded dataset where it is missing: where the profiles look for it, or into a folder that is there already.
+    """Writes an embedded dataset if it is missing.
 
     Raises:
-        DataError: there is none, so it was hardly meant; or the folder holds something else.
+        DataError: the parent folder is missing too, so the path is probably a typo; or the folder has other content.
     """
     is_ours = root.parent == base_folder() / "data"
     is_missing = not (root.is_dir() and any(root.iterdir()))
@@ -142,7 +142,7 @@ def _require_digits(root: Path, name: str) -> None:
 
 @functools.cache
 def data_digest(config: DataConfig) -> str:
-    """Names the images that are trained on and those that are not: other files or sizes give another digest."""
+    """Digests of the names and sizes of the training and validation images."""
     return "-".join(dataset.digest() for dataset in open_data(config))
 
 
@@ -151,7 +151,7 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
 
     Raises:
         DataError: images, transform or batch cannot be used.
-        UserError: a step has fewer images than the recipe wants to make parts of them.
+        UserError: a step has fewer images than `recipe.grad_accum_steps`.
     """
     train, val = (
         _loader(config, dataset, is_train, seed, rank, world, device)
@@ -164,8 +164,8 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
 
 
 def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.device) -> tuple[Dataset, Dataset]:
-    """`open_data`, by the first worker for all: a million files are not asked for by each."""
-    # Digits are written where they are missing, on every node.
+    """`open_data` by the first worker for all, so that a million files are listed only once."""
+    # Every node writes missing digits itself.
     if world == 1 or config.source not in ("folder", "shards") or not dist.is_initialized():
         return open_data(config)
     found: list[tuple[Dataset, Dataset] | DataError | None] = [None]
@@ -193,7 +193,7 @@ def _loader(
         dataset,
         transform(config.data),
         train=train,
-        # In validation too, more images at a time than in training may not fit into a GPU.
+        # Larger batches than in training may not fit into the GPU, not even without gradients.
         batch=config.recipe.batch_size if train else -(-config.recipe.batch_size // config.recipe.grad_accum_steps),
         rank=rank,
         world=world,

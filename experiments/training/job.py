@@ -99,7 +99,7 @@ def open_job(
 
 
 def _placed(data: DataConfig) -> DataConfig:
-    """With folders that mean the same to workers, which have current folders of their own."""
+    """With absolute folders, because the workers run in other current folders."""
     if base_folder() == PROJECT_DIR:
         return data
     folders = {key: str(base_folder() / value) for key in ("root", "lists") if (value := getattr(data, key)) is not None}

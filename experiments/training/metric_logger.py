@@ -81,7 +81,7 @@ class AsyncMetricLogger:
         return self._complete
 
     def close(self, seconds: float = 10.0) -> None:
-        """Sends what is left, for up to `seconds`."""
+        """Sends the remaining metrics, for up to `seconds`."""
         self._requests.put(None)
         self._thread.join(seconds)
         self._gave_up.set()

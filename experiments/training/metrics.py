@@ -31,7 +31,7 @@ class RunningEpoch:
     """Part of `seconds` spent waiting for images."""
 
     def finished(self, images: int, val_loss: float, top1: float, top5: float) -> Epoch:
-        """The metrics of the whole epoch, in which so many images were seen."""
+        """The metrics of the whole epoch; `images` is the number of training images."""
         speed, share = images / self.seconds, self.waited / self.seconds
         return Epoch(self.number, self.lr, self.loss / images, speed, share, val_loss, top1, top5)
 

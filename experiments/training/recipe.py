@@ -1,4 +1,4 @@
-"""What a recipe asks for besides SGD: the course of the learning rate, mixup, the averaged model."""
+"""Parts of the recipe: the schedule of the learning rate, mixup, the averaged model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.training.device import to_device
 
 
 def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int) -> LambdaLR:
-    """The learning rate of every step, of which an epoch has `steps`: linear from 0, then a half cosine to 0."""
+    """Warms the learning rate up linearly from 0, then follows half a cosine to 0. An epoch has `steps` steps."""
     total, warm = steps * recipe.epochs, int(steps * recipe.warmup_epochs)
 
     def factor(step: int) -> float:
@@ -28,8 +28,8 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int)
 
 
 class Blend(NamedTuple):
-    """The images of a step, or some of them. With mixup, each image has two classes, in `labels_N` and `others_N`, with the
-    weights `shares_2`; without it, `others_N` and `shares_2` are None."""
+    """The images of a step or of a part of it. With mixup, each image has two classes, `labels_N` and `others_N`, with the
+    weights `shares_2`; otherwise, `others_N` and `shares_2` are None."""
 
     images_NCHW: Tensor
     labels_N: Tensor
@@ -44,13 +44,13 @@ class Blend(NamedTuple):
         return Blend(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]
 
     def parts(self, count: int) -> list[Blend]:
-        """The images in so many parts, whose sizes differ by one at most."""
+        """Splits the images into parts, whose sizes differ by at most one."""
         images, labels = self.images_NCHW.tensor_split(count), self.labels_N.tensor_split(count)
         others = [None] * count if self.others_N is None else self.others_N.tensor_split(count)
         return [Blend(*part, self.shares_2) for part in zip(images, labels, others, strict=True)]
 
     def loss(self, logits_NC: Tensor, label_smoothing: float) -> Tensor:
-        """Mean cross-entropy with both classes by their shares, in float32."""
+        """Mean cross-entropy in float32; with mixup, weighted over both classes."""
         logits_NC = logits_NC.float()
         loss = cross_entropy(logits_NC, self.labels_N, label_smoothing=label_smoothing)
         if self.others_N is None or self.shares_2 is None:
@@ -60,9 +60,9 @@ class Blend(NamedTuple):
 
 
 def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
-    """Blends every image with another of the batch (Zhang et al. 2018, arXiv 1710.09412); none where alpha is 0.
+    """Blends every image with another one of the batch (Zhang et al. 2018, arXiv 1710.09412), unless alpha is 0.
 
-    The share, one for the batch, and who is whose other come of torch's random numbers, which a checkpoint keeps.
+    The weights, the same for the whole batch, and the pairs come from torch's random state, which is in the checkpoint.
     """
     if alpha == 0:
         return Blend(images_NCHW, labels_N)
@@ -74,6 +74,6 @@ def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """A copy of the model that `update_parameters(model)` moves by 1 - decay towards it, BatchNorm statistics too; the first
-    update makes it equal."""
+    """An exponential moving average of the weights and BatchNorm statistics, updated by `update_parameters(model)`; the first
+    update copies the model."""
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)

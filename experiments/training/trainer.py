@@ -27,7 +27,7 @@ from experiments.runs.retry import PATIENCE
 from experiments.runs.store import Lock, StorageError
 from experiments.runs.summary import Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
-from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in
+from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
 from experiments.training.device import computing, enough_memory, training_device
 from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.images import loaders
@@ -146,6 +146,8 @@ class Trainer:
     history: tuple[Epoch, ...] = ()
     ended: dict[int, int] = field(default_factory=dict)
     """End of each epoch in milliseconds since 1970."""
+    last_saved: str | None = None
+    """Name of the last checkpoint."""
 
     def fit(self) -> nn.Module:
         """Resumes, trains, validates, saves and logs until the last epoch; returns the model that was validated."""
@@ -177,7 +179,7 @@ class Trainer:
                 self.reporter.report_epoch(self.history)
             self.finish()
         except FloatingPointError as error:
-            good = self.checkpoints.newest and self.checkpoints.uri(self.checkpoints.newest)
+            good = self.last_saved and self.checkpoints.uri(self.last_saved)
             raise FloatingPointError(f"{error}; last good checkpoint: {good or 'none'}; try a lower recipe.lr") from None
         finally:
             if self.logger is not None:
@@ -191,6 +193,7 @@ class Trainer:
         saved = self.checkpoints.load() if is_first else None
         chosen = [saved.name if saved else None]
         dist.broadcast_object_list(chosen)
+        self.last_saved = chosen[0]
         if saved is None and chosen[0] is not None:
             saved = self.checkpoints.read(chosen[0])
         running = RunningEpoch(0, self.engine.lr)
@@ -247,6 +250,7 @@ class Trainer:
             trial, classes = self.trial, self.train.dataset.classes
             origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, classes)
             self.checkpoints.save(Checkpoint(trial.key, origin, self.history, running, state))
+        self.last_saved = file_name(running.number, running.steps)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with suppress(StorageError):
                 self.workspace.store.upload(self.workspace.log(self.trial))

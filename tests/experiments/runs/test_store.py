@@ -53,7 +53,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "LIFE", 2.0)
     monkeypatch.setattr(stores, "RENEWAL", 0.4)
     monkeypatch.setattr(stores, "POLL", 0.1)
@@ -77,7 +77,7 @@ class OnNode(S3Store):
 
 
 @pytest.fixture
-def node(bucket: S3Store, tmp_path: Path, short_leases: None) -> Callable[[str], OnNode]:
+def node(bucket: S3Store, tmp_path: Path, short_locks: None) -> Callable[[str], OnNode]:
     return lambda name: OnNode(bucket.address, tmp_path / name)
 
 
@@ -209,8 +209,8 @@ def test_an_unusable_bucket_is_an_error_before_anything_starts(
     assert re.match(f"san: {message}", output), output
 
 
-def test_only_one_process_owns_a_lock(store: Store, short_leases: None, caplog: pytest.LogCaptureFixture) -> None:
-    """On one machine, the second one does not wait for the first one's lease."""
+def test_only_one_process_owns_a_lock(store: Store, short_locks: None, caplog: pytest.LogCaptureFixture) -> None:
+    """On one machine, the second one does not wait until the first one's lock expires."""
     with store.lock(NAME, BUSY, wait=0) as lock:
         lock.check()
         with pytest.raises(LockError, match=rf"{NAME}: {BUSY} \(.*, process \d+\); wait until that process ends, or stop it"):
@@ -292,7 +292,7 @@ def test_a_late_renewal_is_accepted_if_nobody_wanted_the_lock(node: NODE, monkey
 def test_the_next_process_on_a_node_does_not_wait_for_a_killed_one(
     bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Leases last a minute here; a kill leaves the object in the bucket and frees the file's lock."""
+    """Locks last a minute here; a kill leaves the object in the bucket and frees the file lock."""
     with bucket.lock(NAME, BUSY, wait=0):
         left = bucket.read(NAME)
     bucket.write(NAME, left or b"")
@@ -326,7 +326,7 @@ def test_a_store_that_ignores_conditions_is_rejected(bucket: S3Store, monkeypatc
             pass
 
 
-def test_two_grids_share_no_cell(store: Store, tmp_path: Path, short_leases: None) -> None:
+def test_two_grids_share_no_cell(store: Store, tmp_path: Path, short_locks: None) -> None:
     """The same grid is an error; another grid gets the cells that are left, also after a `san run` was killed."""
     cells = {trial.key: trial for trial in open_job(SMALL_GRID, "digits", (), tmp_path / "job").trials}
     first, *others = cells
@@ -389,7 +389,7 @@ def test_a_checkpoint_kept_on_a_node_counts_unless_another_node_continued(
         assert re.fullmatch(
             r"s3://runs/.*: the store rejected the credentials; .*; gave up after 0 s; .*/here/checkpoints/abc/"
             r"epoch-0003-step-0000000.pt is kept on this node \(.*\); the last good checkpoint is epoch-0002-step-0000000.pt; "
-            "check the disk, then run the same command again to resume",
+            "check the bucket, then run the same command again to resume",
             str(error),
         )
     finally:

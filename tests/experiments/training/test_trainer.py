@@ -79,6 +79,8 @@ def test_a_cell_resumes_with_another_number_of_workers_and_zero_stage(
     assert ended(start(workspace, trial, 2, Kill("step", 7)))[-1] == -9
     begun = newest(workspace, trial)
     assert (begun.workers, begun.running.number) == (2, 1)
+    shapes = [weight.shape for weight in begun.model().parameters()]
+    assert [moment["momentum_buffer"].shape for moment in begun.engine["optimizer"]["state"].values()] == shapes
     assert begun.running.steps in (1, 2)  # the second one is not always saved before the kill
     assert ended(start(workspace, alone, 1)) == [0]
     assert "the number of workers changed from 2 to 1: BatchNorm resumes from the mean" in workspace.log(trial).read_text()
