@@ -1,11 +1,9 @@
-"""Images to tensors: folders of encoded images in, normalised batches on a device out.
+"""Turns folders of images into normalized batches on a device.
 
-Here belong: what a dataset on disk is, the order in which its images are seen, and the one graph that
-decodes, crops and normalises them with NVIDIA DALI. Never here: models, losses, metrics, anything that knows
-what the images are for.
+`pipelines.datasets` reads files on disk. The other files choose the order of the images, and decode, crop and normalize them
+with NVIDIA DALI. This package knows nothing about models or training.
 
-DALI weighs about a gigabyte; it is loaded when the first epoch begins (`pipelines.dali`), not when this
-package is imported.
+DALI takes about a gigabyte of memory. It is loaded when the first epoch starts, not when this package is imported.
 """
 
 from pipelines.datasets.dataset import Dataset

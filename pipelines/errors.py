@@ -1,20 +1,20 @@
-"""The one error of this package that is meant for the person who gave the data."""
+"""Errors with messages for users."""
 
 from collections.abc import Iterable, Mapping
 
 NAMED_AT_MOST = 10
-"""Things spelled out in a sentence; the rest are counted."""
+"""Maximum number of names in a message; the rest are counted."""
 
 
 class DataError(ValueError):
-    """Data or data settings that cannot be used; the message is a sentence that says what to do."""
+    """Data or data settings cannot be used. The message says what to do."""
 
 
 class TransformError(DataError):
-    """Fields of the image transform that cannot be, each with what is wrong with it."""
+    """Invalid fields of the image transform, each with a message."""
 
     def __init__(self, fields: Mapping[str, str]) -> None:
-        super().__init__(fields)  # so that it can be sent between processes
+        super().__init__(fields)  # so that the exception can be pickled
         self.fields = fields
 
     def __str__(self) -> str:
@@ -22,7 +22,7 @@ class TransformError(DataError):
 
 
 def spelled(names: Iterable[str]) -> str:
-    """Names as a part of such a sentence, sorted."""
+    """Sorted names for a message."""
     listed = sorted(names)
     more = len(listed) - NAMED_AT_MOST
     return ", ".join(listed[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -36,8 +36,8 @@ from experiments.cli.options import (
     age,
     as_value,
     duration,
+    named_address,
 )
-from experiments.cli.submit import submit
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def cli() -> None:
 
 
 cli.add_command(data)
-for command in (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.show, submit):
+for command in (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.show):
     cli.add_command(command)
 
 
@@ -273,6 +273,54 @@ def study(profile: str, seeds: int, runs: Path | str | None, address: str | None
 
     page = page or base_folder() / "docs" / "results" / "digits-study.md"
     sys.exit(0 if run_study(profile, seeds, runs, address, page) else 1)
+
+
+@cli.command()
+@GRID
+@OVERRIDES
+@click.option(
+    "--env",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Pass the value of this environment variable to the job; can be given several times.",
+)
+@click.option(
+    "--wait/--no-wait", default=True, help="Follow the log and exit with the job's code, or print the job's id and exit."
+)
+@PROFILE
+@SEEDS
+@click.option(
+    "--runs",
+    help="Store for runs: a folder on the cluster or s3://...  [default: the cluster's SAN_RUNS, else ~/.san/runs]",
+)
+@click.option(
+    "--address",
+    callback=named_address,
+    help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
+)
+def submit(
+    grid: Path,
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    wait: bool,
+    profile: str,
+    seeds: int | None,
+    runs: str | None,
+    address: str | None,
+) -> None:
+    """Run a grid as a job on a remote Ray cluster.
+
+    Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
+    on the cluster. MLFLOW_TRACKING_URI is passed to the job if it is set here. Pass passwords with --env, unless the nodes
+    already have them. Use `ray job list`, `ray job logs` and `ray job stop` to manage jobs.
+
+    \b
+    Example: san submit experiments/grids/footprint.yaml --address http://head:8265
+    """
+    from experiments.cli.submit import submit_grid
+
+    submit_grid(grid, overrides, names=names, wait=wait, profile=profile, seeds=seeds, runs=runs, address=address)
 
 
 @cli.command("runs")

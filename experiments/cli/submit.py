@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 import yaml
 
-from experiments.cli.options import GRID, OVERRIDES, PROFILE, SEEDS, named_address
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import expand, read_grid
@@ -34,49 +33,18 @@ GRID_FOLDER = "job"
 """Folder of the grid in the copy of the project."""
 
 
-@click.command()
-@GRID
-@OVERRIDES
-@click.option(
-    "--env",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="Pass the value of this environment variable to the job; can be given several times.",
-)
-@click.option(
-    "--wait/--no-wait", default=True, help="Follow the log and exit with the job's code, or print the job's id and exit."
-)
-@PROFILE
-@SEEDS
-@click.option(
-    "--runs",
-    help="Store for runs: a folder on the cluster or s3://...  [default: the cluster's SAN_RUNS, else ~/.san/runs]",
-)
-@click.option(
-    "--address",
-    callback=named_address,
-    help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
-)
-def submit(
+def submit_grid(
     grid: Path,
-    overrides: tuple[str, ...],
-    names: tuple[str, ...],
+    overrides: Sequence[str],
+    *,
+    names: Sequence[str],
     wait: bool,
     profile: str,
     seeds: int | None,
     runs: str | None,
     address: str | None,
 ) -> None:
-    """Run a grid as a job on a remote Ray cluster.
-
-    Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
-    on the cluster. MLFLOW_TRACKING_URI is passed to the job if it is set here. Pass passwords with --env, unless the nodes
-    already have them. Use `ray job list`, `ray job logs` and `ray job stop` to manage jobs.
-
-    \b
-    Example: san submit experiments/grids/footprint.yaml --address http://head:8265
-    """
+    """Uploads the project and a grid, and starts the job. With `wait`, follows its log and exits with its exit code."""
     from cluster.submit import JobServer
 
     check(grid, profile, overrides, runs)

@@ -1,4 +1,4 @@
-"""What a dataset is: a split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
+"""A dataset: one split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
 import hashlib
 import os
@@ -23,29 +23,29 @@ from pipelines.errors import DataError, spelled
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_AT_MOST = 5_000_000
-"""Images; their names take half a gigabyte."""
+"""Maximum number of images, whose names take half a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
-"""Splits whose images lie in the folder of another."""
+"""Splits whose images are in the folder of another split."""
 LISTING_THREADS = 16
-"""Class folders that are listed at a time; they wait for a network's file system, not for a CPU."""
+"""Number of class folders that are listed at a time, because network file systems respond slowly."""
 KEPT_FROM = 10_000
-"""Images of a split whose scan is kept; fewer are scanned within seconds on any file system."""
+"""Minimum number of images for which a scan is stored; fewer are scanned within seconds."""
 SAMPLED = 1000
-"""Files whose sizes are compared with a kept listing: a folder does not change when its files are overwritten."""
+"""Number of files whose sizes are compared with a stored scan, because overwriting a file does not change its folder."""
 SETTLED_NS = 60 * 10**9
-"""Age of a folder's latest change from which another change surely has another time; some file systems cache it so long."""
+"""Age of a folder's modification time after which a later change has a different time; some file systems cache the time."""
 
 
 class Source(NamedTuple):
-    """Where the bytes of an encoded image are."""
+    """Location of an encoded image."""
 
     file: str
     offset: int = 0
     size: int = -1
-    """Bytes; -1: to the end of the file."""
+    """Bytes; -1 for the rest of the file."""
 
     def read(self) -> bytes:
-        """The encoded image. Raises OSError."""
+        """Reads the encoded image. Raises OSError."""
         with open(self.file, "rb") as file:
             if self.offset:
                 file.seek(self.offset)
@@ -54,51 +54,50 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One split: a list of images with a class each. Holds names and places only, no images."""
+    """One split: the names, locations and classes of images."""
 
     root: Path
     split: str
     classes: tuple[str, ...]
     """Folder names, sorted; a label is an index into this tuple."""
     paths: Paths = field(repr=False)
-    """Files relative to `root`, in class order, then by name. Packed images keep the names that they had."""
+    """Files relative to `root`, sorted by class and name. Packed images keep their original names."""
     labels: Sequence[int] = field(repr=False)
-    """The class of each path."""
+    """Index of the class for each path."""
     sizes: Sequence[int] = field(repr=False)
-    """Bytes of each file as it was listed; 0 where it cannot be reached."""
+    """Bytes of each file when it was listed; 0 for a broken link."""
     offsets: Sequence[int] = field(default=(), repr=False)
-    """Packed images: where each begins in `shards`."""
+    """Start of each packed image in `shards`."""
     shards: Shards | None = field(default=None, repr=False, compare=False)
     is_synthetic: bool = False
-    """There are no images; the loader makes some up."""
+    """The loader generates the images."""
 
     @classmethod
     def open(cls, root: Path | str, split: str, lists: Path | str | None = None, listings: Path | None = None) -> "Dataset":
-        """The images that the list `<split>.txt` in the folder `lists`, or else in `root`, names; else what `scan` finds.
+        """Opens the images in the list `<split>.txt` in the folder `lists` or in `root`; without a list, the result of `scan`.
 
-        The folder `listings` keeps scans of many images; a scan is used again as long as no class folder was added, removed or
-        changed.
+        Scans of many images are stored in the folder `listings`, and reused until a class folder is added, removed or changed.
 
         Raises:
-            DataError: as `scan`; or there is no folder `lists`, or the list is damaged or does not fit the class folders.
+            DataError: as `scan`; or the folder `lists` is missing, or the list is damaged or does not match the class folders.
         """
         _require_name(split)
         if lists is not None and not Path(lists).is_dir():
             raise DataError(f"{lists}: no such folder of image lists; create it with `san data check {root} --lists {lists}`")
         for folder in (root if lists is None else lists, root):
             path = list_path(Path(folder), split)
-            if os.path.lexists(path):  # A link to nothing is a list that cannot be read.
+            if os.path.lexists(path):  # A broken link is an error.
                 return cls._listed(Path(root), split, path)
         return cls.scan(root, split) if listings is None else cls._kept(Path(root), split, listings)
 
     @classmethod
     def scan(cls, root: Path | str, split: str) -> "Dataset":
-        """Lists `root/split/<class>/*` (JPEG and PNG, any case); names that begin with a dot are passed over.
+        """Lists the JPEG and PNG files in `root/split/<class>/`, except those whose names begin with a dot.
 
-        Symbolic links are followed; one that leads nowhere is a file that cannot be decoded.
+        Symbolic links are followed. A broken link counts as a file that cannot be decoded.
 
         Raises:
-            DataError: root or split is missing or cannot be read, there is no class folder, or some hold no image.
+            DataError: the folder or the split cannot be read, there are no class folders, or one contains no images.
         """
         _require_name(split)
         root = Path(root)
@@ -122,14 +121,14 @@ class Dataset:
                 changed = list(pool.map(lambda name: (folder / name).stat().st_mtime_ns, names))
         place = _short_hash([os.path.abspath(folder)])
         path = list_path(listings, f"{place}-{_short_hash([*names, *map(str, changed)])}")
-        with suppress(DataError):  # It is not there, or damaged, or of other images.
+        with suppress(DataError):  # It is missing, damaged, or describes other images.
             kept = cls._listed(root, split, path)
             some = range(0, len(kept), max(len(kept) // SAMPLED, 1))
             with ThreadPoolExecutor(LISTING_THREADS) as pool, suppress(OSError):
                 if all(pool.map(lambda index: (root / kept.paths[index]).stat().st_size == kept.sizes[index], some)):
                     return kept
         data = cls.scan(root, split)
-        # A folder that changed just now may change again, and have the same time.
+        # A folder that has just changed could change again without a new modification time.
         if len(data) >= KEPT_FROM and max(changed) < time.time_ns() - SETTLED_NS:
             with suppress(DataError, OSError):
                 write_list(path, data.paths, data.sizes)
@@ -140,10 +139,10 @@ class Dataset:
 
     @classmethod
     def open_shards(cls, root: Path | str, split: str) -> "Dataset":
-        """The packed images of the index `root/<split>.index`, in the order and with the names that they had in their folder.
+        """Opens the packed images of the index `root/<split>.index`, with the order and names of the original folder.
 
         Raises:
-            DataError: there is no such index, it is damaged, or a shard is missing or has another size.
+            DataError: the index is missing or damaged, or a shard is missing or has a different size.
         """
         _require_name(split)
         root = Path(root)
@@ -157,10 +156,10 @@ class Dataset:
 
     @classmethod
     def of_image(cls, path: Path | str) -> "Dataset":
-        """One picture by itself, whatever folder it is in.
+        """A dataset of one image in any folder.
 
         Raises:
-            DataError: there is no such file.
+            DataError: the file does not exist.
         """
         path = Path(path)
         if not os.path.isfile(path):
@@ -170,10 +169,10 @@ class Dataset:
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
-        """`per_class` images of each of so many classes, of which there are only the names.
+        """`classes` classes with `per_class` generated images each.
 
         Raises:
-            DataError: not even the names fit into memory.
+            DataError: there are too many images.
         """
         if classes * per_class > SYNTHETIC_AT_MOST:
             raise DataError(
@@ -206,34 +205,33 @@ class Dataset:
 
     @property
     def packed(self) -> bool:
-        """Whether images are parts of tar shards (`encoded`) instead of files `root / path`."""
+        """Whether the images are in tar shards (use `encoded`) instead of files."""
         return self.shards is not None
 
     def encoded(self, index: int) -> NDArray[np.uint8]:
-        """The bytes of a packed image.
+        """Reads a packed image.
 
         Raises:
-            DataError: the shard cannot be read, or has become too short.
+            DataError: the shard cannot be read or is too short.
         """
         assert self.shards is not None, "only packed images are read by the dataset"
         return self.shards.read(self.offsets[index], self.sizes[index])
 
     def announce(self, indices: Iterable[int]) -> None:
-        """These packed images will be read soon: the disk is told to bring them, all at the same time."""
+        """Prefetches packed images from the disk."""
         assert self.shards is not None, "only packed images are read by the dataset"
         for index in indices:
             self.shards.announce(self.offsets[index], self.sizes[index])
 
     def source(self, index: int) -> Source:
-        """Where the bytes of an image are, packed or not."""
+        """Location of an image."""
         if self.shards is None:
             return Source(str(self.root / self.paths[index]))
         file, offset = self.shards.find(self.offsets[index])
         return Source(str(file), offset, self.sizes[index])
 
     def require_sizes(self, indices: Iterable[int], sizes: Iterable[int]) -> None:
-        """Raises `DataError` where files that were read have other sizes (bytes) than they were listed with: the digest, by
-        which results are known, would be of other images."""
+        """Raises DataError if files changed their sizes (bytes) since they were listed, because the digest would be wrong."""
         for index, size in zip(indices, sizes, strict=True):
             if size != self.sizes[index]:
                 raise DataError(
@@ -243,7 +241,7 @@ class Dataset:
 
     @property
     def renewal(self) -> str:
-        """How to leave an image out of this dataset."""
+        """For messages: how to exclude an image from this dataset."""
         if self.packed:
             return "run `san data check` on the source folder, then pack the folder again"
         check = f"run `san data check {self.root}`"
@@ -255,20 +253,20 @@ class Dataset:
         return f"{check}{again} (if you set data.lists, add --lists)"
 
     def name_of(self, index: int) -> str:
-        """How an error names an image: its path, or its shard and its names in there and before."""
+        """For messages: the path of an image, or its shard, its name in the shard and its original name."""
         if self.shards is None:
             return str(self.root / self.paths[index])
         offset = self.offsets[index]
         return f"{self.shards.find(offset)[0]}: {self.shards.member(offset)} ({self.paths[index]})"
 
     def first(self, per_class: int, seed: int = 0) -> "Dataset":
-        """The same data with `per_class` (>= 1) images of each class: those whose hash of seed and name is smallest.
+        """A dataset with `per_class` (>= 1) images of each class: those with the smallest hash of seed and name.
 
-        The name is `class/image`, without the folder of the split. So the choice is the same from a folder, a list or shards; a
-        smaller choice is part of a larger one; and an image that goes or comes changes one pick at most.
+        The name is `class/image`, without the folder of the split, so folders, lists and shards give the same choice. A smaller
+        choice is part of a larger one, and adding or removing an image changes at most one image of the choice.
 
         Raises:
-            DataError: a class has fewer images; the sentence names it.
+            DataError: a class has fewer images.
         """
         self._require_per_class(per_class, kept=0)
         return self.only(self._first(per_class, seed))
@@ -280,20 +278,20 @@ class Dataset:
         return order[place_in_class < per_class]
 
     def hold_out(self, per_class: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
-        """What is left without `first(per_class, seed)`, and that: images to train on, and the paper's val-split.
+        """Splits the dataset into images to train on, and `first(per_class, seed)`, the paper's val-split.
 
         Raises:
-            DataError: a class has no more images than that; the sentence names it.
+            DataError: no image of a class is left to train on.
         """
         self._require_per_class(per_class, kept=1)
         held = self._first(per_class, seed)
         return self.only(np.delete(np.arange(len(self)), held)), self.only(held)
 
     def without(self, indices: Iterable[int]) -> "Dataset":
-        """All images but these.
+        """A dataset without some images.
 
         Raises:
-            DataError: of a class nothing is left; the sentence names it.
+            DataError: no image of a class is left.
         """
         left = self.only(np.delete(np.arange(len(self)), np.array(list(indices), np.int64)))
         kept = set(left.labels)
@@ -306,7 +304,7 @@ class Dataset:
         return left
 
     def _require_per_class(self, per_class: int, kept: int) -> None:
-        """Whether so many can be taken of each class and `kept` are left."""
+        """Checks that each class has `per_class` images, and `kept` more."""
         counts = Counter(self.labels)
         small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
         if small:
@@ -317,7 +315,7 @@ class Dataset:
             raise DataError(f"{self.root / self.split}: too few images for {per_class} per class{left}: {listed}; {remedy}")
 
     def only(self, indices: Iterable[int]) -> "Dataset":
-        """The same data with these images alone, in their order here."""
+        """A dataset with some of the images, in their original order."""
         chosen = np.sort(np.array(indices if isinstance(indices, np.ndarray) else list(indices), np.int64))
 
         def of(column: Sequence[int]) -> "array[int]":
@@ -327,14 +325,14 @@ class Dataset:
         return replace(self, paths=self.paths.take(chosen), labels=of(self.labels), sizes=of(self.sizes), offsets=offsets)
 
     def digest(self) -> str:
-        """16 hexadecimal digits over all relative names and file sizes (bytes) as they were listed; asks no disk.
+        """16 hexadecimal digits of a hash of all relative names and listed sizes; does not access the disk.
 
-        The same images have the same digest whether they are packed, listed or scanned.
+        Packed, listed and scanned datasets with the same images have the same digest.
         """
         return digest(self.paths, self.sizes)
 
     def require_disjoint(self, other: "Dataset") -> None:
-        """Raises `DataError` where `other` has an image of this one."""
+        """Raises DataError if `other` shares images with this split."""
         if shared := set(self.paths) & set(other.paths):
             raise DataError(
                 f"splits {self.split} and {other.split} share {len(shared)} "
@@ -343,7 +341,7 @@ class Dataset:
             )
 
     def require_same_classes(self, other: "Dataset") -> None:
-        """Raises `DataError` unless `other` has the same classes, and so the same labels."""
+        """Raises DataError unless `other` has the same classes."""
         if self.classes == other.classes:
             return
         mine, theirs = set(self.classes), set(other.classes)
@@ -356,8 +354,7 @@ class Dataset:
 
 
 def passed_over(root: Path, split: str) -> list[str]:
-    """Files that `Dataset.scan` takes for no images of a class, as paths relative to `root`: those that lie beside the class
-    folders, then those in them that are not named as images.
+    """Files that `Dataset.scan` skips, relative to `root`: those next to class folders, then those not named like images.
 
     Raises:
         DataError: a folder cannot be read.
@@ -372,7 +369,7 @@ def passed_over(root: Path, split: str) -> list[str]:
 
 
 def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:
-    """A number for each path `split/class/image`, which depends on the seed, the class and the image's name alone."""
+    """A number for each path `split/class/image` that depends only on the seed, the class and the name of the image."""
     prefix = encode(f"{seed}/")
     names = (prefix + path.partition(b"/")[2] for path in paths.encoded())
     return np.frombuffer(b"".join([hashlib.sha256(name).digest()[:8] for name in names]), "<u8")
@@ -398,7 +395,7 @@ def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[
 
 
 def _short_hash(names: Iterable[str]) -> str:
-    """16 hexadecimal digits over names without a zero byte."""
+    """16 hexadecimal digits of a hash of names without null bytes."""
     return hashlib.sha256(encode("\0".join(names))).hexdigest()[:16]
 
 
@@ -409,7 +406,7 @@ def _require_name(split: str) -> None:
 
 @contextmanager
 def _readable(root: Path) -> Iterator[None]:
-    """Turns what the system says into a sentence."""
+    """Turns an OSError into a DataError."""
     try:
         yield
     except OSError as error:
@@ -446,7 +443,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _images(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes in bytes, by name."""
+    """Names and sizes in bytes, sorted by name."""
     with os.scandir(folder) as entries:
         named = [entry for entry in entries if _named_as_image(entry.name)]
     return sorted((entry.name, size) for entry in named if (size := _size(entry)) is not None)
@@ -457,7 +454,7 @@ def _named_as_image(name: str) -> bool:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Bytes; 0 where a link leads nowhere, None for what is no file, which may only be named like one."""
+    """Size in bytes; 0 for a broken link, None if the entry is not a regular file."""
     try:
         found = entry.stat()
     except OSError:

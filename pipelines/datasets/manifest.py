@@ -1,9 +1,9 @@
-"""File lists: which images a split has and how large they are, so that nobody asks the disk for that again.
+"""Image lists, which store the paths and sizes of a split's images so that the folder need not be scanned again.
 
-    # digest 0f3a...            names all rows below
+    # digest 0f3a...            hash of all rows below
     train/cat/1.jpg<TAB>10342   path in the data folder, bytes
 
-A list leaves out what cannot be decoded (`san data check`) or parts the images of a folder (`san data split`).
+Lists exclude images that cannot be decoded (`san data check`) or split the images of a folder (`san data split`).
 """
 
 import hashlib
@@ -26,21 +26,21 @@ Indices = NDArray[np.int64]
 
 
 class Paths(Sequence[str]):
-    """Paths as one block of bytes: a million `str` take twice the memory, and a second on their way to another process."""
+    """Paths in one block of bytes. A million `str` objects need twice the memory and take a second to pickle."""
 
     def __init__(self, text: bytes, begins: Indices, ends: Indices) -> None:
         self._text, self._begins, self._ends = text, begins, ends
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> "Paths":
-        """The same paths in this form."""
+        """Encodes paths."""
         encoded = [encode(path) for path in paths]
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ends = lengths.cumsum()
         return cls(b"".join(encoded), ends - lengths, ends)
 
     def take(self, indices: Indices) -> "Paths":
-        """The paths at these places."""
+        """The paths with these indices."""
         return Paths(self._text, self._begins[indices], self._ends[indices])
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Paths(Sequence[str]):
         return map(decode, self.encoded())
 
     def encoded(self) -> Iterator[bytes]:
-        """The paths as bytes, which is faster."""
+        """The paths as bytes, which is faster than decoding them."""
         text = self._text
         return (text[begin:end] for begin, end in zip(self._begins.tolist(), self._ends.tolist(), strict=True))
 
@@ -68,7 +68,7 @@ class Paths(Sequence[str]):
 
 
 class Rows(NamedTuple):
-    """What a list tells, an entry of each per image."""
+    """The content of a list, with one entry per image."""
 
     paths: Paths
     sizes: "array[int]"
@@ -76,19 +76,19 @@ class Rows(NamedTuple):
 
 
 def list_path(folder: Path, split: str) -> Path:
-    """Where the list of a split is."""
+    """Path of a split's list."""
     return folder / f"{split}.txt"
 
 
 def digest(paths: Iterable[str], sizes: Iterable[int]) -> str:
-    """16 hexadecimal digits over names and sizes."""
+    """16 hexadecimal digits of a hash of names and sizes."""
     encoded = paths.encoded() if isinstance(paths, Paths) else map(encode, paths)
     text = b"".join([b"%b\0%d\n" % row for row in zip(encoded, sizes, strict=True)])
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def require_listable(paths: Iterable[str]) -> None:
-    """Raises `DataError` where a row cannot hold a name; the sentence tells the name."""
+    """Raises DataError if a list cannot store a name."""
     for path in paths:
         if "\n" in path:
             raise DataError(
@@ -98,7 +98,7 @@ def require_listable(paths: Iterable[str]) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raises `DataError` where a list cannot be written, as long before that as one likes; makes its folder."""
+    """Creates the folder of a list. Raises DataError if the list could not be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,10 +112,10 @@ def require_writable(path: Path) -> None:
 
 
 def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
-    """Writes a list; it appears whole or not at all, and replaces one that is there.
+    """Writes a list completely or not at all. An existing list is replaced.
 
     Raises:
-        DataError: a name holds a line break, the file cannot be written, or it is there and no list.
+        DataError: a name contains a line break, the file cannot be written, or another kind of file exists.
     """
     require_listable(paths)
     require_writable(path)
@@ -123,10 +123,10 @@ def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
 
 
 def read_list(path: Path) -> Rows:
-    """The rows of a list, in its order.
+    """Reads a list.
 
     Raises:
-        DataError: the file cannot be read, or is no list that `write_list` wrote.
+        DataError: the file cannot be read or was not written by `write_list`.
     """
     header, _, rows = read_bytes(path).partition(b"\n")
     if not header.startswith(encode(HEADER)):
@@ -139,7 +139,7 @@ def read_list(path: Path) -> Rows:
     begins = np.concatenate([[0], ends[:-1] + 1])
     whole = rows.endswith(b"\n") and len(tabs) > 0
     middles = tabs[np.searchsorted(tabs, ends) - 1] if whole else begins  # the last tab of each row
-    hashed = text.copy()  # as `digest` writes rows
+    hashed = text.copy()  # `digest` separates names and sizes with null bytes
     if whole:
         hashed[middles] = 0
     if not whole or (middles < begins).any() or header != encode(HEADER + hashlib.sha256(hashed.data).hexdigest()[:16]):
@@ -159,18 +159,18 @@ def read_list(path: Path) -> Rows:
 
 
 def is_number(text: str) -> bool:
-    """Whether a row can hold this as a size or an offset: digits alone."""
+    """Whether a text is a valid size or offset: only digits."""
     return text.isascii() and text.isdecimal()
 
 
 def write_whole(path: Path, lines: Sequence[str]) -> None:
-    """Writes lines under a name of their own and renames that when they are safe on the disk.
+    """Writes a temporary file and renames it once it is on the disk.
 
     Raises:
         DataError: the file cannot be written.
     """
     text = "\n".join([*lines, ""])
-    assert text.count("\n") == len(lines), "names are looked at before"
+    assert text.count("\n") == len(lines), "callers reject names with line breaks"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def write_whole(path: Path, lines: Sequence[str]) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file that `write_whole` wrote, or some part of them; at least one.
+    """The lines of a file of `write_whole`, which may be incomplete; at least one.
 
     Raises:
         DataError: the file cannot be read.
@@ -196,7 +196,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds. Raises `DataError` where it cannot be read."""
+    """Reads a file. Raises DataError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -204,7 +204,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def encode(text: str) -> bytes:
-    """As in file names: what is not UTF-8 there comes back as it was."""
+    """Encodes text so that file names that are not UTF-8 stay the same."""
     return text.encode(errors="surrogateescape")
 
 

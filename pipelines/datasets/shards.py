@@ -1,11 +1,11 @@
-"""Tar shards: the images of a split in a few large files, in WebDataset's layout, and the index that finds each image in them.
+"""Tar shards, which contain the images of a split in WebDataset's layout, and their index.
 
-A shard holds `00000042.jpg`, the image file as it was, and `00000042.cls`, its class as a number, one pair after another. The
-index `<split>.index` lies beside the shards; images are read where it says, so any order costs the same.
+A shard contains pairs of files: `00000042.jpg`, the original image, and `00000042.cls`, the number of its class. The index
+`<split>.index` in the same folder has the offset of each image, so that images can be read in any order.
 
-    # shards 0f3a...                                           names all lines below
+    # shards 0f3a...                                           hash of all lines below
     # shard train-00000.tar <bytes> <sha256> <contents>
-    train/cat/1.jpg<TAB>10342<TAB>0<TAB>512                    path in the folder that was packed, bytes, shard, offset in it
+    train/cat/1.jpg<TAB>10342<TAB>0<TAB>512                    path in the original folder, bytes, shard, offset
 """
 
 import errno
@@ -30,39 +30,39 @@ from pipelines.errors import DataError, spelled
 HEADER = "# shards "
 SHARD = "# shard "
 BLOCK = 512
-"""Bytes; everything in a tar file begins at a multiple of it."""
+"""Block size of tar files in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tar file, as it must be."""
+    """A tar file, as described in the index."""
 
     name: str
     bytes: int
     sha256: str
     contents: str
-    """16 hexadecimal digits over numbers, names, sizes and classes of its images: what it was made from."""
+    """16 hexadecimal digits of a hash of the numbers, names, sizes and classes of its images."""
 
 
 class Index(NamedTuple):
-    """What an index tells; all but `shards` has an entry per image."""
+    """The content of an index; all fields but `shards` have one entry per image."""
 
     shards: tuple[Shard, ...]
     paths: Paths
     sizes: "array[int]"
     """Bytes."""
     offsets: "array[int]"
-    """Where the images begin, bytes, as if all shards were one file."""
+    """Start of each image in bytes, as if all shards were one file."""
 
 
 class Shards:
-    """The shards of a split; a file is opened when it is first read, and stays so as long as this lives.
+    """The shards of a split. Files are opened when they are first read, and stay open.
 
-    Any number of threads may read. A memory map would spare a copy, but where a file under it is cut off, the system kills the
-    process.
+    Several threads can read at the same time. A memory map would avoid a copy, but if a mapped file became shorter, the kernel
+    would kill the process.
 
     Raises:
-        DataError: shards are missing or have another size; the sentence names them.
+        DataError: shards are missing or have a different size.
     """
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...]) -> None:
@@ -72,7 +72,7 @@ class Shards:
         self._require_sizes()
 
     def __reduce__(self) -> tuple[type["Shards"], tuple[Path, tuple[Shard, ...]]]:
-        """Another process opens the files itself."""
+        """Without the open files, which another process opens itself."""
         return Shards, (self._folder, self._shards)
 
     def __del__(self) -> None:
@@ -80,20 +80,20 @@ class Shards:
             file.close()
 
     def find(self, offset: int) -> tuple[Path, int]:
-        """The file that holds this place of the whole, and the offset in that file."""
+        """The file at an offset of all shards, and the offset in this file."""
         number, within = self._place(offset)
         return self._folder / self._shards[number].name, within
 
     def announce(self, offset: int, size: int) -> None:
-        """These bytes will be read soon: the disk is told to bring them."""
+        """Prefetches bytes from the disk."""
         number, within = self._place(offset)
         os.posix_fadvise(self._file(number).fileno(), within, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, offset: int, size: int) -> NDArray[np.uint8]:
-        """These bytes.
+        """Reads bytes.
 
         Raises:
-            DataError: the shard cannot be read, or has become too short.
+            DataError: the shard cannot be read or is too short.
         """
         number, within = self._place(offset)
         file, content, done = self._file(number).fileno(), np.empty(size, np.uint8), 0
@@ -108,12 +108,12 @@ class Shards:
         return content
 
     def member(self, offset: int) -> str:
-        """The name in its tar file of the image that begins there."""
+        """Name in its tar file of the image at an offset."""
         header = self.read(offset - BLOCK, BLOCK)[:100].tobytes()
         return header.rstrip(b"\0").decode(errors="replace")
 
     def damaged(self, workers: int) -> Iterator[tuple[str, str | None]]:
-        """Every shard's name, and what is wrong with it where its checksum is not the one of the index."""
+        """The name of every shard, and an error message if its checksum differs from the index."""
 
         def wrong(shard: Shard) -> str | None:
             try:
@@ -142,7 +142,7 @@ class Shards:
             except OSError as error:
                 raise self._unreadable(number, error) from None
             found = self._files.setdefault(number, opened)
-            if found is not opened:  # Another thread was faster.
+            if found is not opened:  # Another thread opened it first.
                 opened.close()
         return found
 
@@ -178,18 +178,18 @@ def _lengths(found: os.stat_result, shard: Shard) -> str:
 
 
 def index_path(folder: Path, split: str) -> Path:
-    """Where the index of a split is."""
+    """Path of a split's index."""
     return folder / f"{split}.index"
 
 
 def write_index(path: Path, shards: Sequence[Shard], rows: Sequence[tuple[str, int, int, int]]) -> None:
-    """Writes an index; rows are (path, bytes, number of the shard, offset in it). Raises `DataError` where it cannot."""
+    """Writes an index with rows (path, bytes, number of the shard, offset in the shard). Raises DataError."""
     lines = [*map(shard_line, shards), *("\t".join(map(str, row)) for row in rows)]
     write_whole(path, [f"{HEADER}{_checksum(lines)}", *lines])
 
 
 def read_index(path: Path) -> Index:
-    """Raises `DataError` where the file cannot be read or is no index that `write_index` wrote."""
+    """Raises DataError if the file cannot be read or was not written by `write_index`."""
     header, *lines = read_lines(path)
     if header != f"{HEADER}{_checksum(lines)}":
         raise DataError(f"{path}: this index is damaged or was edited by hand; copy the index again, or pack the images again")
@@ -211,12 +211,12 @@ def read_index(path: Path) -> Index:
 
 
 def shard_line(shard: Shard) -> str:
-    """How an index names a shard."""
+    """The line of a shard in an index."""
     return SHARD + " ".join(map(str, astuple(shard)))
 
 
 def shards_in(lines: Sequence[str]) -> Iterator[Shard]:
-    """The shards that lines of an index name; other lines, and one that was cut off, are passed over."""
+    """The shards in the lines of an index. Other lines and incomplete lines are skipped."""
     for line in lines:
         parts = line.removeprefix(SHARD).rsplit(" ", 3)
         if line.startswith(SHARD) and len(parts) == 4 and len(parts[3]) == 16 and is_number(parts[1]):
@@ -224,7 +224,7 @@ def shards_in(lines: Sequence[str]) -> Iterator[Shard]:
 
 
 def sha256_of(path: Path) -> str:
-    """64 hexadecimal digits over a file's bytes. Raises OSError."""
+    """SHA-256 of a file as 64 hexadecimal digits. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

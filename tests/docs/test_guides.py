@@ -25,7 +25,7 @@ import yaml
 import san
 from experiments.cli import main
 from experiments.grids.config import TrialConfig, keys_at
-from experiments.grids.expand import expand, profile_path
+from experiments.grids.expand import expand, profile_path, read_grid
 from experiments.grids.paper import table_names
 from tests.cluster.definitions import require_known
 
@@ -73,7 +73,7 @@ class Reader:
         self.names: dict[str, Any] = {}
         self.monkeypatch = monkeypatch
         for path in (*ROOT.glob("experiments/grids/*.yaml"), ROOT / "docs/gallery.yaml"):
-            grid = yaml.safe_load(path.read_text())
+            grid = read_grid(path)
             # The first pairwise row, else the first.
             row = next((row for row in grid["rows"] if "pairwise" in row["id"]), grid["rows"][0])
             target = folder / path.relative_to(ROOT)

@@ -448,10 +448,7 @@ def test_runs_that_are_empty_are_not_this_folder(san: San, tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     "command",
-    [
-        *(["plan", str(SMALL_GRID)], ["run", str(SMALL_GRID)], ["study"]),
-        *(["submit", str(SMALL_GRID)], ["status"], ["logs", "job"], ["stop", "job"]),
-    ],
+    [["plan", str(SMALL_GRID)], ["run", str(SMALL_GRID)], ["study"], ["submit", str(SMALL_GRID)]],
     ids=lambda command: command[0],
 )
 def test_an_empty_address_is_not_taken_for_none(

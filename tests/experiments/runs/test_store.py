@@ -408,7 +408,7 @@ def test_a_checkpoint_kept_on_a_node_counts_unless_another_node_continued(
 
 @pytest.mark.parametrize(
     ("leave", "come_back", "seconds"),
-    [(ObjectStore.stop, ObjectStore.go_on, 10), (ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1)],
+    [(ObjectStore.stop, ObjectStore.resume, 10), (ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1)],
     ids=["silent", "refusing"],
 )
 def test_requests_to_a_store_that_is_away_are_repeated(
