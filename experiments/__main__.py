@@ -1,4 +1,4 @@
-"""`san`, also `python -m experiments`. The library has the script too, and may be installed without what the command needs."""
+"""Entry point of `san` and `python -m experiments`. Its dependencies may be missing if only the library is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGES = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
 
 
 def main() -> None:
-    """Runs the command, or tells what has to be installed for it."""
+    """Runs the command, or prints which package is missing."""
     try:
         from experiments.cli import main as command
 

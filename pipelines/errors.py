@@ -21,7 +21,7 @@ class TransformError(DataError):
         return f"invalid image transform: {'; '.join(f'{name} {what}' for name, what in self.fields.items())}"
 
 
-def spelled(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Sorted names for a message."""
     listed = sorted(names)
     more = len(listed) - NAMED_AT_MOST

@@ -1,4 +1,4 @@
-"""`san data`: what is done with images before anything is trained on them."""
+"""`san data`: prepares, checks, splits and packs images."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
 
 
 def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
-    """The splits as folders, as shards, or both, as they are there."""
+    """The splits that exist as folders or as shards."""
     from pipelines import Dataset
     from pipelines.datasets.shards import index_path
 
     found: list[Dataset] = []
     for split in splits or ("train", "val"):
-        # Shards without their index are told as such, by `open_shards`.
+        # For shards without an index, `open_shards` raises a clear error.
         packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-*.tar"))
         if (root / split).is_dir() or (splits and not packed):
             found.append(Dataset.scan(root, split))
@@ -135,15 +135,15 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     from experiments.training.progress import counting
     from pipelines import DataError
     from pipelines.datasets.check import check as check_images
-    from pipelines.datasets.dataset import passed_over
+    from pipelines.datasets.dataset import skipped_files
     from pipelines.datasets.manifest import list_path, write_list
 
     broken = []
-    others = [] if dataset.packed else passed_over(dataset.root, dataset.split)
+    others = [] if dataset.packed else skipped_files(dataset.root, dataset.split)
     if dataset.shards is not None:
         with counting(f"{dataset.split}: checksums of shards", None, "shards") as count:
-            for name, complaint in dataset.shards.damaged(workers):
-                broken += [{"path": name, "reason": complaint}] if complaint else []
+            for name, problem in dataset.shards.damaged(workers):
+                broken += [{"path": name, "reason": problem}] if problem else []
                 count(1, f", {len(broken)} broken")
     with counting(dataset.split, len(dataset), "images") as count:
         images = []
@@ -157,7 +157,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
         "packed": dataset.packed,
         "images": len(dataset),
         "broken": broken,
-        "passed_over": others,
+        "skipped_files": others,
     }
     if dataset.packed:
         return result | {"list": None, "digest": dataset.digest()}
@@ -173,7 +173,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
 
 
 def _still_naming(broken: set[str], lists: Path) -> list[str]:
-    """The lists of `san data split` that name broken images, and so are to be written again."""
+    """Lists of `san data split` that contain broken images and must be regenerated."""
     from pipelines.datasets.dataset import PARTS_OF
     from pipelines.datasets.manifest import list_path, read_list
 
@@ -184,7 +184,7 @@ def _still_naming(broken: set[str], lists: Path) -> list[str]:
 def _sentence(result: dict[str, Any]) -> str:
     broken = len(result["broken"])
     text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
-    if others := result["passed_over"]:
+    if others := result["skipped_files"]:
         text += f"; skipped {len(others)} non-image {'file' if len(others) == 1 else 'files'}, for example {others[0]}"
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
@@ -316,9 +316,9 @@ def order(
     if split in ("train", "train-split"):
         sampler.require_full_ranks(len(dataset), batch_size, workers)
         sequence = sampler.epoch_order(len(dataset), seed, epoch)
-    shares = [sampler.share(sequence, steps, worker, workers) for worker in range(workers)]
-    places = ((step, worker) for step in range(steps) for worker in range(workers))
-    rows = ((step, worker, dataset.paths[index]) for step, worker in places for index in shares[worker][step])
+    by_worker = [sampler.rank_indices(sequence, steps, worker, workers) for worker in range(workers)]
+    pairs = ((step, worker) for step in range(steps) for worker in range(workers))
+    rows = ((step, worker, dataset.paths[index]) for step, worker in pairs for index in by_worker[worker][step])
     if as_json:
         click.echo(json.dumps([{"step": step, "worker": worker, "path": path} for step, worker, path in rows]))
         return
@@ -327,7 +327,7 @@ def order(
 
 
 def _printable(name: str) -> str:
-    """A name on one line of a terminal, whatever bytes it is made of."""
+    """Escapes characters that a terminal would interpret."""
     if name.isprintable():
         return name
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)

@@ -1,4 +1,4 @@
-"""A grid, from plan to table."""
+"""`san run` and `san study`: train unfinished cells, measure robustness, print the table."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 def run(job: Job, address: str | None) -> bool:
-    """Trains what is missing, prints the table, draws the plot. Returns whether every cell is finished.
+    """Trains unfinished cells, prints the table and draws the plot. Returns whether all cells are finished.
 
     Raises:
-        UserError, ClusterError: what is asked for cannot be had here; nothing has been written then.
-        KeyboardInterrupt, ClusterLostError: stopped by the user, or Ray has died; the next call continues.
+        UserError, ClusterError: the grid cannot run here; nothing was written.
+        KeyboardInterrupt, ClusterLostError: the user or a failure of Ray stopped the run; the next call resumes.
     """
     results = known_results(job)
     missing = {trial.key: trial for trial, _ in to_train(job, results)}
@@ -82,9 +82,10 @@ def run(job: Job, address: str | None) -> bool:
 
 
 def study(profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path) -> bool:
-    """Trains what is missing of the paper's ablation tables and writes what of them shows; returns whether all is finished.
+    """Trains the paper's ablation grids and writes a page with the results. Returns whether all cells are finished.
 
-    Raises: as `open_job` and `run` do, before anything is trained.
+    Raises:
+        UserError: as `open_job` and `run`, before training starts.
     """
     with suppress(OSError):
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -100,14 +101,13 @@ def study(profile: str, seeds: int, runs: str | Path | None, address: str | None
 
 
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
-    """Trains the cells that no other process is training; returns the keys of those that came to their end."""
-    from cluster.session import is_local, session  # brings Ray
+    """Trains cells that no other process is training. Returns the keys of the cells that did not fail."""
+    from cluster.session import is_local, session  # imports Ray
 
     start = time.monotonic()
     on_this_machine = is_local(address)
     with session(address) as resources:
-        # On this machine, what no cell could do is known before one is started.
-        if on_this_machine:
+        if on_this_machine:  # Fail before any cell starts if none can run.
             require_gpu(job.trials[0].config)
         at_once = min(cells_that_fit(job, resources), len(missing))
         if on_this_machine:
@@ -117,13 +117,13 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 say(f"skipped, because another `san run` is training the same cells: {', '.join(others)}")
-            results = known_results(job)  # another run may have finished some before they could be claimed
+            results = known_results(job)  # another run may have finished cells in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as should_continue:
                 outcomes = _sweep(job, claimed, results, lock, should_continue)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
-                    _keep_story(job, missing[key], outcome.traceback)
+                    _store_traceback(job, missing[key], outcome.traceback)
                     retry(functools.partial(job.tracker.failed, missing[key], outcome.error))
     trained = [key for key, outcome in outcomes.items() if outcome.error is None]
     failed = [missing[key].name for key, outcome in outcomes.items() if outcome.error is not None]
@@ -132,7 +132,7 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
 
 
 def _summary(done: str, finished: int, failed: Sequence[str], seconds: float) -> str:
-    """What a sweep has done, such as `trained 3 of 4 cells in 2 min 40 s; failed: footprint9`."""
+    """A summary such as `trained 3 of 4 cells in 2 min 40 s; failed: footprint9`."""
     total = finished + len(failed)
     text = f"{done} {finished}{f' of {total}' if failed else ''} {'cell' if total == 1 else 'cells'} in {duration(seconds)}"
     return f"{text}; failed: {', '.join(failed)}" if failed else text
@@ -140,12 +140,12 @@ def _summary(done: str, finished: int, failed: Sequence[str], seconds: float) ->
 
 @contextmanager
 def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge | None]:
-    """Who tells the cells whether they go on, where the grid wants that; cells of earlier calls count too."""
+    """The judge that stops cells early, if the grid enables it. It also knows the results of earlier calls."""
     wanted = job.grid.early_stopping
     if wanted is None:
         yield None
         return
-    from cluster.halving import Halving, judge  # brings Ray Tune
+    from cluster.halving import Halving, judge  # imports Ray Tune
 
     halving = Halving(wanted.grace_epochs, wanted.reduction, job.trials[0].config.recipe.epochs)
     before = [trial for trial in job.trials if is_done(job, results, trial)]
@@ -156,26 +156,28 @@ def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge |
 
 
 def _prepare(job: Job, results: Mapping[str, Result]) -> None:
-    """The grid's place in the store, with the table of what is finished so far."""
+    """Creates the grid's experiment and describes the results so far."""
     with mlflow_lock(job.workspace.store):
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
         job.tracker.describe(note(job, results), column_metrics(job))
 
 
 def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
-    """MLflow's pages of a grid of which nothing was left to do: another grid may have trained its cells, or another version of
-    this program may have told of them. Whoever may only read has the table nevertheless."""
+    """Updates MLflow's pages of a finished grid, because another grid or version may have trained its cells.
+
+    A user without write access still gets the table.
+    """
     try:
         _prepare(job, results)
         job.tracker.log_report(files, complete)
-    except UserError as error:  # of the tracker, of the folder or of the bucket
+    except UserError as error:
         say(f"MLflow's pages of the grid were not updated: {error}")
 
 
 def _sweep(
     job: Job, missing: dict[str, Trial], results: Mapping[str, Result], lock: Lock, should_continue: Judge | None
 ) -> dict[str, Outcome]:
-    from cluster.sweep import sweep  # brings Ray Tune and Train
+    from cluster.sweep import sweep  # imports Ray Tune and Train
 
     _prepare(job, results)
     job.tracker.begin()
@@ -204,7 +206,7 @@ def _sweep(
 
 @contextmanager
 def _sweep_storage(store: Store, name: str) -> Iterator[str]:
-    """Where Ray stores its files of a sweep; a `san run` that was killed leaves them behind."""
+    """Location for Ray's files of a sweep; deletes those of an earlier, killed run."""
     folder = f"sweeps/{name}"
     store.delete_folder(folder)
     yield store.uri(folder)
@@ -213,8 +215,8 @@ def _sweep_storage(store: Store, name: str) -> Iterator[str]:
 
 
 def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
-    """Takes trained cells through the grid's protocol; each number is tracked as it comes."""
-    from cluster.session import session  # brings Ray
+    """Measures the robustness of trained cells and tracks each result at once."""
+    from cluster.session import session  # imports Ray
     from cluster.sweep import sweep
 
     start, placement, name = time.monotonic(), replace(job.placement, workers=1), f"{job.name}-{job.profile}"
@@ -232,27 +234,26 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
         watch = Watch(values, keep, sys.stderr)
         try:
             with _sweep_storage(job.workspace.store, name) as storage:
-                final = (UserError, DataError)
-                outcomes = sweep(
-                    measure, values, placement, storage=storage, observer=WhileLocked(watch, lock), non_retryable=final
-                )
+                observer = WhileLocked(watch, lock)
+                non_retryable = (UserError, DataError)
+                outcomes = sweep(measure, values, placement, storage=storage, observer=observer, non_retryable=non_retryable)
         finally:
             watch.close()
     failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
     for key in failed:
-        _keep_story(job, missing[key].trial, outcomes[key].traceback)
+        _store_traceback(job, missing[key].trial, outcomes[key].traceback)
     names = [missing[key].trial.name for key in failed]
     say(_summary("measured", len(outcomes) - len(failed), names, time.monotonic() - start))
 
 
-def _keep_story(job: Job, trial: Trial, story: str) -> None:
+def _store_traceback(job: Job, trial: Trial, text: str) -> None:
     workspace = job.workspace
     path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(story, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{story}")
+        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{text}")
         return
     retry(lambda: workspace.store.upload(path))
     log = workspace.uri(workspace.log(trial, node="*"))

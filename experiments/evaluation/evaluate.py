@@ -26,7 +26,7 @@ from experiments.training.images import open_split
 from experiments.training.job import has_store
 from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
-from pipelines.loader import threads_of
+from pipelines.loader import decoding_threads
 from san.models import checkpoint, released
 from san.models.base import BaseModel
 
@@ -249,8 +249,8 @@ def evaluation_loader(opened: LoadedModel, images: Dataset, transform: Transform
     """Loads batches in the order of the images to the available device, with the threads of the config."""
     cpus = opened.config.placement.cpus
     torch.set_num_threads(cpus)
-    threads, where = threads_of(cpus), available_device()
-    return Loader(images, transform, train=False, batch=batch, seed=opened.seed, threads=threads, device=where)
+    threads, where = decoding_threads(cpus), available_device()
+    return Loader(images, transform, train=False, batch_size=batch, seed=opened.seed, threads=threads, device=where)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def look(
     """
     model, config = opened.model, opened.config
     name, attention = _layer(opened, layer)
-    batch = next(Loader(picture, transform(config.data), train=False, batch=1, seed=opened.seed).epoch(0))
+    batch = next(Loader(picture, transform(config.data), train=False, batch_size=1, seed=opened.seed).epoch(0))
     with torch.no_grad():
         answer = model(batch.images_NCHW).softmax(1)[0]
         weight_GKP = attention_weights(model, batch.images_NCHW)[name][0]

@@ -1,4 +1,4 @@
-"""Where a result comes from: the project's commit, hardware, packages."""
+"""Provenance of results: the project's commit, hardware and package versions."""
 
 from __future__ import annotations
 
@@ -12,39 +12,35 @@ from pathlib import Path
 import torch
 
 COMMIT_VARIABLE = "SAN_GIT_COMMIT"
-"""What a job's copy of the project is a copy of; it is no checkout itself."""
+"""Commit of a job's copy of the project, which is not a git checkout."""
 
 
 def git_commit() -> str:
-    """Commit of the project, and `-dirty` where files differ from it; outside a checkout what `SAN_GIT_COMMIT` says, else
-    `unknown`."""
+    """Commit of the project, with `-dirty` if files have changed. Outside a checkout, `SAN_GIT_COMMIT` or `unknown`."""
     where = ["git", "-C", str(Path(__file__).parent)]
     command = [*where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:  # no git here
-        return _told()
-    return done.stdout.strip() if done.returncode == 0 else _told()
-
-
-def _told() -> str:
-    return os.environ.get(COMMIT_VARIABLE, "unknown")
+        commit = done.stdout.strip() if done.returncode == 0 else ""
+    except OSError:  # git is not installed
+        commit = ""
+    return commit or os.environ.get(COMMIT_VARIABLE, "unknown")
 
 
 def environment() -> str:
-    """Hardware, Python and package versions, as text."""
+    """Describes hardware, Python and all packages."""
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
     return "\n".join([f"python {platform.python_version()}", platform.platform(), machine(), "", *packages, ""])
 
 
 def machine() -> str:
-    """Processors, memory and GPUs of this machine."""
+    """Describes this machine's CPUs, memory and GPUs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()} CPUs ({_processor()}), {memory:.0f} GiB of memory, {_gpus()}"
 
 
 def versions() -> str:
-    """Of Python and of the packages that a result depends on most; `environment` has them all."""
+    """Versions of Python and of the packages that affect results most."""
     wanted = re.compile("torch|deepspeed|ray|nvidia-dali-.*")
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     packages = [f"{name} {found[name]}" for name in sorted(found) if wanted.fullmatch(name)]
@@ -52,7 +48,7 @@ def versions() -> str:
 
 
 def _processor() -> str:
-    """Linux tells it nowhere else."""
+    """Name of the CPU model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

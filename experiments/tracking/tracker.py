@@ -1,7 +1,7 @@
-"""One experiment per grid, one parent run per grid and profile, one child run per trial.
+"""MLflow: one experiment per grid, one parent run per grid and profile, one child run per trial.
 
-A trial's run is found by its content hash, so a cell that is started again continues its run, and one that is finished, in
-whatever grid, is never trained twice.
+Runs of trials are found by the trial's content hash. So a restarted trial continues its run, and a trial that was finished in
+any grid is not trained again.
 """
 
 from __future__ import annotations
@@ -30,41 +30,43 @@ from experiments.tracking.store import pages, usable
 from experiments.tracking.view import experiment_tags
 from san import Complexity
 
-BATCH = 100  # most params or tags that one call may carry
-EPOCHS = 50  # whose metrics one call carries, which may be 1000
+BATCH = 100
+"""MLflow's maximum number of parameters or tags per request."""
+EPOCHS = 50
+"""Epochs per request; MLflow allows 1000 metrics."""
 
 
 class Tracker:
     """A grid's experiment on a tracking server or in a local database.
 
     Args:
-        uri: where MLflow keeps runs, such as `sqlite:///runs/mlflow.db` or `http://server:5000`.
-        grid: the grid's name, which is the experiment's.
-        profile: the profile's name.
+        uri: MLflow's tracking URI, such as `sqlite:///runs/mlflow.db` or `http://server:5000`.
+        grid: name of the grid and of the experiment.
+        profile: name of the profile.
     """
 
     def __init__(self, uri: str, grid: str, profile: str) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it shows what `usable` tells in a sentence
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # `usable` raises a shorter message
         self.uri, self.grid, self.profile = uri, grid, profile
         with usable(uri):
             self.client = MlflowClient(tracking_uri=uri)
 
     def check(self) -> None:
-        """Asks once, before anything starts, whether the store can be used.
+        """Checks that the tracking store can be used.
 
         Raises:
-            TrackerError: no server answers there, or it is no store of MLflow.
+            TrackerError: no server responds, or the URI is not an MLflow store.
         """
         with usable(self.uri):
             self.client.get_experiment_by_name(self.grid)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:
-        """Makes database, experiment and parent run where they are missing. Called before any worker writes.
+        """Creates the database, the experiment and the parent run if they are missing. Must precede all writes of workers.
 
         Raises:
-            TrackerError: the tracking server does not answer.
+            TrackerError: the tracking server does not respond.
         """
         with usable(self.uri):
             if self.client.get_experiment_by_name(self.grid) is None:
@@ -78,15 +80,14 @@ class Tracker:
             self.client.create_run(self._experiment_id(), tags=tags)
 
     def begin(self) -> None:
-        """Marks the grid's own run as running, which it may have been before; after `prepare`."""
+        """Marks the parent run as running; after `prepare`."""
         with usable(self.uri):
             self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
 
     def describe(self, note: str, measured: Sequence[str] = ()) -> None:
-        """Tells MLflow's pages what the grid asks and answers, as Markdown, and which columns matter, with those of the metrics
-        `measured`; after `prepare`.
+        """Writes a Markdown description of the grid and selects the columns of MLflow's tables; after `prepare`.
 
-        What they tell already is not written again.
+        `measured` are additional metrics to show as columns. Unchanged tags are not written again.
         """
         with usable(self.uri):
             experiment, parent = self._experiment(), self._require_parent()
@@ -97,10 +98,12 @@ class Tracker:
                 self.client.set_tag(parent.info.run_id, "mlflow.note.content", note)
 
     def results(self) -> dict[str, Result]:
-        """Runs of trials by content hash: this grid's and profile's own, and those that any other has finished, which have the
-        same result, or that this one has stopped. A finished run comes before one that is not."""
+        """Runs of trials by content hash.
+
+        Prefers finished runs of any grid over runs that this grid stopped early, and these over its unfinished runs.
+        """
         with usable(self.uri):
-            # First these, so that a run which ends meanwhile is seen; no run is read twice, for each takes milliseconds.
+            # Unfinished runs first: a run that finishes in the meantime is then found below.
             unfinished = self._own("and attributes.status != 'FINISHED'")
             experiments = pages(self.client.search_experiments)
             everywhere = {experiment.experiment_id: experiment.name for experiment in experiments}
@@ -111,17 +114,16 @@ class Tracker:
         return unfinished | stopped | _by_key(finished)
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
-        """Epoch, from 1, and value of a metric, in order."""
+        """Epochs (from 1) and values of a metric, in order."""
         with usable(self.uri):
             values = {logged.step: logged.value for logged in self.client.get_metric_history(run_id, metric)}
         return [(step + 1, values[step]) for step in sorted(values)]
 
     def open(self, trial: Trial, resumed: bool = False) -> TrialRun:
-        """Continues the run of a trial, or creates one. If the trial resumes from checkpoints, its run may be in another grid,
-        which began to train it.
+        """Continues the run of a trial, or creates one. A trial that resumes from checkpoints may have its run in another grid.
 
         Raises:
-            TrackerError: the tracker cannot be used now.
+            TrackerError: the tracking server does not respond.
         """
         with usable(self.uri):
             found = self._find(trial, anywhere=resumed)
@@ -155,13 +157,13 @@ class Tracker:
             return TrialRun(self.uri, self.client, run.info.run_id)
 
     def failed(self, trial: Trial, error: str) -> None:
-        """Marks the run of a trial as failed and stores the error there."""
+        """Marks the run of a trial as failed and stores the error."""
         run = self.open(trial, resumed=True)
         with usable(self.uri):
             run.finish(error)
 
     def interrupted(self, trials: Iterable[Trial]) -> None:
-        """Marks the grid's run, and those of trials that are running, as stopped."""
+        """Marks the parent run and the running trials as stopped."""
         keys = {trial.key for trial in trials}
         with usable(self.uri):
             if (parent := self._parent()) is not None:
@@ -171,12 +173,12 @@ class Tracker:
                     self.client.set_terminated(run.info.run_id, status="KILLED")
 
     def add(self, run_id: str, values: Mapping[str, float]) -> None:
-        """Adds what was measured of a trial's network to its run, which may be finished, and another grid's."""
+        """Adds measurements of a trained network to its run, which may be finished or belong to another grid."""
         with usable(self.uri):
             TrialRun(self.uri, self.client, run_id).add(values)
 
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
-        """Keeps the table and the plot with the grid's parent run, and ends that. What it holds already is not sent again."""
+        """Uploads new or changed report files to the parent run, and ends this run."""
         with usable(self.uri):
             parent = self._require_parent()
             kept = json.loads(parent.data.tags.get("san.report", "{}"))
@@ -194,7 +196,7 @@ class Tracker:
 
     def _experiment(self) -> Experiment:
         experiment = self.client.get_experiment_by_name(self.grid)
-        assert experiment is not None, "prepare() makes the experiment before anything is tracked"
+        assert experiment is not None, "prepare() creates the experiment first"
         return experiment
 
     def _experiment_id(self) -> str:
@@ -202,7 +204,7 @@ class Tracker:
 
     def _require_parent(self) -> Run:
         parent = self._parent()
-        assert parent is not None, "prepare() makes the parent run before anything is tracked"
+        assert parent is not None, "prepare() creates the parent run first"
         return parent
 
     def _parent(self) -> Run | None:
@@ -210,13 +212,13 @@ class Tracker:
         return found[0] if found else None
 
     def _own(self, where: str = "") -> dict[str, Result]:
-        """The runs of this grid's and profile's trials, by content hash."""
+        """Runs of this grid and profile by content hash."""
         if self.client.get_experiment_by_name(self.grid) is None:
             return {}
         return _by_key(self._search(f"tags.`san.role` = 'trial' {where}"))
 
     def _stopped(self, experiments: list[str]) -> dict[str, Result]:
-        """The runs that this grid under this profile has stopped, in whatever grid they began."""
+        """Runs of any grid that this grid and profile stopped early."""
         runs = [
             run
             for run in self._runs(experiments, "tags.`san.role` = 'trial' and tags.`san.stopped_at` != ''")
@@ -226,7 +228,7 @@ class Tracker:
         return {key: replace(result, stopped_at=at[key]) for key, result in _by_key(runs).items()}
 
     def _find(self, trial: Trial, anywhere: bool) -> list[Run]:
-        """Runs of a trial, found by its content hash: first those of this grid, then, if wanted, the latest of any grid."""
+        """Runs of a trial in this grid; if there are none and `anywhere` is set, those of all grids, latest first."""
         where = f"tags.`san.trial` = '{trial.key}'"
         found = self._search(where)
         if found or not anywhere:
@@ -265,19 +267,19 @@ def _result(run: Run) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The child run of one trial, written by its first worker only."""
+    """The child run of one trial, to which only rank 0 writes."""
 
     uri: str
     client: MlflowClient
     run_id: str
 
     def describe(self, trial: Trial, complexity: Complexity) -> None:
-        """Parameters, counts, resolved config and environment, once; a continued run has them already."""
+        """Logs parameters, counts, the resolved config and the environment unless the run has them."""
         run = self.client.get_run(self.run_id)
         if "params" in run.data.metrics:
             return
         values = flat(trial.record) | {"recipe.lr_used": trial.config.recipe.lr_used, "seed": trial.seed}
-        # Some are there where a worker was killed meanwhile; MLflow refuses another value, such as another number of workers.
+        # A killed worker may have logged some parameters, and MLflow rejects changed values, such as the number of workers.
         params = [Param(key, str(value)) for key, value in values.items() if key not in run.data.params]
         for first in range(0, len(params), BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH])
@@ -294,14 +296,14 @@ class TrialRun:
         self._log(counts, 0, int(time.time() * 1000))
 
     def tag(self, how: Mapping[str, str]) -> None:
-        """On what and how it is computed, of the latest start: a trial may go on on another machine."""
+        """Sets tags about the latest start, because a trial may resume on another machine."""
         self.client.log_batch(self.run_id, tags=[RunTag(f"san.{name}", value) for name, value in how.items()])
 
     def log(self, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None = None) -> Set[int]:
-        """Logs the epochs that the run does not have yet, in few requests: none is missing or doubled after a crash.
+        """Logs the epochs that the run does not have yet, so that none is missing or duplicated after a crash.
 
-        `ended` gives each epoch's end in milliseconds since 1970. `logged` are the epochs that it is known to have; where that
-        is not given it is asked. Returns those that it has now.
+        `ended` contains the end of each epoch in milliseconds since 1970. `logged` are the epochs of the run; if None, the
+        server is asked. Returns the epochs of the run after logging.
         """
         if logged is None:
             logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
@@ -316,9 +318,9 @@ class TrialRun:
         return logged | {epoch.epoch for epoch in missing}
 
     def summarise(self, history: Sequence[Epoch], images: int, at: int) -> None:
-        """What a table of runs shows: the best and the last epoch, speed, and hours of training, without validation and pauses.
+        """Logs the best and the last epoch, the speed and the hours of training without validation and pauses.
 
-        `images` are those of an epoch, `at` is in milliseconds since 1970.
+        `images` is the number of images per epoch; `at` is in milliseconds since 1970.
         """
         best, last = max(history, key=lambda epoch: epoch.top1), history[-1]
         hours = sum(images / epoch.images_per_second for epoch in history) / 3600
@@ -331,20 +333,20 @@ class TrialRun:
             "summary/images_per_second": images * len(history) / (3600 * hours),
             "summary/training_hours": hours,
         }
-        self._log(values, 0, at)  # at step 0, so that MLflow draws bars; of one later step it would draw a line of one point
+        self._log(values, 0, at)  # at step 0, MLflow draws bars
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Logs numbers of the trained network."""
+        """Logs measurements of the trained network."""
         self._log(values, 0, int(time.time() * 1000))
 
     def finish(self, error: str | None = None) -> None:
-        """Ends the run; with an error it is marked as failed and carries the sentence."""
+        """Ends the run. With an error, marks the run as failed and stores the message."""
         if error is not None:
             self.client.log_batch(self.run_id, tags=[RunTag("san.error", error)])
         self.client.set_terminated(self.run_id, status="FAILED" if error else "FINISHED")
 
     def stop(self, by: str, epoch: int) -> None:
-        """Ends the run early: `by` is the grid and its profile, `epoch` how many there were."""
+        """Ends the run early after `epoch` epochs; `by` is the grid and profile."""
         self.client.log_batch(self.run_id, tags=[RunTag("san.stopped_by", by), RunTag("san.stopped_at", str(epoch))])
         self.client.set_terminated(self.run_id, status="KILLED")
 
@@ -353,13 +355,13 @@ class TrialRun:
 
 
 class NodeMonitor(SystemMetricsMonitor):
-    """Logs CPU, memory, disk, network and GPUs of this node with a run, from a thread that ends if the tracker does not answer.
+    """Logs CPU, memory, disk, network and GPU usage of this node in a thread, which ends if the server does not respond.
 
-    Every 10 s, or as MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL says.
+    The interval is 10 s, or MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.
     """
 
     def __init__(self, tracker_uri: str, run_id: str) -> None:
-        logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # it would tell of every server that is away
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # no warnings while a server is unavailable
         super().__init__(run_id, resume_logging=True, tracking_uri=tracker_uri)  # type: ignore[no-untyped-call]
         self.start()  # type: ignore[no-untyped-call]
 

@@ -17,7 +17,7 @@ from experiments.grids.transform import transform
 from pipelines import DIGITS, DataError, Dataset, Loader, prepare_digits
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
-from pipelines.loader import threads_of
+from pipelines.loader import decoding_threads
 
 CPU = torch.device("cpu")
 
@@ -194,10 +194,10 @@ def _loader(
         transform(config.data),
         train=train,
         # Larger batches than in training may not fit into the GPU, not even without gradients.
-        batch=config.recipe.batch_size if train else -(-config.recipe.batch_size // config.recipe.grad_accum_steps),
+        batch_size=config.recipe.batch_size if train else -(-config.recipe.batch_size // config.recipe.grad_accum_steps),
         rank=rank,
-        world=world,
+        world_size=world,
         seed=seed,
-        threads=threads_of(config.placement.cpus),
+        threads=decoding_threads(config.placement.cpus),
         device=device,
     )

@@ -123,7 +123,7 @@ class _Clock:
 
     def stop(self) -> None:
         self.running.seconds += time.perf_counter() - self._started
-        self.running.waited = self.waited_before + self.loader.waited
+        self.running.waited = self.waited_before + self.loader.wait_seconds
 
 
 @dataclass

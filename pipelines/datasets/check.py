@@ -1,7 +1,7 @@
-"""Which images of a dataset cannot be decoded, and why.
+"""Finds images that DALI cannot decode.
 
-The judge is DALI, because it is DALI that will read them. Its pipelines end at the first broken image, and broken images have
-ended whole processes; so a scan decodes one image at a time, in processes of its own.
+A DALI pipeline fails at the first broken image, and some broken images crash the process. So `check` decodes one image at a
+time, in separate processes.
 """
 
 import os
@@ -21,9 +21,9 @@ from pipelines.datasets.dataset import Dataset, Source
 from pipelines.errors import DataError
 
 AT_ONCE = 64
-"""Images that a process is given at a time."""
+"""Images that are sent to a process at a time."""
 FAILED_STARTS = 3
-"""Processes in a row that may be lost before they begin; a system without memory may end one."""
+"""Consecutive processes that may exit before they start to decode, for example for lack of memory."""
 UNLISTABLE = "the file name contains a line break, which image lists cannot store; rename the file"
 
 
@@ -36,66 +36,65 @@ class Broken:
 
 
 def broken_images(dataset: Dataset, indices: Iterable[int]) -> Iterator[Broken]:
-    """Those of `indices` that are missing or no images, in order; decodes in this process."""
+    """The images among `indices` that are missing or broken, in order; decodes in this process."""
     decoder = _Decoder()
     for index in indices:
-        if (reason := decoder.complaint(dataset.source(int(index)))) is not None:
+        if (reason := decoder.problem(dataset.source(int(index)))) is not None:
             yield Broken(int(index), reason)
 
 
 def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
-    """Decodes every image, in so many processes.
+    """Decodes all images in `workers` processes, which end with the iterator.
 
-    Yields how many more images are done and which of those are broken, in no order. However the iterator ends, the processes
-    end with it.
+    Yields the number of newly checked images and the broken ones among them, in any order.
 
     Raises:
-        DataError: the processes cannot be started, or are lost before they begin.
+        DataError: the processes cannot be started, or exit before they decode.
     """
-    _Decoder()  # Where DALI cannot be loaded at all, it is not the images' fault.
+    _Decoder()  # Fail now if DALI cannot be loaded.
     unlistable = [index for index, path in enumerate(dataset.paths) if "\n" in path]
     if unlistable:
         yield len(unlistable), [Broken(index, UNLISTABLE) for index in unlistable]
-    pieces = _Pieces(sorted(set(range(len(dataset))).difference(unlistable)))
+    queue = _Queue(sorted(set(range(len(dataset))).difference(unlistable)))
     idle: list[_Worker] = []
     busy: dict[Connection, tuple[_Worker, Sequence[int]]] = {}
     try:
-        for _ in range(min(workers, len(pieces.waiting))):
+        for _ in range(min(workers, len(queue.waiting))):
             idle.append(_Worker())
-        while pieces.waiting or busy:
-            while pieces.waiting and idle:
-                worker, piece = idle.pop(), pieces.waiting.popleft()
-                worker.give([(index, dataset.source(index)) for index in piece])
+        while queue.waiting or busy:
+            while queue.waiting and idle:
+                worker, piece = idle.pop(), queue.waiting.popleft()
+                worker.send([(index, dataset.source(index)) for index in piece])
                 busy[worker.connection] = worker, piece
             for worker, piece in [busy[ready] for ready in wait(list(busy))]:  # type: ignore[index]
-                broken = worker.take()
+                broken = worker.receive()
                 del busy[worker.connection]
                 if broken is not None:
                     idle.append(worker)
-                    pieces.failed_starts = 0
+                    queue.failed_starts = 0
                     yield len(piece), broken
                     continue
-                exit_code = worker.end()
-                yield from pieces.lost(piece, exit_code, worker.has_begun)
+                exit_code = worker.stop()
+                yield from queue.retry(piece, exit_code, worker.is_ready)
                 idle.append(_Worker())
     finally:
         for worker in [*idle, *(worker for worker, _ in busy.values())]:
-            worker.end()
+            worker.stop()
 
 
-class _Pieces:
-    """What is still to be given to a process, and what it means that one is lost."""
+class _Queue:
+    """Images that have not been checked yet."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         self.waiting = deque(indices[begin : begin + AT_ONCE] for begin in range(0, len(indices), AT_ONCE))
         self.failed_starts = 0
-        """Processes in a row that were lost before they began."""
+        """Consecutive processes that exited before they started to decode."""
         self._suspect: set[int] = set()
-        """Images whose process was lost once: for any reason, so they get another try."""
+        """Images whose process exited once. They get a second try, because the reason could be another."""
 
-    def lost(self, piece: Sequence[int], exit_code: int | None, has_begun: bool) -> Iterator[tuple[int, list[Broken]]]:
-        """The process that had these images is gone. Yields as `check` where an image has ended two."""
-        if not has_begun:
+    def retry(self, piece: Sequence[int], exit_code: int | None, was_ready: bool) -> Iterator[tuple[int, list[Broken]]]:
+        """Queues the images of a process that exited, in halves. Yields like `check` if one image ended two processes."""
+        if not was_ready:
             self.failed_starts += 1
             if self.failed_starts > FAILED_STARTS:
                 raise DataError(
@@ -114,22 +113,22 @@ class _Pieces:
 
 
 class _Worker:
-    """A process that decodes what it is given.
+    """A decoding process.
 
     Raises:
-        DataError: it cannot be started.
+        DataError: the process cannot be started.
     """
 
     def __init__(self) -> None:
-        self.has_begun = False
-        """Whether it has said that it can decode."""
+        self.is_ready = False
+        """Whether the process has loaded DALI."""
         context = get_context("spawn")
         try:
-            # The first process starts this other one, which would let interrupts through again below.
+            # The first start would also start the resource tracker, which unblocks SIGINT.
             resource_tracker.ensure_running()
             self.connection, theirs = context.Pipe()
             self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-            # It inherits this: Ctrl-C is for the process that gives the work, and ends the others.
+            # The new process inherits this mask. On Ctrl-C, only the parent handles the signal and stops the others.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self._process.start()
@@ -139,30 +138,30 @@ class _Worker:
             raise DataError(f"cannot start a decoding process ({error.strerror}); lower --workers") from None
         theirs.close()
 
-    def give(self, piece: list[tuple[int, Source]]) -> None:
+    def send(self, piece: list[tuple[int, Source]]) -> None:
         try:
             self.connection.send(piece)
         except BrokenPipeError:
-            pass  # It is gone, as `take` will find.
+            pass  # The process exited; `receive` will return None.
 
-    def take(self) -> list[Broken] | None:
-        """The broken images of what it was given; None where the process is gone."""
+    def receive(self) -> list[Broken] | None:
+        """The broken images among those sent, or None if the process exited."""
         try:
-            if not self.has_begun:
-                self._answer()
-                self.has_begun = True
-            return self._answer()
+            if not self.is_ready:
+                self._next_message()
+                self.is_ready = True
+            return self._next_message()
         except (EOFError, ConnectionError):
             return None
 
-    def _answer(self) -> list[Broken]:
+    def _next_message(self) -> list[Broken]:
         found: list[Broken] | Exception = self.connection.recv()
         if isinstance(found, Exception):
             raise found
         return found
 
-    def end(self) -> int | None:
-        """Ends the process, where that has not happened, and returns its exit code."""
+    def stop(self) -> int | None:
+        """Kills the process if it is running, and returns its exit code."""
         self._process.kill()
         self._process.join()
         self.connection.close()
@@ -170,28 +169,28 @@ class _Worker:
 
 
 def _work(connection: Connection) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Decoders say there what we say better.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Decoders print errors there, which we report ourselves.
     decoder = _Decoder()
     try:
         connection.send([])
         while True:
             piece = connection.recv()
-            found = [(index, decoder.complaint(source)) for index, source in piece]
+            found = [(index, decoder.problem(source)) for index, source in piece]
             connection.send([Broken(index, reason) for index, reason in found if reason is not None])
     except (EOFError, ConnectionError):
-        return  # Nobody is there any more.
+        return  # The parent exited.
     except Exception as error:
         connection.send(error)
 
 
 class _Decoder:
-    """Decodes one image after another on the CPU."""
+    """Decodes single images on the CPU."""
 
     def __init__(self) -> None:
         self._pipeline = _decoding_pipeline()
 
-    def complaint(self, source: Source) -> str | None:
-        """Why an image cannot be decoded; None where it can."""
+    def problem(self, source: Source) -> str | None:
+        """Why an image cannot be decoded, or None."""
         try:
             encoded = source.read()
         except OSError as error:
@@ -200,32 +199,32 @@ class _Decoder:
             return "broken symbolic link" if os.path.islink(source.file) else "missing file"
         if not encoded:
             return "empty file"
-        with _stderr_held_back() as drop:
+        with _buffered_stderr() as discard:
             try:
                 self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
                 self._pipeline.run()
                 return None
             except RuntimeError:
-                self._pipeline = _decoding_pipeline()  # The old one does not work any more.
+                self._pipeline = _decoding_pipeline()  # A pipeline is unusable after an error.
             fault = _fault(encoded)
-            if fault is None:  # What the decoder has said is all that anybody knows.
+            if fault is None:  # Show the decoder's own message on stderr.
                 return "DALI cannot decode this image, but Pillow can"
-            drop()
+            discard()
             return fault
 
 
 @contextmanager
-def _stderr_held_back() -> Iterator[Callable[[], None]]:
-    """What this process says on stderr, libraries too, is said at the end of the block; not at all once `drop` was called."""
-    shown, held = os.dup(2), os.memfd_create("stderr")
-    os.dup2(held, 2)
+def _buffered_stderr() -> Iterator[Callable[[], None]]:
+    """Writes this process's stderr, including that of C libraries, at the end of the block, unless the caller discards it."""
+    original, buffer = os.dup(2), os.memfd_create("stderr")
+    os.dup2(buffer, 2)
     try:
-        yield lambda: os.truncate(held, 0)
+        yield lambda: os.truncate(buffer, 0)
     finally:
-        os.dup2(shown, 2)
-        os.write(2, os.pread(held, os.fstat(held).st_size, 0))
-        os.close(shown)
-        os.close(held)
+        os.dup2(original, 2)
+        os.write(2, os.pread(buffer, os.fstat(buffer).st_size, 0))
+        os.close(original)
+        os.close(buffer)
 
 
 def _decoding_pipeline() -> Any:
@@ -234,14 +233,14 @@ def _decoding_pipeline() -> Any:
     pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     with pipeline:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # The header is looked at by itself, as for training, which crops by what it says.
+        # Training also parses the header, to compute crops.
         pipeline.set_outputs(fn.peek_image_shape(encoded), fn.decoders.image(encoded, output_type=types.RGB))
     pipeline.build()
     return pipeline
 
 
 def _fault(encoded: bytes) -> str | None:
-    """What Pillow says of an image that DALI cannot decode; None where it finds no fault."""
+    """Pillow's reason why an image cannot be decoded, or None if Pillow can decode it."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.datasets.manifest import Indices, Paths, digest, encode, list_path, read_list, write_list
 from pipelines.datasets.shards import Shards, index_path, read_index
-from pipelines.errors import DataError, spelled
+from pipelines.errors import DataError, join_names
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_AT_MOST = 5_000_000
@@ -192,7 +192,7 @@ class Dataset:
             folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
             found = _class_names(folder)
         gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
-        lacks = [f"{where} has no {spelled(lost)}" for where, lost in gaps if lost]
+        lacks = [f"{where} has no {join_names(lost)}" for where, lost in gaps if lost]
         if lacks:
             raise DataError(
                 f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder that the list describes, "
@@ -217,11 +217,11 @@ class Dataset:
         assert self.shards is not None, "only packed images are read by the dataset"
         return self.shards.read(self.offsets[index], self.sizes[index])
 
-    def announce(self, indices: Iterable[int]) -> None:
+    def prefetch(self, indices: Iterable[int]) -> None:
         """Prefetches packed images from the disk."""
         assert self.shards is not None, "only packed images are read by the dataset"
         for index in indices:
-            self.shards.announce(self.offsets[index], self.sizes[index])
+            self.shards.prefetch(self.offsets[index], self.sizes[index])
 
     def source(self, index: int) -> Source:
         """Location of an image."""
@@ -236,11 +236,11 @@ class Dataset:
             if size != self.sizes[index]:
                 raise DataError(
                     f"{self.name_of(index)}: {size} bytes, but {self.sizes[index]} when the file was listed; "
-                    f"restore the old file, or {self.renewal}"
+                    f"restore the old file, or {self.rebuild_hint}"
                 )
 
     @property
-    def renewal(self) -> str:
+    def rebuild_hint(self) -> str:
         """For messages: how to exclude an image from this dataset."""
         if self.packed:
             return "run `san data check` on the source folder, then pack the folder again"
@@ -298,7 +298,7 @@ class Dataset:
         empty = {name for label, name in enumerate(self.classes) if label not in kept}
         if empty:
             raise DataError(
-                f"{self.root / self.split}: no readable image left in {spelled(empty)}; add images that can be decoded, "
+                f"{self.root / self.split}: no readable image left in {join_names(empty)}; add images that can be decoded, "
                 "or remove the class from all splits"
             )
         return left
@@ -308,7 +308,7 @@ class Dataset:
         counts = Counter(self.labels)
         small = {name: counts[label] for label, name in enumerate(self.classes) if counts[label] < per_class + kept}
         if small:
-            listed = spelled({f"{name} has {count}" for name, count in small.items()})
+            listed = join_names({f"{name} has {count}" for name, count in small.items()})
             left = f" plus {kept} to keep" if kept else ""
             most = min(small.values()) - kept
             remedy = f"use at most {most}, or add images" if most > 0 else "add images, or remove the class from all splits"
@@ -346,14 +346,14 @@ class Dataset:
             return
         mine, theirs = set(self.classes), set(other.classes)
         gaps = ((other, mine - theirs), (self, theirs - mine))
-        lacks = [f"{data.root / data.split} has no {spelled(lost)}" for data, lost in gaps if lost]
+        lacks = [f"{data.root / data.split} has no {join_names(lost)}" for data, lost in gaps if lost]
         raise DataError(
             f"both splits must have the same class folders, but {' and '.join(lacks)}; "
             "add the missing folders or remove the others"
         )
 
 
-def passed_over(root: Path, split: str) -> list[str]:
+def skipped_files(root: Path, split: str) -> list[str]:
     """Files that `Dataset.scan` skips, relative to `root`: those next to class folders, then those not named like images.
 
     Raises:
@@ -467,6 +467,6 @@ def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> No
     if empty:
         raise DataError(
             f"{folder}: {len(empty)} class {'folder' if len(empty) == 1 else 'folders'} "
-            f"without an image ({', '.join(SUFFIXES)}): {spelled(empty)}; "
+            f"without an image ({', '.join(SUFFIXES)}): {join_names(empty)}; "
             "add images or remove the folders"
         )

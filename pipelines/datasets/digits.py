@@ -1,7 +1,4 @@
-"""The embedded datasets: scikit-learn's 1797 handwritten digits as a folder of small JPEG files.
-
-They stand in for ImageNet wherever a whole experiment must run in minutes without a download.
-"""
+"""The embedded datasets: scikit-learn's 1797 handwritten digits as small JPEG files, for experiments without a download."""
 
 import json
 import os
@@ -22,15 +19,15 @@ VALIDATION_PER_CLASS = 36
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How the digits of a dataset are drawn: white on a black square."""
+    """Size and position of a white digit on a black square."""
 
     digit: int
     """Side of a digit in pixels; the originals have 8."""
     canvas: int
-    """Side of the image in pixels; where it is larger, each digit lies at a place of its own."""
+    """Side of the image in pixels. In a larger image, each digit has a random position."""
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Left and top of an image's digit, always the same for its index; everywhere on the canvas is equally likely."""
+    def position(self, index: int) -> tuple[int, int]:
+        """Left and top of an image's digit: uniformly distributed, and always the same for an index."""
         generator = np.random.Generator(np.random.PCG64(index))
         left, top = generator.integers(0, self.canvas - self.digit, size=2, endpoint=True)
         return int(left), int(top)
@@ -38,7 +35,7 @@ class Drawing:
 
 DIGITS = {
     "digits": Drawing(digit=32, canvas=32),
-    # Where a digit is says nothing of what it is: the model has to find it, and to relate its strokes to each other.
+    # The position does not depend on the class: the model has to find the digit and relate its strokes to each other.
     "shifted_digits": Drawing(digit=16, canvas=24),
 }
 """The embedded datasets by name."""
@@ -47,11 +44,11 @@ DIGITS = {
 def prepare_digits(root: Path | str, name: str = "digits") -> Path:
     """Writes `root/{train,val}/<digit>/<index>.jpg`, 1437 and 360 (36 per class) images, and returns `root`.
 
-    `name` is one of `DIGITS`. Split and images are always the same. Returns at once when the folder is complete. The folder
-    appears whole or not at all, so any number of processes may call this at the same time.
+    `name` is one of `DIGITS`. Split and images are always the same. Returns at once if the folder is complete. The folder is
+    created atomically, so several processes may call this at the same time.
 
     Raises:
-        DataError: the folder holds something else, or its files were changed; nothing is overwritten.
+        DataError: the folder contains other or changed files, which are not overwritten.
     """
     root = Path(root)
     if root.is_dir() and any(root.iterdir()):
@@ -71,7 +68,7 @@ def _publish(unfinished: Path, root: Path, name: str) -> None:
     try:
         os.rename(unfinished, root)
     except OSError:
-        # Only an empty folder can be renamed over: somebody else was faster, which is as good.
+        # The folder is not empty: another process may have created it.
         _require_complete(root, name)
 
 
@@ -118,12 +115,12 @@ def _validation_indices(targets: NDArray[np.int64]) -> set[int]:
 
 
 def _write_image(image_HW: NDArray[np.float64], drawing: Drawing, index: int, path: Path) -> None:
-    """Writes values 0..16 as a grayscale JPEG."""
+    """Writes values from 0 to 16 as a grayscale JPEG."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
     grey_HW = np.round(image_HW * (255 / 16)).astype(np.uint8)
     large = Image.fromarray(grey_HW).resize((drawing.digit, drawing.digit), Image.Resampling.BICUBIC)
     canvas = Image.new("L", (drawing.canvas, drawing.canvas))
-    canvas.paste(large, drawing.place(index))
+    canvas.paste(large, drawing.position(index))
     canvas.save(path, quality=QUALITY)

@@ -1,4 +1,4 @@
-"""A dataset into tar shards: a cluster then needs no shared file system, and a file system no million files."""
+"""Packs a dataset into tar shards, so that a cluster needs neither a shared file system nor millions of files."""
 
 import fcntl
 import hashlib
@@ -20,43 +20,42 @@ from pipelines.datasets.shards import BLOCK, Shard, index_path, sha256_of, shard
 from pipelines.errors import DataError
 
 END = bytes(2 * BLOCK)
-"""What a tar file ends with."""
+"""The end of a tar file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A shard that is ready."""
+    """A finished shard."""
 
     shard: Shard
     images: int
     kept: bool
-    """Whether it was there already."""
+    """Whether the shard already existed."""
 
 
 def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterator[Packed]:
-    """Writes shards of at most so many bytes (more only where one image is larger) and, when all are there, their index.
+    """Writes shards of at most `shard_bytes` (more if a single image is larger) and then their index, in `workers` threads.
 
-    Yields the shards in the order in which they become ready; `workers` threads make them. The same images give the same bytes.
-    What is ready stays: the same call continues after an interruption, and keeps the shards that have the right checksum and
-    are younger than the latest change of any file in them.
+    Yields shards as they are finished. The same images give the same bytes. After an interruption, the same call continues: it
+    keeps shards with the right checksum that are newer than the last change of their images.
 
     Raises:
-        DataError: the name of an image holds a line break; an image cannot be read or has changed since it was listed; `out`
-            cannot be written, has not enough room, or holds other shards of this split; another process is packing there.
+        DataError: the name of an image contains a line break; an image cannot be read or has changed since it was listed;
+            `out` cannot be written, is too small, or contains other shards of this split; another process is packing there.
     """
     require_listable(dataset.paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _journal(out, dataset.split) as journal:
-            job = _Job(dataset, out, journal, _plan(dataset, shard_bytes))
+            packer = _Packer(dataset, out, journal, _plan(dataset, shard_bytes))
             pool = ThreadPoolExecutor(workers)
             try:
-                for done in as_completed([pool.submit(job.make, number) for number in range(len(job.plan))]):
+                for done in as_completed([pool.submit(packer.make, number) for number in range(len(packer.plan))]):
                     yield done.result()
             finally:
-                job.stopped.set()
+                packer.stopped.set()
                 pool.shutdown(cancel_futures=True)
-            job.write_index()
+            packer.write_index()
             journal.truncate(0)
     except OSError as error:
         raise DataError(
@@ -65,7 +64,7 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
 
 
 def _plan(dataset: Dataset, shard_bytes: int) -> list[range]:
-    """The images of each shard."""
+    """The indices of the images in each shard."""
     plan, begin, total = [], 0, len(END)
     for index, size in enumerate(dataset.sizes):
         more = _blocks(size) + _blocks(len(_label(dataset, index)))
@@ -78,12 +77,12 @@ def _plan(dataset: Dataset, shard_bytes: int) -> list[range]:
 
 @contextmanager
 def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
-    """Names the shards that are ready before the index can. It belongs to this process as long as it is open."""
+    """A list of finished shards until the index is written. Locked for this process while it is open."""
     path = out / f"{index_path(out, split).name}.part"
     with open(path, "a+b") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(journal.fileno()).st_nlink == 0:  # Another process has just removed it.
+            if os.fstat(journal.fileno()).st_nlink == 0:  # Another process removed the file in the meantime.
                 raise BlockingIOError
         except BlockingIOError:
             raise DataError(
@@ -96,26 +95,26 @@ def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
                 path.unlink()
 
 
-class _Job:
-    """One dataset on its way into one folder.
+class _Packer:
+    """Packs one dataset into one folder.
 
     Raises:
-        DataError: the folder has not enough room, or holds other shards of the split.
+        DataError: the folder is too small, or contains other shards of the split.
     """
 
     def __init__(self, dataset: Dataset, out: Path, journal: IO[bytes], plan: list[range]) -> None:
         self.dataset, self.out, self.journal, self.plan = dataset, out, journal, plan
         self.stopped, self._writing = threading.Event(), threading.Lock()
         self._ready: dict[int, Shard] = {}
-        self._known = self._written_before()
-        self._require_own()
-        self._require_room()
+        self._known = self._earlier_shards()
+        self._require_no_others()
+        self._require_space()
 
     def make(self, number: int) -> Packed:
-        """Writes a shard, unless it is there."""
+        """Writes a shard unless it exists."""
         piece, name = self.plan[number], self._name(number)
         known, path = self._known.get(name), self.out / name
-        if known is not None and self._is_young(path, piece) and sha256_of(path) == known.sha256:
+        if known is not None and self._is_current(path, piece) and sha256_of(path) == known.sha256:
             self._ready[number] = known
             return Packed(known, len(piece), kept=True)
         unfinished = path.with_name(f"{name}.part")
@@ -126,7 +125,7 @@ class _Job:
             raise
         shard = Shard(name, unfinished.stat().st_size, checksum, self._contents(piece))
         with self._writing:
-            # Before the shard has its name: then every shard that has it is known to be of this dataset.
+            # Before renaming the file, so that every shard with its final name is listed.
             self.journal.write(f"{shard_line(shard)}\n".encode())
             self.journal.flush()
             os.fsync(self.journal.fileno())
@@ -135,7 +134,7 @@ class _Job:
         return Packed(shard, len(piece), kept=False)
 
     def write_index(self) -> None:
-        """When all shards are made."""
+        """Writes the index after the last shard."""
         rows = [
             (self.dataset.paths[index], self.dataset.sizes[index], number, offset)
             for number, piece in enumerate(self.plan)
@@ -143,8 +142,8 @@ class _Job:
         ]
         write_index(index_path(self.out, self.dataset.split), [self._ready[number] for number in range(len(self.plan))], rows)
 
-    def _is_young(self, path: Path, piece: range) -> bool:
-        """Whether a shard is there, and none of its images was replaced after it was begun."""
+    def _is_current(self, path: Path, piece: range) -> bool:
+        """Whether a shard exists, and none of its images has changed since it was written."""
         try:
             return path.stat().st_mtime_ns >= max(_changed(self.dataset.source(index).file) for index in piece)
         except OSError:
@@ -157,16 +156,16 @@ class _Job:
         rows = (f"{index} {self.dataset.labels[index]} {self.dataset.paths[index]}" for index in piece)
         return digest(rows, (self.dataset.sizes[index] for index in piece))
 
-    def _written_before(self) -> dict[str, Shard]:
-        """The shards of this plan that were written by earlier calls, by name."""
+    def _earlier_shards(self) -> dict[str, Shard]:
+        """The shards of this plan that earlier calls wrote, by name."""
         index = index_path(self.out, self.dataset.split)
         self.journal.seek(0)
-        # The journal is younger than the index that an earlier call finished.
+        # The journal last, because it is newer than the index of an earlier call.
         lines = decode((index.read_bytes() if index.exists() else b"") + b"\n" + self.journal.read()).split("\n")
         wanted = {(self._name(number), self._contents(piece)) for number, piece in enumerate(self.plan)}
         return {shard.name: shard for shard in shards_in(lines) if (shard.name, shard.contents) in wanted}
 
-    def _require_own(self) -> None:
+    def _require_no_others(self) -> None:
         shard_name = re.compile(re.escape(self.dataset.split) + r"-\d{5,}\.tar")
         others = sorted(name for name in os.listdir(self.out) if shard_name.fullmatch(name) and name not in self._known)
         if others:
@@ -176,7 +175,7 @@ class _Job:
                 f"another --shard-size, such as {others[0]}; remove them or use another folder"
             )
 
-    def _require_room(self) -> None:
+    def _require_space(self) -> None:
         missing = [piece for number, piece in enumerate(self.plan) if self._name(number) not in self._known]
         needed = sum(_blocks(self.dataset.sizes[index]) + 2 * BLOCK for piece in missing for index in piece)
         free = shutil.disk_usage(self.out).free
@@ -202,7 +201,7 @@ class _Job:
             total.update(END)
             file.flush()
             os.fsync(file.fileno())
-        os.utime(path, ns=(begun, begun))  # What is replaced while it is written is then younger.
+        os.utime(path, ns=(begun, begun))  # so that an image that changes during writing is newer
         return total.hexdigest()
 
     def _image(self, index: int) -> bytes:
@@ -223,7 +222,7 @@ class _Job:
 
 
 def _offsets(dataset: Dataset, piece: range) -> Iterator[tuple[int, int]]:
-    """Where in its tar file each image of a shard begins."""
+    """The offset of each image of a shard in its tar file."""
     offset = 0
     for index in piece:
         yield index, offset + BLOCK
@@ -231,15 +230,15 @@ def _offsets(dataset: Dataset, piece: range) -> Iterator[tuple[int, int]]:
 
 
 def _changed(path: str) -> int:
-    """When a file got the content that it has, or a link the target, at the latest; nanoseconds by its file system's clock.
+    """The time of the last change of a file or a link to it, in nanoseconds of the file system's clock.
 
-    The time of the last change of the entry, not of the content: the latter comes along with a copy.
+    Uses ctime, because copying a file can preserve its mtime.
     """
     return max(os.stat(path).st_ctime_ns, os.lstat(path).st_ctime_ns)
 
 
 def _blocks(size: int) -> int:
-    """Bytes that a file of this size takes in a tar file."""
+    """Bytes of a file of this size in a tar file, with its header."""
     return BLOCK + -(-size // BLOCK) * BLOCK
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.datasets.manifest import Paths, encode, is_number, read_lines, write_whole
-from pipelines.errors import DataError, spelled
+from pipelines.errors import DataError, join_names
 
 HEADER = "# shards "
 SHARD = "# shard "
@@ -84,7 +84,7 @@ class Shards:
         number, within = self._place(offset)
         return self._folder / self._shards[number].name, within
 
-    def announce(self, offset: int, size: int) -> None:
+    def prefetch(self, offset: int, size: int) -> None:
         """Prefetches bytes from the disk."""
         number, within = self._place(offset)
         os.posix_fadvise(self._file(number).fileno(), within, size, os.POSIX_FADV_WILLNEED)
@@ -169,7 +169,7 @@ class Shards:
 
     def _wrong(self, shards: list[str]) -> DataError:
         return DataError(
-            f"{self._folder}: shards changed since they were packed: {spelled(shards)}; copy or pack these shards again"
+            f"{self._folder}: shards changed since they were packed: {join_names(shards)}; copy or pack these shards again"
         )
 
 

@@ -155,7 +155,7 @@ class Project:
 
     def epochs(self, setting: Setting, mode: str) -> Callable[[int], Iterator[torch.Tensor]]:
         train = mode == "training"
-        loader = Loader(setting.dataset(), TRANSFORM, train=train, batch=setting.batch, threads=setting.threads)
+        loader = Loader(setting.dataset(), TRANSFORM, train=train, batch_size=setting.batch, threads=setting.threads)
         return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
 
 

@@ -28,7 +28,7 @@ def loading(mode: str, settings: Settings) -> Iterator[Row]:
     dataset, device = Dataset.scan(root, "train"), torch.device(settings.device)
     used = [threads for threads in THREADS if threads <= len(os.sched_getaffinity(0))]
     loaders = {
-        threads: Loader(dataset, Transform(), train=mode == "training", batch=batch, threads=threads, device=device)
+        threads: Loader(dataset, Transform(), train=mode == "training", batch_size=batch, threads=threads, device=device)
         for threads in used
     }
     speeds: dict[int, list[float]] = {threads: [] for threads in used}

@@ -13,7 +13,7 @@ def on_gpu() -> Any:
     nothing: Iterator[tuple[Any, ...]] = iter(())
     pipeline = dali.Pipeline(batch_size=4, num_threads=1, device_id=None)
     with pipeline:
-        pipeline.set_outputs(dali.squares(Transform(), nothing))
+        pipeline.set_outputs(*dali.gpu_graph(Transform(), nothing))
     return pipeline
 
 

@@ -1,4 +1,4 @@
-"""Batches: exactly the right images, exactly repeatable, with the right numbers in them."""
+"""Batches: the right images with the right pixel values, reproducibly."""
 
 import gc
 import sys
@@ -26,12 +26,12 @@ from sklearn.datasets import load_sample_images
 
 from pipelines import DataError, Dataset, Loader, Transform, dali, sampler
 from pipelines.datasets.check import Broken, broken_images
-from pipelines.loader import Batch, threads_of
-from pipelines.transform import MANIPULATIONS, crop_windows, draws, mirrored
+from pipelines.loader import Batch, decoding_threads
+from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers
 
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
-"""The images of `colours` in the order of their dataset."""
+"""The images of `colours` in dataset order."""
 PLAIN = Transform(
     size=16,
     resize=16,
@@ -40,11 +40,11 @@ PLAIN = Transform(
     mean=(0.0, 0.0, 0.0),
     std=(1 / 255, 1 / 255, 1 / 255),
 )
-"""Gives pixel values 0..255 as they are."""
+"""Keeps pixel values from 0 to 255."""
 few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-"""The images on the disk do not change between examples."""
+"""All examples can share a fixture, because they do not change images."""
 AGREEMENT = 0.3
-"""Mean absolute difference to Pillow that is allowed, of 255."""
+"""Allowed mean absolute difference from Pillow; pixel values go up to 255."""
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="decoding on the GPU needs a CUDA device, and torch sees none"
 )
@@ -57,7 +57,7 @@ def save(image: NDArray[np.uint8], path: Path) -> None:
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
-    """Image i is of one colour, red = 10 i, in 3 classes, train and val alike."""
+    """Images of a single colour, with red = 10 i in image i, in 3 classes; the same in train and val."""
     for split in ("train", "val"):
         for index in range(COUNT):
             colour = np.full((20, 30, 3), (10 * index, 7, 250), np.uint8)
@@ -67,7 +67,7 @@ def colours(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shades(tmp_path: Path) -> Path:
-    """Smooth images of odd sizes, dark on the left and bright on the right: a mirrored one is known."""
+    """Smooth images of odd sizes, darker on the left than on the right, so that mirrored ones can be recognized."""
     for index, (height, width) in enumerate([(40, 57), (61, 33), (48, 48), (90, 35)] * 4):
         row, column = np.mgrid[0:height, 0:width]
         grey = 20 + 215 * column / width
@@ -79,7 +79,7 @@ def shades(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """JPEGs with fine detail: landscapes, a portrait, one that a camera noted as turned, one for print, a grey one."""
+    """JPEGs with fine detail: landscapes, a portrait, one with an EXIF rotation, one in CMYK, and one in grayscale."""
     china, flower = (Image.fromarray(photograph) for photograph in load_sample_images().images)
     turned = Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
@@ -95,13 +95,13 @@ def photographs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def loader(root: Path, split: str, batch: int = 5, rank: int = 0, world: int = 1, seed: int = 0) -> Loader:
+def loader(root: Path, split: str, batch_size: int = 5, rank: int = 0, world_size: int = 1, seed: int = 0) -> Loader:
     data = Dataset.scan(root, split)
-    return Loader(data, PLAIN, train=split == "train", batch=batch, rank=rank, world=world, seed=seed)
+    return Loader(data, PLAIN, train=split == "train", batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
 
 
 def indices_seen(one: Loader, epoch: int = 0) -> list[int]:
-    """Which images came, told from their colours; checks the labels on the way."""
+    """The indices of the images, decoded from their colours; also checks the labels."""
     seen: list[int] = []
     for images, labels in one.epoch(epoch):
         assert images.shape[1:] == (3, 16, 16)
@@ -113,16 +113,19 @@ def indices_seen(one: Loader, epoch: int = 0) -> list[int]:
     return seen
 
 
-def ranks(root: Path, split: str, batch: int, world: int, count: int = COUNT) -> list[Loader]:
-    """The loaders of all ranks, on the first images of the split."""
+def ranks(root: Path, split: str, batch_size: int, world_size: int, count: int = COUNT) -> list[Loader]:
+    """The loaders of all ranks for the first images of the split."""
     data = Dataset.scan(root, split)
     first = replace(data, paths=data.paths[:count], labels=data.labels[:count], sizes=data.sizes[:count])
-    return [Loader(first, PLAIN, train=split == "train", batch=batch, rank=rank, world=world) for rank in range(world)]
+    return [
+        Loader(first, PLAIN, train=split == "train", batch_size=batch_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
 
 
 @few
 @given(st.integers(1, COUNT), st.integers(1, 30), st.integers(1, 4), st.sampled_from(["train", "val"]))
-def test_each_image_once_over_ranks(colours: Path, count: int, batch: int, world: int, split: str) -> None:
+def test_epoch_has_each_image_once_over_all_ranks(colours: Path, count: int, batch: int, world: int, split: str) -> None:
     if split == "train" and count // sampler.steps(count, batch) < world:
         with pytest.raises(DataError, match="too few"):
             ranks(colours, split, batch, world, count)
@@ -133,13 +136,13 @@ def test_each_image_once_over_ranks(colours: Path, count: int, batch: int, world
 
 
 def test_validation_with_more_ranks_than_images_in_a_step(colours: Path) -> None:
-    seen = [indices_seen(one) for one in ranks(colours, "val", batch=2, world=3)]
+    seen = [indices_seen(one) for one in ranks(colours, "val", batch_size=2, world_size=3)]
     assert sorted(chain.from_iterable(seen)) == list(range(COUNT))
     assert seen[2] == []
 
 
 def test_steps_and_batch_sizes(colours: Path) -> None:
-    one = loader(colours, "train", batch=5)
+    one = loader(colours, "train", batch_size=5)
     sizes = [len(batch.labels_N) for batch in one.epoch(0)]
     assert len(sizes) == one.steps == 5
     assert sorted(sizes) == [4, 4, 5, 5, 5]
@@ -171,16 +174,16 @@ def steps_of(one: Loader, epoch: int, seen: int = 0) -> list[torch.Tensor]:
 
 
 def test_image_depends_on_neither_batch_nor_ranks(shades: Path) -> None:
-    alone = pixels(loader(shades, "train", batch=16), 1)
-    assert torch.equal(pixels(loader(shades, "train", batch=5), 1), alone)
-    steps = zip(*(steps_of(loader(shades, "train", rank=rank, world=3), 1) for rank in range(3)), strict=True)
+    alone = pixels(loader(shades, "train", batch_size=16), 1)
+    assert torch.equal(pixels(loader(shades, "train", batch_size=5), 1), alone)
+    steps = zip(*(steps_of(loader(shades, "train", rank=rank, world_size=3), 1) for rank in range(3)), strict=True)
     assert torch.equal(torch.cat([torch.cat(step) for step in steps]), alone)
 
 
 @few
 @given(st.data(), st.integers(1, 16), st.integers(1, 3), st.sampled_from(["train", "val"]))
 def test_rest_of_an_epoch_is_bit_identical(shades: Path, data: st.DataObject, batch: int, after: int, split: str) -> None:
-    """Images and labels after a stop at any step, with as many ranks as before and with another number."""
+    """Resumes after any step, with any number of ranks."""
     after = min(after, 16 // sampler.steps(16, batch))
     whole = list(loader(shades, split, batch).epoch(2))
     done = data.draw(st.integers(0, len(whole)))
@@ -192,13 +195,13 @@ def test_rest_of_an_epoch_is_bit_identical(shades: Path, data: st.DataObject, ba
 
 
 @pytest.mark.parametrize("seen", [-1, COUNT + 1, 2.5])
-def test_rejects_more_images_seen_than_there_are(colours: Path, seen: Any) -> None:
+def test_rejects_invalid_number_of_seen_images(colours: Path, seen: Any) -> None:
     with pytest.raises(DataError, match=f"an epoch of 23 images can resume after 0 to 23 images, not after {seen}"):
         loader(colours, "train").epoch(0, seen)
 
 
-def test_rejects_a_rest_with_idle_ranks(colours: Path) -> None:
-    one = loader(colours, "train", batch=8, world=4)
+def test_rejects_rest_of_epoch_with_idle_ranks(colours: Path) -> None:
+    one = loader(colours, "train", batch_size=8, world_size=4)
     assert list(one.epoch(0, COUNT)) == []
     with pytest.raises(DataError, match=r"3 images with batch size 8 .* for 4 workers"):
         one.epoch(0, COUNT - 3)
@@ -213,7 +216,7 @@ def test_epochs_and_seeds_differ(shades: Path) -> None:
 def test_crops_differ_between_epochs(shades: Path) -> None:
     data = Dataset.scan(shades, "train")
     single = data.first(1)
-    one = Loader(single, PLAIN, train=True, batch=1)
+    one = Loader(single, PLAIN, train=True, batch_size=1)
     assert len({tuple(pixels(one, epoch).flatten().tolist()) for epoch in range(4)}) == 4
 
 
@@ -222,7 +225,7 @@ def looks_mirrored(one: Loader) -> list[bool]:
     return (red[:, :, 0].mean(1) > red[:, :, -1].mean(1)).tolist()
 
 
-def test_flip_mirrors_some_and_only_when_on(shades: Path) -> None:
+def test_flip_mirrors_about_half_of_the_images(shades: Path) -> None:
     one = loader(shades, "train")
     assert not any(looks_mirrored(one))
     one.transform = Transform(size=16, resize=16, crop_area=(0.3, 1.0))
@@ -239,7 +242,7 @@ def test_normalises_with_mean_and_std(colours: Path) -> None:
     assert np.allclose(first.numpy(), expected[:, None, None], atol=1e-5)
 
 
-def test_a_crop_of_everything_is_the_whole_image(tmp_path: Path) -> None:
+def test_largest_crop_is_the_whole_image(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (24, 24, 3), dtype=np.uint8)
     for split in ("train", "val"):
         save(noise, tmp_path / split / "one" / "1.png")
@@ -254,7 +257,7 @@ def opened(path: Path) -> Image.Image:
 
 
 def pillow_validation(path: Path, size: int, resize: int) -> NDArray[np.float64]:
-    """The same with Pillow, CHW in 0..255; lengths and places are rounded as in torchvision."""
+    """The same with Pillow, CHW from 0 to 255, rounded as in torchvision."""
     image = opened(path)
     width, height = (int(resize * side / min(image.size)) for side in image.size)
     resized = image.resize((width, height), Image.Resampling.BILINEAR)
@@ -273,15 +276,15 @@ def test_validation_agrees_with_pillow(source: str, size: int, resize: int, requ
 
 
 def pillow_training(one: Loader, epoch: int, index: int) -> NDArray[np.float64]:
-    """The same with Pillow, from the numbers drawn for this image."""
-    numbers = draws(one.seed, epoch, np.array([index]))
+    """The same with Pillow and the same random numbers."""
+    numbers = random_numbers(one.seed, epoch, np.array([index]))
     image = opened(one.dataset.root / one.dataset.paths[index])
-    windows = crop_windows(one.transform, numbers, np.array([[image.height, image.width]]))
+    windows = random_crops(one.transform, numbers, np.array([[image.height, image.width]]))
     (top, left), (height, width) = (window[0].tolist() for window in windows)
     crop = image.crop((left, top, left + width, top + height))
     square = crop.resize((one.transform.size, one.transform.size), Image.Resampling.BILINEAR)
     pixels_CHW = np.asarray(square, np.float64).transpose(2, 0, 1)
-    return pixels_CHW[:, :, ::-1] if mirrored(one.transform, numbers)[0] else pixels_CHW
+    return pixels_CHW[:, :, ::-1] if random_mirrors(one.transform, numbers)[0] else pixels_CHW
 
 
 @pytest.mark.parametrize("source", ["shades", "photographs"])
@@ -296,7 +299,7 @@ def test_training_agrees_with_pillow(source: str, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize("name", MANIPULATIONS)
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_manipulations_are_of_the_finished_square(shades: Path, split: str, name: str) -> None:
+def test_manipulations_apply_to_the_finished_square(shades: Path, split: str, name: str) -> None:
     one = loader(shades, split)
     plain = pixels(one, 0)
     one.transform = replace(PLAIN, manipulation=name)
@@ -331,24 +334,24 @@ def test_broken_image_is_named(colours: Path, split: str, kind: str, reason: str
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_cut_off_jpeg_is_named_though_the_square_lies_above_the_break(tmp_path: Path, split: str) -> None:
+def test_truncated_jpeg_is_named_even_if_crops_lie_above_the_break(tmp_path: Path, split: str) -> None:
     tall = np.random.default_rng(0).integers(0, 255, (300, 40, 3), dtype=np.uint8)
     save(tall, tmp_path / split / "a/1.jpg")
     whole = (tmp_path / split / "a/1.jpg").read_bytes()
-    (tmp_path / split / "a/2.jpg").write_bytes(whole + b"behind the end")  # as some cameras write them
-    one = loader(tmp_path, split, batch=1)
+    (tmp_path / split / "a/2.jpg").write_bytes(whole + b"after the end")  # as some cameras do
+    one = loader(tmp_path, split, batch_size=1)
     one.transform = replace(PLAIN, crop_area=(0.01, 0.02))
     assert sum(len(batch.labels_N) for epoch in range(3) for batch in one.epoch(epoch)) == 6
 
     (tmp_path / split / "a/1.jpg").write_bytes(whole[: len(whole) * 9 // 10])
-    one = loader(tmp_path, split, batch=1)
+    one = loader(tmp_path, split, batch_size=1)
     one.transform = replace(PLAIN, crop_area=(0.01, 0.02))
     for epoch in range(5):
         with pytest.raises(DataError, match=r"a/1\.jpg: cannot use this image: damaged"):
             list(one.epoch(epoch))
 
 
-def test_only_jpegs_without_an_end_are_decoded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_jpegs_without_end_marker_are_decoded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("1.jpg", "2.jpg", "3.png"):
         save(np.full((20, 20, 3), 90, np.uint8), tmp_path / "val/a" / name)
     with open(tmp_path / "val/a/2.jpg", "ab") as file:
@@ -360,9 +363,9 @@ def test_only_jpegs_without_an_end_are_decoded_twice(tmp_path: Path, monkeypatch
         return broken_images(dataset, indices)
 
     monkeypatch.setattr("pipelines.loader.broken_images", note)
-    one = loader(tmp_path, "val", batch=1)
+    one = loader(tmp_path, "val", batch_size=1)
     assert [len(list(one.epoch(number))) for number in range(2)] == [3, 3]
-    assert asked == [-1, 1], "once, and nothing is made ready for it where nothing is in doubt"
+    assert asked == [-1, 1], "one check, and none for the other images"
 
 
 def test_vanished_image_is_named(colours: Path) -> None:
@@ -373,7 +376,7 @@ def test_vanished_image_is_named(colours: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_image_that_changed_since_it_was_listed_is_named(colours: Path, split: str) -> None:
+def test_changed_image_is_named(colours: Path, split: str) -> None:
     one = loader(colours, split)
     with open(one.dataset.root / one.dataset.paths[5], "ab") as file:
         file.write(b"more")
@@ -381,7 +384,7 @@ def test_image_that_changed_since_it_was_listed_is_named(colours: Path, split: s
         list(one.epoch(0))
 
 
-def test_batches_are_the_callers_own(shades: Path) -> None:
+def test_batches_do_not_share_memory(shades: Path) -> None:
     one = loader(shades, "train")
     kept = [(batch.images_NCHW, batch.images_NCHW.clone()) for batch in one.epoch(0)]
     assert all(torch.equal(held, copied) for held, copied in kept)
@@ -389,21 +392,21 @@ def test_batches_are_the_callers_own(shades: Path) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """The decoding pipelines that were made."""
+    """Records the decoding pipelines."""
     made: list[weakref.ref[Any]] = []
-    make = dali.image_pipeline
+    make = dali.decoding_pipeline
 
     def noted(*arguments: Any, **settings: Any) -> Any:
         pipeline = make(*arguments, **settings)
         made.append(weakref.ref(pipeline))
         return pipeline
 
-    monkeypatch.setattr(dali, "image_pipeline", noted)
+    monkeypatch.setattr(dali, "decoding_pipeline", noted)
     return made
 
 
 @pytest.mark.parametrize("batch", [2, 5, 16])
-def test_epochs_share_their_pipelines_and_give_the_same_bits(shades: Path, batch: int, built: list[weakref.ref[Any]]) -> None:
+def test_epochs_reuse_pipelines_with_identical_results(shades: Path, batch: int, built: list[weakref.ref[Any]]) -> None:
     one = loader(shades, "train", batch)
     for number, steps in ((0, 0), (1, 1), (1, 0), (2, one.steps - 1), (3, 0)):
         seen = one.seen_after(min(steps, one.steps))
@@ -417,7 +420,7 @@ def assert_same(some: list[Batch], others: list[Batch]) -> None:
     assert all(map(torch.equal, *([batch.labels_N for batch in batches] for batches in (some, others))))
 
 
-def test_epochs_at_the_same_time_have_their_own_pipelines(shades: Path, built: list[weakref.ref[Any]]) -> None:
+def test_concurrent_epochs_use_separate_pipelines(shades: Path, built: list[weakref.ref[Any]]) -> None:
     one = loader(shades, "train")
     pairs = list(zip(one.epoch(0), one.epoch(1), strict=True))
     assert len(built) == 2
@@ -425,10 +428,10 @@ def test_epochs_at_the_same_time_have_their_own_pipelines(shades: Path, built: l
         assert_same(list(batches), list(loader(shades, "train").epoch(number)))
 
 
-def test_pipelines_are_not_used_again_after_leaving_early_or_an_error(shades: Path, built: list[weakref.ref[Any]]) -> None:
-    one, expected = loader(shades, "train", batch=2), list(loader(shades, "train", batch=2).epoch(1))
+def test_pipelines_are_not_reused_after_incomplete_epochs(shades: Path, built: list[weakref.ref[Any]]) -> None:
+    one, expected = loader(shades, "train", batch_size=2), list(loader(shades, "train", batch_size=2).epoch(1))
     built.clear()
-    gc.disable()  # pipelines that are dropped do not wait for it
+    gc.disable()  # pipelines must be freed without it
     try:
         left = one.epoch(0)
         next(left)
@@ -447,31 +450,31 @@ def test_pipelines_are_not_used_again_after_leaving_early_or_an_error(shades: Pa
         gc.enable()
     one.threads = 2
     assert_same(list(one.epoch(1)), expected)
-    assert len(built) == 5, "the first, one beside it, one after each error, one with more threads"
+    assert len(built) == 5, "the first, a concurrent one, one after each error, one with more threads"
 
 
-def test_waited_counts_waiting_only(colours: Path) -> None:
+def test_wait_seconds_exclude_the_consumer(colours: Path) -> None:
     one = loader(colours, "val")
     began = time.perf_counter()
     for _ in one.epoch(0):
         time.sleep(0.05)
-    assert 0 < one.waited <= time.perf_counter() - began - 5 * 0.05
+    assert 0 < one.wait_seconds <= time.perf_counter() - began - 5 * 0.05
 
 
 def test_rejects_training_with_idle_ranks(colours: Path) -> None:
     with pytest.raises(DataError, match=r"23 images with batch size 2 give steps of only 1 .* for 2 workers"):
-        loader(colours, "train", batch=2, world=2)
+        loader(colours, "train", batch_size=2, world_size=2)
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (3, 2), (8, 7)])
 def test_threads_leave_a_cpu_for_python(cpus: int, threads: int) -> None:
-    assert threads_of(cpus) == threads
+    assert decoding_threads(cpus) == threads
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_synthetic_batches_are_noise_with_the_right_labels(train: bool) -> None:
+def test_synthetic_batches_are_noise_with_correct_labels(train: bool) -> None:
     data = Dataset.synthetic("train", classes=3, per_class=4)
-    one = Loader(data, PLAIN, train=train, batch=5)
+    one = Loader(data, PLAIN, train=train, batch_size=5)
     batches = list(one.epoch(0))
     assert [tuple(batch.images_NCHW.shape) for batch in batches] == [(4, 3, 16, 16)] * 3
     labels = torch.cat([batch.labels_N for batch in batches]).tolist()
@@ -483,27 +486,27 @@ def test_synthetic_batches_are_noise_with_the_right_labels(train: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch": 0}, {"rank": 2, "world": 2}, {"rank": -1}, {"seed": -1}, {"batch": 2.5}, {"seed": 2**70}]
+    "wrong", [{"batch_size": 0}, {"rank": 2, "world_size": 2}, {"rank": -1}, {"seed": -1}, {"batch_size": 2.5}, {"seed": 2**70}]
 )
-def test_rejects_impossible_settings(colours: Path, wrong: dict[str, Any]) -> None:
+def test_rejects_invalid_settings(colours: Path, wrong: dict[str, Any]) -> None:
     (key, value), *_ = wrong.items()
-    with pytest.raises(DataError, match=rf"a loader needs integers with batch >= 1, .* not .*{key}={value}"):
+    with pytest.raises(DataError, match=rf"a loader needs integers with batch_size >= 1, .* not .*{key}={value}"):
         loader(colours, "val", **wrong)
 
 
 @pytest.mark.parametrize("number", [-1, 1.5])
-def test_rejects_epochs_that_there_cannot_be(colours: Path, number: Any) -> None:
+def test_rejects_invalid_epochs(colours: Path, number: Any) -> None:
     with pytest.raises(DataError, match=f"the epoch must be an integer of at least 0, not {number}"):
         loader(colours, "train").epoch(number)
 
 
-def test_numbers_may_be_of_numpy(colours: Path) -> None:
-    one = loader(colours, "train", batch=np.int64(8), seed=np.uint32(3))  # type: ignore[arg-type]
-    assert indices_seen(one, np.int16(2)) == indices_seen(loader(colours, "train", batch=8, seed=3), 2)  # type: ignore[arg-type]
+def test_accepts_numpy_integers(colours: Path) -> None:
+    one = loader(colours, "train", batch_size=np.int64(8), seed=np.uint32(3))  # type: ignore[arg-type]
+    assert indices_seen(one, np.int16(2)) == indices_seen(loader(colours, "train", batch_size=8, seed=3), 2)  # type: ignore[arg-type]
 
 
 def test_import_is_light() -> None:
-    """A driver that only lists files must not pay for DALI."""
+    """Listing files must not load DALI."""
     code = "import sys, pipelines; sys.exit(any(name.startswith('nvidia.dali') for name in sys.modules))"
     root = Path(__file__).resolve().parents[2]
     assert run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
@@ -511,7 +514,7 @@ def test_import_is_light() -> None:
 
 @pytest.fixture
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """A GPU for machines without one: its graph and torch compute on the CPU, and calls into CUDA are counted."""
+    """Runs the GPU's graph on the CPU and counts calls of CUDA functions."""
     calls: Counter[str] = Counter()
 
     def count(name: str, result: Any = None) -> Any:
@@ -534,7 +537,9 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_gpu_batches_share_one_stream_and_labels_do_not_wait(shades: Path, split: str, simulated_gpu: Counter[str]) -> None:
+def test_gpu_batches_use_one_stream_and_copy_labels_asynchronously(
+    shades: Path, split: str, simulated_gpu: Counter[str]
+) -> None:
     on_cpu, on_gpu = loader(shades, split), loader(shades, split)
     on_gpu.device = torch.device("cuda", 0)
     for epoch in range(2):
@@ -546,17 +551,18 @@ def test_gpu_batches_share_one_stream_and_labels_do_not_wait(shades: Path, split
     assert simulated_gpu == {"streams": 1, "synchronized": batches, "recorded": batches, "pinned": batches, copied: batches}
 
 
-def test_synthetic_images_are_copied_to_a_gpu_once(simulated_gpu: Counter[str]) -> None:
-    one = Loader(Dataset.synthetic("train", 3, 4), PLAIN, train=True, batch=5, device=torch.device("cuda", 0))
+def test_synthetic_images_are_copied_to_the_gpu_once(simulated_gpu: Counter[str]) -> None:
+    one = Loader(Dataset.synthetic("train", 3, 4), PLAIN, train=True, batch_size=5, device=torch.device("cuda", 0))
     assert len(list(one.epoch(0))) == 3
-    assert simulated_gpu == {"pinned": 4, "copied to cuda:0, non_blocking=True": 4}, "noise, and the labels of 3 batches"
+    assert simulated_gpu == {"pinned": 4, "copied to cuda:0, non_blocking=True": 4}, "the noise and the labels of 3 batches"
 
 
 @needs_cuda
 def test_cuda_agrees_with_cpu(shades: Path) -> None:
     data = Dataset.scan(shades, "train")
     for train in (True, False):
-        on_cpu, on_cuda = (Loader(data, PLAIN, train=train, batch=5, device=torch.device(device)) for device in ("cpu", "cuda"))
+        devices = torch.device("cpu"), torch.device("cuda")
+        on_cpu, on_cuda = (Loader(data, PLAIN, train=train, batch_size=5, device=device) for device in devices)
         for here, there in zip(on_cpu.epoch(1), on_cuda.epoch(1), strict=True):
             assert there.images_NCHW.is_cuda and there.labels_N.is_cuda
             assert torch.equal(here.labels_N, there.labels_N.cpu())

@@ -1,4 +1,4 @@
-"""Decoded images to squares on the CPU: torch's own resize, but only of what is seen, and in memory that is used again."""
+"""The resampler: the same result as torch's resize, limited to the visible region, with reused memory."""
 
 import os
 import subprocess
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from cuda_ext.build import load
 from pipelines import Transform
-from pipelines.resample import _by_torch, _Memory, _rows, parts, resampler
-from pipelines.transform import Windows, draws, training_windows, validation_windows
+from pipelines.resample import _by_torch, _Memory, resampler, visible_region
+from pipelines.transform import CropParams, random_numbers, training_crops, validation_crops
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
-"""Squares then hold the pixels' own values."""
+"""Normalization that keeps the pixel values."""
 
 sides = st.integers(1, 30) | st.integers(1, 400)
 
@@ -29,15 +29,15 @@ def pictures(sizes: list[tuple[int, int]], seed: int) -> list[NDArray[np.uint8]]
     return [generator.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
 
 
-def windows_of(transform: Transform, sizes: list[tuple[int, int]], train: bool) -> Windows:
+def crops_of(transform: Transform, sizes: list[tuple[int, int]], train: bool) -> CropParams:
     sizes_N2 = np.array(sizes)
     if not train:
-        return validation_windows(transform, sizes_N2)
-    return training_windows(transform, draws(7, 1, np.arange(len(sizes))), sizes_N2)
+        return validation_crops(transform, sizes_N2)
+    return training_crops(transform, random_numbers(7, 1, np.arange(len(sizes))), sizes_N2)
 
 
 def cut(images: list[NDArray[np.uint8]], start_N2: NDArray[np.int32], extent_N2: NDArray[np.int32]) -> list[torch.Tensor]:
-    """What the decoder would hand over."""
+    """The regions that the decoder would return."""
     return [
         torch.from_numpy(image[top : top + height, left : left + width].copy())
         for image, (top, left), (height, width) in zip(images, start_N2.tolist(), extent_N2.tolist(), strict=True)
@@ -59,41 +59,42 @@ def run(operator: Callable[..., None], images: list[torch.Tensor], rows_N9: torc
     st.integers(0, 2**32),
 )
 def test_matches_reference(sizes: list[tuple[int, int]], size: int, margin: int, train: bool, seed: int) -> None:
-    """Torch resizes the whole crop; the operator gets only the part that the square shows."""
+    """torch resizes the whole crop; the operator gets only the visible region."""
     transform = Transform(size=size, resize=size + margin)
-    images, windows = pictures(sizes, seed), windows_of(transform, sizes, train)
+    images, crops = pictures(sizes, seed), crops_of(transform, sizes, train)
     assert "resample" not in load(), "the kernels are built for tests"
-    rows_N9 = _rows(windows, size)
-    ours = run(torch.ops.san.resample, cut(images, *parts(windows, size)), rows_N9, size)
+    start_N2, extent_N2, settings_N9 = visible_region(crops, size)
+    rows_N9 = torch.from_numpy(settings_N9)
+    ours = run(torch.ops.san.resample, cut(images, start_N2, extent_N2), rows_N9, size)
 
     rows_N9[:, 2:4] = 0
-    whole = run(_by_torch, cut(images, windows.start_N2, windows.extent_N2), rows_N9, size)
-    # Both round to whole pixel values twice, torch with weights of 16 bits: a half, which some ratios have often, may fall to
-    # either side. How well photographs agree with Pillow stands in test_loader.py.
+    whole = run(_by_torch, cut(images, crops.start_N2, crops.extent_N2), rows_N9, size)
+    # Both round to integers twice, and torch uses 16-bit weights, so values near one half may be rounded either way.
+    # test_loader.py compares photographs with Pillow.
     difference = (ours - whole).abs() / torch.tensor([1.0, 2.0, 0.5])[:, None, None]
     assert difference.max() <= 2 and (difference == 2).sum() <= 0.1 * difference.numel()
     if size >= 16:
-        assert (difference > 0).double().mean() < 0.5, "as many by one level as not: that is no rounding"
+        assert (difference > 0).double().mean() < 0.5, "so many differences are not due to rounding"
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_only_what_is_seen_is_decoded(train: bool) -> None:
+def test_visible_region_lies_in_crop(train: bool) -> None:
     transform, sizes = Transform(), [(375, 500), (500, 375), (3000, 4000)]
-    windows = windows_of(transform, sizes, train)
-    start_N2, extent_N2 = parts(windows, transform.size)
-    assert (start_N2 >= windows.start_N2).all()
-    assert (start_N2 + extent_N2 <= windows.start_N2 + windows.extent_N2).all()
-    seen = extent_N2.prod(axis=1) / np.prod(sizes, axis=1)
-    assert (seen < 0.62).all() if not train else (extent_N2 == windows.extent_N2).all()
+    crops = crops_of(transform, sizes, train)
+    start_N2, extent_N2, _ = visible_region(crops, transform.size)
+    assert (start_N2 >= crops.start_N2).all()
+    assert (start_N2 + extent_N2 <= crops.start_N2 + crops.extent_N2).all()
+    visible = extent_N2.prod(axis=1) / np.prod(sizes, axis=1)
+    assert (visible < 0.62).all() if not train else (extent_N2 == crops.extent_N2).all()
 
 
-def test_noncontiguous() -> None:
+def test_noncontiguous_image() -> None:
     transform = Transform(size=16, resize=20)
-    windows = windows_of(transform, [(40, 60)], train=False)
-    (part,) = cut(pictures([(40, 60)], 0), *parts(windows, 16))
+    start_N2, extent_N2, settings_N9 = visible_region(crops_of(transform, [(40, 60)], train=False), 16)
+    (part,) = cut(pictures([(40, 60)], 0), start_N2, extent_N2)
     wide = torch.stack([part, part + 1], dim=-1).flatten(2)
     assert not wide[:, :, ::2].is_contiguous()
-    rows_N9 = _rows(windows, 16)
+    rows_N9 = torch.from_numpy(settings_N9)
     assert torch.equal(*(run(torch.ops.san.resample, [image], rows_N9, 16) for image in (part, wide[:, :, ::2])))
 
 
@@ -115,63 +116,64 @@ IMAGE, ROW, OUT = (
         pytest.param(IMAGE, ROW.int(), OUT, "windows must be int64", id="rows"),
     ],
 )
-def test_rejects_impossible_windows(image: torch.Tensor, row: torch.Tensor, out: torch.Tensor, complaint: str) -> None:
-    """Users never get here; a mistake of ours must not read foreign memory."""
+def test_invalid_arguments_are_rejected(image: torch.Tensor, row: torch.Tensor, out: torch.Tensor, complaint: str) -> None:
+    """Users cannot cause these errors, but a bug must not read invalid memory."""
     with pytest.raises(RuntimeError, match=complaint):
         torch.ops.san.resample([image], row, torch.ones(3), torch.zeros(3), out)
 
 
-def test_batch_is_the_same_for_any_number_of_threads() -> None:
+def test_result_does_not_depend_on_number_of_threads() -> None:
     sizes = [(30 + 7 * k, 90 - 5 * k) for k in range(11)]
     transform = Transform(size=24, resize=28, **PLAIN)
-    images, windows = pictures(sizes, 3), windows_of(transform, sizes, train=True)
+    start_N2, extent_N2, settings_N9 = visible_region(crops_of(transform, sizes, train=True), 24)
+    regions = cut(pictures(sizes, 3), start_N2, extent_N2)
     found = []
     for threads in (1, 2, 3, 16):
         with resampler(transform, threads, max_batch=16) as squares:
-            found.append(squares.begin(cut(images, *parts(windows, 24)), windows)().clone())
+            found.append(squares.begin(regions, settings_N9)().clone())
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
+def test_memory_is_reused_only_after_all_views_are_gone() -> None:
     memory = _Memory((4, 3, 8, 8))
     first, second = memory.take(4), memory.take(3)
     assert first.data_ptr() != second.data_ptr() and second.shape == (3, 3, 8, 8)
     place, view = first.data_ptr(), first[1:, :2].numpy()
     del first
-    assert memory.take(4).data_ptr() != place, "a view of a view still shows it"
+    assert memory.take(4).data_ptr() != place, "a view of a view still uses this memory"
     del view
     assert memory.take(4).data_ptr() == place
 
 
-def test_memory_that_is_kept_has_an_end() -> None:
+def test_reused_memory_is_limited() -> None:
     memory = _Memory((1, 3, 8, 8))
     held = [memory.take(1) for _ in range(20)]
     assert len({tensor.data_ptr() for tensor in held}) == 20 and len(memory._arrays) < 20
 
 
-def test_failure_in_a_thread_reaches_the_caller() -> None:
+def test_error_in_thread_is_raised() -> None:
     transform = Transform(size=8, resize=8)
-    windows = windows_of(transform, [(20, 20)], train=True)
+    region = visible_region(crops_of(transform, [(20, 20)], train=True), 8)
     with resampler(transform, 1, max_batch=1) as squares:
-        finished = squares.begin([torch.zeros(2, 2, 3, dtype=torch.uint8)], windows)
+        finish = squares.begin([torch.zeros(2, 2, 3, dtype=torch.uint8)], region.settings_N9)
         with pytest.raises(RuntimeError, match="a square needs pixels"):
-            finished()
+            finish()
 
 
-def test_without_a_compiler_torch_does_the_same(tmp_path: Path) -> None:
+def test_torch_replaces_the_operator_without_a_compiler(tmp_path: Path) -> None:
     code = """
 import numpy as np, sys
 from pipelines import Transform
-from pipelines.transform import validation_windows
-from pipelines.resample import parts, resampler
+from pipelines.transform import validation_crops
+from pipelines.resample import resampler, visible_region
 import torch
 image = np.random.default_rng(0).integers(0, 256, (50, 70, 3), np.uint8)
 transform = Transform(size=24, resize=28)
-windows = validation_windows(transform, np.array([[50, 70]]))
-(top, left), (height, width) = (pair[0].tolist() for pair in parts(windows, 24))
+region = visible_region(validation_crops(transform, np.array([[50, 70]])), 24)
+(top, left), (height, width) = region.start_N2[0].tolist(), region.extent_N2[0].tolist()
 part = torch.from_numpy(image[top : top + height, left : left + width].copy())
 with resampler(transform, 1, 1) as squares:
-    np.save(sys.argv[1], squares.begin([part], windows)().numpy())
+    np.save(sys.argv[1], squares.begin([part], region.settings_N9)().numpy())
 """
     found = []
     for name, environment in (("with", {}), ("without", {"PATH": "", "SAN_CACHE": str(tmp_path), "CXX": "none"})):

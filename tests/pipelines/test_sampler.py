@@ -23,7 +23,7 @@ def all_shares(count: int, batch: int, world: int) -> list[list[sampler.Indices]
 def shares_after(seen: int, count: int, batch: int, world: int) -> list[list[sampler.Indices]]:
     """Shares of what is left of the same epoch."""
     rest = sampler.epoch_order(count, seed=3, epoch=5)[seen:]
-    return [sampler.share(rest, sampler.steps(len(rest), batch), rank, world) for rank in range(world)]
+    return [sampler.rank_indices(rest, sampler.steps(len(rest), batch), rank, world) for rank in range(world)]
 
 
 def together(shares: list[list[sampler.Indices]]) -> list[list[int]]:
@@ -51,7 +51,7 @@ def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
 
 
 def test_few_shares_of_imagenet_are_smaller() -> None:
-    sizes = [len(share) for rank in range(8) for share in sampler.share(np.arange(1_281_167), 5005, rank, 8)]
+    sizes = [len(share) for rank in range(8) for share in sampler.rank_indices(np.arange(1_281_167), 5005, rank, 8)]
     assert [sizes.count(size) for size in (31, 32)] == [113, len(sizes) - 113]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipelines import DataError, Transform
-from pipelines.transform import MANIPULATIONS, crop_windows, draws, mirrored
+from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers
 
 quick = settings(max_examples=60)
 sides = st.integers(1, 60) | st.integers(1, 9000)
@@ -47,8 +47,8 @@ def usual_crop(transform: Transform, numbers: list[float], height: int, width: i
 @quick
 @given(transforms, st.lists(st.tuples(sides, sides), min_size=1, max_size=20), seeds)
 def test_crops_are_the_usual_ones(transform: Transform, sizes: list[tuple[int, int]], seed: int) -> None:
-    numbers = draws(seed, 3, np.arange(len(sizes)))
-    ours = np.concatenate(crop_windows(transform, numbers, np.array(sizes)), axis=1)
+    numbers = random_numbers(seed, 3, np.arange(len(sizes)))
+    ours = np.concatenate(random_crops(transform, numbers, np.array(sizes)), axis=1)
     theirs = [usual_crop(transform, row, *size) for row, size in zip(numbers.tolist(), sizes, strict=True)]
     assert ours.dtype == np.int32 and ours.tolist() == [list(window) for window in theirs]
 
@@ -56,13 +56,13 @@ def test_crops_are_the_usual_ones(transform: Transform, sizes: list[tuple[int, i
 @quick
 @given(transforms, sides, sides, seeds)
 def test_crops_lie_in_the_image(transform: Transform, height: int, width: int, seed: int) -> None:
-    start, extent = crop_windows(transform, draws(seed, 0, np.arange(20)), np.array([[height, width]] * 20))
+    start, extent = random_crops(transform, random_numbers(seed, 0, np.arange(20)), np.array([[height, width]] * 20))
     assert start.min() >= 0 and extent.min() >= 1
     assert (start + extent <= (height, width)).all()
 
 
 def many_crops(transform: Transform) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    return crop_windows(transform, draws(5, 1, np.arange(4000)), np.array([[375, 500]] * 4000))
+    return random_crops(transform, random_numbers(5, 1, np.arange(4000)), np.array([[375, 500]] * 4000))
 
 
 def test_areas_ratios_and_places_of_crops() -> None:
@@ -81,23 +81,23 @@ def test_areas_ratios_and_places_of_crops() -> None:
 
 
 def test_half_of_the_images_are_mirrored_and_crops_stay() -> None:
-    numbers = draws(5, 1, np.arange(4000))
-    mirror = mirrored(Transform(), numbers)
+    numbers = random_numbers(5, 1, np.arange(4000))
+    mirror = random_mirrors(Transform(), numbers)
     assert set(mirror.tolist()) == {0, 1} and abs(mirror.mean() - 0.5) < 0.03
-    assert not mirrored(Transform(flip=False), numbers).any()
+    assert not random_mirrors(Transform(flip=False), numbers).any()
     assert all(map(np.array_equal, many_crops(Transform()), many_crops(Transform(flip=False))))
 
 
 @quick
 @given(st.lists(st.integers(0, 2_000_000), max_size=30), seeds, st.integers(0, 1000))
 def test_draws_depend_on_their_index_alone(indices: list[int], seed: int, epoch: int) -> None:
-    together = draws(seed, epoch, np.array(indices, dtype=np.int64))
-    alone = [draws(seed, epoch, np.array([index]))[0] for index in indices]
+    together = random_numbers(seed, epoch, np.array(indices, dtype=np.int64))
+    alone = [random_numbers(seed, epoch, np.array([index]))[0] for index in indices]
     assert together.tolist() == [row.tolist() for row in alone]
 
 
 def test_draws_are_uniform_and_differ() -> None:
-    numbers = np.stack([draws(seed, epoch, np.arange(2000)) for seed in (0, 1) for epoch in (0, 1)])
+    numbers = np.stack([random_numbers(seed, epoch, np.arange(2000)) for seed in (0, 1) for epoch in (0, 1)])
     assert len(np.unique(numbers)) == numbers.size
     assert numbers.min() >= 0 and numbers.max() < 1
     assert np.allclose(numbers.mean(axis=(0, 1)), 0.5, atol=0.02)
@@ -105,7 +105,7 @@ def test_draws_are_uniform_and_differ() -> None:
 
 def test_draws_are_pinned() -> None:
     """Old runs stay repeatable only while these numbers stay what they are."""
-    assert draws(1, 2, np.array([7]))[0, :3].tolist() == [0.44639269526401415, 0.1868319057143616, 0.4119892057706497]
+    assert random_numbers(1, 2, np.array([7]))[0, :3].tolist() == [0.44639269526401415, 0.1868319057143616, 0.4119892057706497]
 
 
 def source_of(name: str, row: int, column: int, last: int) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def test_check_leaves_out_what_is_broken(images: Path, san_data: SanData, tmp_pa
             "packed": False,
             "images": 12,
             "broken": [{"path": f"{images}/train/dog/3.jpg", "reason": "empty file"}],
-            "passed_over": ["train/loose.jpg", "train/cat/notes.txt"],
+            "skipped_files": ["train/loose.jpg", "train/cat/notes.txt"],
             "list": str(tmp_path / "lists/train.txt"),
             "digest": train.digest(),
             "stale": [],
@@ -133,7 +133,7 @@ def test_check_tells_of_split_lists_that_name_what_is_broken(images: Path, san_d
     _, out, _ = san_data("check", images, "--split", "train")
     assert out.endswith(f"; run `san data split` again: {images}/train-split.txt lists broken images\n")
     with pytest.raises(DataError, match=rf"{train.paths[0]}: cannot use this image: .* and `san data split {images}` again"):
-        list(Loader(train, Transform(), train=False, batch=1).epoch(0))
+        list(Loader(train, Transform(), train=False, batch_size=1).epoch(0))
     san_data("split", images, "--per-class", "1")
     _, out, _ = san_data("check", images, "--split", "train")
     assert "again" not in out

@@ -196,7 +196,7 @@ def test_what_is_sound_looks_as_in_pillow(dirty: Dataset) -> None:
     """So CMYK colours are right, pictures stand upright, and a lone pixel becomes a square."""
     sound = dirty.without(one.index for one in broken_images(dirty, range(len(dirty))))
     assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png", LINES}
-    images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch=7).epoch(0)]).numpy()
+    images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch_size=7).epoch(0)]).numpy()
     for path, image in zip(sound.paths, images, strict=True):
         assert np.abs(image - square(sound.root / path)).mean() < 2, path
 
@@ -205,7 +205,7 @@ def test_training_stops_at_the_first_broken_image_with_its_name(dirty: Dataset) 
     with pytest.raises(
         DataError, match=rf"{dirty.root}/train/dirty/.*: cannot use this image: .*`san data check {dirty.root}`"
     ) as stop:
-        list(Loader(dirty, WHOLE, train=True, batch=4).epoch(0))
+        list(Loader(dirty, WHOLE, train=True, batch_size=4).epoch(0))
     assert any(name in str(stop.value) for name in BROKEN)
 
 
@@ -215,7 +215,7 @@ def test_training_on_the_list_skips_them(tmp_path: Path) -> None:
     write_list(list_path(tmp_path, "train"), sound.paths, sound.sizes)
     listed = Dataset.open(tmp_path, "train")
     assert listed == sound
-    labels = [batch.labels_N for batch in Loader(listed, WHOLE, train=True, batch=4).epoch(0)]
+    labels = [batch.labels_N for batch in Loader(listed, WHOLE, train=True, batch_size=4).epoch(0)]
     assert sorted(torch.cat(labels).tolist()) == [0] + [1] * len(SOUND)
 
 
@@ -242,7 +242,7 @@ def test_training_on_a_list_names_a_file_and_what_is_wrong_with_it(tmp_path: Pat
         DataError,
         match=rf"train/a/1\.jpg: cannot use this image: {reason}.*`san data check .*, which leaves such images out of the list",
     ):
-        list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch=2).epoch(0))
+        list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch_size=2).epoch(0))
 
 
 def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
         rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0].index)
     )
     with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0].index))}: cannot use this image: damaged"):
-        list(Loader(packed, WHOLE, train=False, batch=40).epoch(0))
+        list(Loader(packed, WHOLE, train=False, batch_size=40).epoch(0))
 
 
 @pytest.fixture
@@ -363,6 +363,6 @@ def test_interrupts_are_blocked_in_the_first_process_too() -> None:
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     worker = _Worker()
     status = Path(f"/proc/{active_children()[0].pid}/status").read_text()
-    worker.end()
+    worker.stop()
     blocked = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
     assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
-from pipelines.datasets.dataset import _images, passed_over
+from pipelines.datasets.dataset import _images, skipped_files
 
 
 def put(root: Path, *names: str) -> None:
@@ -80,7 +80,7 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
         "val/b/3.jpg": len("elsewhere/3.jpg"),
     }
     put(tmp_path, "val/4.jpg")
-    assert passed_over(tmp_path, "val") == [
+    assert skipped_files(tmp_path, "val") == [
         *("val/4.jpg", "val/circle"),  # beside the classes
         *("val/a/.DS_Store", "val/a/2.txt", "val/a/Thumbs.db"),
     ]
@@ -88,7 +88,7 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read this data folder \(No such file or directory: .*/val"):
-        passed_over(tmp_path, "val")
+        skipped_files(tmp_path, "val")
 
 
 def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_shifted_digits_lie_whole_on_black(folders: dict[str, Path]) -> None:
     drawing, originals = DIGITS["shifted_digits"], load_digits().images
     places = set()
     for index in range(0, 1797, 6):
-        left, top = drawing.place(index)
+        left, top = drawing.position(index)
         canvas = pixels(folders["shifted_digits"], index).copy()
         assert canvas.shape == (drawing.canvas, drawing.canvas)
         inside = np.s_[top : top + drawing.digit, left : left + drawing.digit]
@@ -97,8 +97,8 @@ def test_same_split_and_bytes_every_time(digits: Path, name: str, tmp_path: Path
         "0335",
         "0386",
     ]
-    assert [Drawing(digit=16, canvas=24).place(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
-    assert {DIGITS["digits"].place(index) for index in range(9)} == {(0, 0)}
+    assert [Drawing(digit=16, canvas=24).position(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
+    assert {DIGITS["digits"].position(index) for index in range(9)} == {(0, 0)}
 
 
 def test_second_call_touches_nothing(copy: Path, name: str) -> None:
@@ -135,7 +135,7 @@ def test_rejects_another_drawing(copy: Path, name: str, monkeypatch: pytest.Monk
 
 
 def test_places_are_always_the_same() -> None:
-    assert [DIGITS["shifted_digits"].place(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
+    assert [DIGITS["shifted_digits"].position(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
 
 
 def test_rejects_the_other_data_set(folders: dict[str, Path]) -> None:

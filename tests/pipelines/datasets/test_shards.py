@@ -113,7 +113,7 @@ def test_threads_read_the_same_and_files_are_closed(data: Dataset, out: Path) ->
     packed(data, out)
     before = len(os.listdir("/proc/self/fd"))
     opened = Dataset.open_shards(out, "train")
-    opened.announce(range(len(data)))
+    opened.prefetch(range(len(data)))
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(opened.encoded, [*range(len(data))] * 20))
     assert [image.tobytes() for image in read] == [data.source(index).read() for index in range(len(data))] * 20
@@ -391,18 +391,19 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
 @given(
     train=st.booleans(),
     world=st.integers(1, 3),
-    batch=st.integers(4, 13),  # then every rank has an image in every step
+    batch_size=st.integers(4, 13),  # then every rank has an image in every step
     seed=st.integers(0, 2**31),
     epoch=st.integers(0, 99),
     threads=st.integers(1, 2),
 )
 def test_training_from_shards_is_training_from_the_folder(
-    both: tuple[Dataset, Dataset], train: bool, world: int, batch: int, seed: int, epoch: int, threads: int
+    both: tuple[Dataset, Dataset], train: bool, world: int, batch_size: int, seed: int, epoch: int, threads: int
 ) -> None:
     seen = 0
     for rank in range(world):
         loaders = [
-            Loader(data, PIXELS, train=train, batch=batch, rank=rank, world=world, seed=seed, threads=threads) for data in both
+            Loader(data, PIXELS, train=train, batch_size=batch_size, rank=rank, world_size=world, seed=seed, threads=threads)
+            for data in both
         ]
         for folder, shards in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
             assert torch.equal(folder.images_NCHW, shards.images_NCHW)
@@ -414,7 +415,7 @@ def test_training_from_shards_is_training_from_the_folder(
 def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     """A memory map would end the process."""
     root = Path(shutil.copytree(both[1].root, tmp_path / "cut"))
-    batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch=1).epoch(0)
+    batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch_size=1).epoch(0)
     next(batches)
     for shard in root.glob("*.tar"):
         os.truncate(shard, 100)
