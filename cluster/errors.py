@@ -2,7 +2,7 @@
 
 
 class ClusterError(ValueError):
-    """The cluster cannot be used as requested. The message is one sentence."""
+    """The cluster cannot be used as requested. The message is for users."""
 
 
 class ClusterLostError(ClusterError):

@@ -167,7 +167,7 @@ class JobServer:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turns errors of Ray's client into a ClusterError with one sentence."""
+        """Turns errors of Ray's client into a ClusterError."""
         try:
             yield
         except AuthenticationError:

@@ -94,12 +94,12 @@ def sweep(
             for all workers; it takes about 5 ms, or up to 0.2 s with several workers. Cells with one worker share processes,
             so the function must not leave anything behind that changes the next result. A process in which a cell failed is
             not used again.
-        values: by key; cells start in this order, as many as fit on the cluster at that moment. If the cluster grows, a few
+        values: by key; cells start in this order, limited by the free resources of the cluster. If the cluster grows, a few
             more are queued in Ray, because its autoscaler adds nodes for queued work.
         placement: resources of a cell. Without GPUs, a cell sees none. With several workers, the rank variables of
             `torch.distributed` are set.
         storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
-        observer: is told about starts, progress and ends.
+        observer: receives starts, progress and ends of cells.
         retries: how often a cell that raises or dies is called again, from the beginning; the function itself must resume. A
             cell that loses a node or is preempted is retried up to 10 times in addition, and waits for nodes if there are none.
         progress: a metric, such as the number of epochs. If it has increased since the last failure, retries are counted from
@@ -277,7 +277,7 @@ def _room(placement: Placement, has: Resources) -> int:
 
 @dataclass(slots=True)
 class _RetryState:
-    """The failures of a cell so far."""
+    """Failures of one cell, which limit its retries."""
 
     tracebacks: str = ""
     reached: float = 0.0

@@ -1,9 +1,9 @@
-"""Builds the kernels as shared libraries of the torch stable ABI, which knows no Python version.
+"""Builds the kernels as shared libraries for torch's stable ABI, which does not depend on the Python version.
 
-There are three, `PARTS`, so that a part that cannot be built disables only itself. They lie in a cache folder named after a
-digest of the sources, the compiler flags and torch's version: a changed source can never meet an old binary. Several processes
-or nodes that need a part at once build it once, under a lock. A library's own name holds a digest of its compilers' versions:
-another compiler builds anew, and a machine without a compiler uses the newest library there is.
+There are three libraries, `PARTS`, which are built and disabled independently. The name of their cache folder contains a hash
+of the sources, the compiler flags and torch's version, so changed sources never use an old binary. A lock prevents concurrent
+builds by several processes or nodes. The name of a library contains a hash of its compilers' versions: another compiler builds
+a new one, and a machine without a compiler uses the newest one.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def find_nvcc() -> str:
 
 
 def cuda_refusal() -> str | None:
-    """Why the CUDA kernels are not wanted, whatever compilers there are: SAN_CUDA (`auto`, `0` or `1`) and torch decide."""
+    """Why SAN_CUDA (`auto`, `0` or `1`) or a CPU build of torch disables the CUDA kernels, or None."""
     choice = os.environ.get("SAN_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         return f"SAN_CUDA must be auto, 0 or 1, not {choice!r}"
@@ -202,7 +202,7 @@ def run(command: list[str]) -> None:
 
 
 def run_all(commands: list[list[str]]) -> None:
-    """Runs compilers side by side, as many as there are CPUs."""
+    """Runs commands in parallel, one per CPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(max_workers=cpus) as pool:
         list(pool.map(run, commands))
@@ -325,7 +325,7 @@ def _build_aloud(part: str, library: Path, toolchain: Toolchain) -> Path | Build
 def load() -> dict[str, str]:
     """Defines the operators and loads their kernels, once per process.
 
-    Returns, for each part that is missing, why, as a clause without a final period.
+    Returns the reason for each missing part, without a final period.
     """
     schemas.define("san")
     missing = {}

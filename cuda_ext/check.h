@@ -84,7 +84,7 @@ inline Footprint check_pairs(const Tensor& center, const Tensor& around, const T
   return footprint;
 }
 
-// The layers after it; an empty weight1 stands for no hidden layer.
+// The layers after the relation; an empty weight1 means that there is no hidden layer.
 inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const Tensor& shift2,
                               const Tensor& weight2) {
   STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");

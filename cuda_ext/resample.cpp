@@ -1,8 +1,8 @@
-// Decoded photographs to the normalised squares that a network sees: resize, crop, mirror, scale and shift in one, by
-// the antialiased bilinear filter of Pillow. It goes by columns, then by rows, and rounds to whole pixel values after
-// each, as Pillow does: https://github.com/python-pillow/Pillow/blob/main/src/libImaging/Resample.c
+// Resizes, crops, mirrors and normalizes decoded images in one step, with Pillow's antialiased bilinear filter. Like
+// Pillow, it filters columns, then rows, and rounds to integers after each step:
+// https://github.com/python-pillow/Pillow/blob/main/src/libImaging/Resample.c
 //
-// Only what the square shows is computed. The caller runs it in threads of its own: it stands beside a training step.
+// Computes only the visible part of each image. The caller runs it in separate threads, next to a training step.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 

@@ -46,7 +46,7 @@ pair_covariance(Tensor center, Tensor around, Tensor shift, int kernel_size, int
 pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor shift, Tensor mean,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor)
 # softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d],
-# weight2 [G, E]. With an empty weight1 there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
+# weight2 [G, E]. If weight1 is empty, there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
 pair_weights(Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
     int products, bool tf32) -> Tensor
 # -> gradients of center, around, shift1, weight1, shift2, weight2

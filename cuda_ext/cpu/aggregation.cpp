@@ -14,7 +14,7 @@ const AggregationKernels<T>& kernels() {
     return SAN_CHOOSE(aggregation_float);
 }
 
-// Whether [N, C, H, W] lies in memory as [N, H, W, C].
+// Whether the memory format of [N, C, H, W] is channels-last.
 bool is_channels_last(const Tensor& x) {
   const int64_t C = x.size(1), H = x.size(2), W = x.size(3);
   return x.stride(1) == 1 && x.stride(3) == C && x.stride(2) == C * W && C > 1 &&
@@ -44,7 +44,7 @@ struct Problem {
     const T* weights = values<T>(w);
     return {values<T>(beta) + n * map_size, weights + n * w_size, weights + N * w_size};
   }
-  // Rows that leave two maps of so many channels in the second cache.
+  // Rows per band for which two maps fit into the L2 cache.
   int64_t band_rows(int64_t least) const {
     constexpr int64_t kBytes = 512 << 10;
     const Footprint& f = p.footprint;

@@ -55,8 +55,8 @@ inline void* scratch_of_thread(size_t bytes) {
   return memory.get();
 }
 
-// Calls work(task, scratch) for every task, each thread with scratch of its own. Threads take the next task that is
-// left; results must not depend on which thread takes which.
+// Calls work(task, scratch) for all tasks, in threads that each have their own scratch memory. Results must not depend
+// on the assignment of tasks to threads.
 template <class T, class Work>
 void for_each_task(int64_t tasks, int64_t scratch_size, const Work& work) {
   std::atomic<int64_t> next = 0;
@@ -127,7 +127,7 @@ std::vector<double> sum_over_tasks(const std::vector<T>& partial, int64_t size) 
 template <class T>
 constexpr ScalarType kType = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 
-// A tensor of any floating type as values of T that lie in a row.
+// Converts a tensor to contiguous values of T.
 template <class T>
 Tensor as(const Tensor& x) {
   return torch::stable::contiguous(x.scalar_type() == kType<T> ? x : torch::stable::to(x, kType<T>));

@@ -48,7 +48,7 @@ Tensor zeros_like(const Problem<T>& problem) {
   return map;
 }
 
-// Gradients of the maps, to which bands add, and of parameters, where each task has sums of its own.
+// Gradients of the maps, to which bands add, and of the parameters, with separate sums for each task.
 template <class T>
 struct Gradients {
   Gradients(const Problem<T>& problem, size_t tasks)

@@ -1,10 +1,10 @@
 // aggregation and dot, forward and backward. Definition: san/ops/reference.py.
 //
-// Each is the other's derivative, so two kernels serve both: `weighted_sum` has one thread per pixel and channel, which
-// sums over the pixels that it sees or, for a gradient, over those that see it; `correlate` one per weight of a row of
-// the footprint, which sums over the channels that share it. No atomics. Tensors have any strides; where
-// channels and weight channels lie beside each other and their numbers allow, a thread takes 4 or 2 neighbours, and
-// those of two sets of channels with the same weights.
+// Each is the other's derivative, so both need the same two kernels. In `weighted_sum`, a thread computes one pixel and
+// channel: it sums over the pixel's footprint or, for a gradient, over all pixels whose footprints contain it. In
+// `correlate`, a thread computes the weights of one footprint row: it sums over the channels that share a weight. There
+// are no atomics. Tensors may have any strides. If channels are contiguous, a thread computes 2 or 4 adjacent channels
+// in each of two groups with the same weights.
 #include <tuple>
 
 #include "mma.cuh"
@@ -13,8 +13,8 @@
 namespace san::cuda {
 namespace {
 
-// A map [N, C, H, W] or weights [N, G, K, P] as they lie in memory. Height and width of a map have one stride, as
-// `with_pixel_stride` ensures.
+// Strides of a map [N, C, H, W] or of weights [N, G, K, P]. `with_pixel_stride` ensures that the pixels of a map have a
+// single stride.
 struct Strides {
   int64_t image;
   int channel, position, pixel;
@@ -28,7 +28,7 @@ struct Strides {
     channel = stride(1), position = stride(2), pixel = stride(x.size(3) > 1 ? 3 : 2);
   }
 
-  // Whether so many channels that begin at a multiple of their number can be read at once.
+  // Whether one load can read `width` aligned channels.
   template <class scalar_t>
   bool is_wide(int width, const scalar_t* data) const {
     return channel == 1 && reinterpret_cast<uintptr_t>(data) % (width * sizeof(scalar_t)) == 0 && image % width == 0 &&
@@ -36,14 +36,14 @@ struct Strides {
   }
 };
 
-constexpr int kResident = 2;  // blocks per SM that suffice: for more the compiler would spill registers
+constexpr int kResident = 2;  // blocks per SM; the compiler would spill registers for more
 
 struct Sizes {
   Window f;
   int C, G;
 };
 
-// The image, pixel and first of kWidth channels of a thread; channels run fastest where they lie beside each other.
+// The image, pixel and first channel of a thread. Adjacent threads have adjacent channels if these are contiguous.
 struct Place {
   int64_t n;
   int i, h, w, c;

@@ -25,8 +25,7 @@ inline Grid grid_of(const Tensor& map, const Footprint& f) {
   return {images, static_cast<int>(f.height), static_cast<int>(f.width), static_cast<int>(f.kernel_size)};
 }
 
-// Row `row` of some with so many bytes each: one instruction, which the compiler does not find for products of
-// elements.
+// Row `row`, with `bytes` bytes per row. This is a single instruction; with products of elements, it would be several.
 template <class T>
 __device__ __forceinline__ const T* row_at(const T* rows, int row, int bytes) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(rows) + int64_t(row) * bytes);

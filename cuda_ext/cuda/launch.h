@@ -40,8 +40,8 @@ inline cudaStream_t current_stream(const Tensor& x) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// What went wrong with a launch so far or, if `waits`, until the kernel ended; null if nothing did. Nothing can wait
-// for a stream that a CUDA graph captures.
+// The error of a launch or, if `waits`, of the finished kernel; null if there was none. Waiting is not possible while a
+// CUDA graph captures the stream.
 inline const char* launch_error(const char* kernel, cudaStream_t stream, bool waits) {
   cudaError_t status = cudaGetLastError();
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;

@@ -1,4 +1,4 @@
-// Matrix products of one warp whose factors and sums all lie in registers.
+// Matrix products of one warp with all operands in registers.
 //
 // Every product is sum [16, 8] += left [16, 8] right [8, 8]. Lane 4 * g + t holds
 //   of sum:    (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)

@@ -1,8 +1,8 @@
-// Gradients of center, around and shift from those of a1, which a `Source` computes anew for each pair.
+// Gradients of center, around and shift. A `Source` recomputes the gradient of a1 for each pair.
 //
-// The same kernel runs twice: with a warp's 16 pixels from center, whose gradients are sums over the footprint, and
-// with padded pixels of around, whose gradients are sums over the pixels of center that see them. So each sum stays in
-// the registers of one warp, and there are no atomics. fold_kernel adds up the mirror images of around's pixels.
+// The same kernel runs twice: for pixels of center, whose gradients are sums over the footprint, and for padded pixels
+// of around, whose gradients are sums over the pixels of center whose footprints contain them. Each sum stays in the
+// registers of one warp, without atomics. fold_kernel adds the gradients of reflected pixels.
 //
 // SAN's second stage at batch 32, 4.9 million pairs, TF32. For the covariance 9 mma and about 140 instructions for 16
 // pairs, for the weights 14 and 190; 3 KB of shared memory a warp; reads and writes 40 MB, and 157 MB of gz for the
@@ -119,8 +119,8 @@ struct PairGradients {
         shift(torch::stable::new_zeros(shift, shift.sizes())) {}
 };
 
-// Writes the gradients of a problem that is not empty. With kWhole all channels lie in KD tiles; without kProducts none
-// is a product.
+// Writes the gradients of a non-empty problem. kWhole: KD tiles cover all channels. kProducts: some channels are
+// products instead of differences.
 template <int KD, bool kWhole, bool kProducts, class F, class Source>
 void pair_gradients(PairWork<F>& work, const Footprint& f, const Source& source, PairGradients& out) {
   using T = typename F::Value;

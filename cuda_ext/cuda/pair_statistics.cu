@@ -47,7 +47,7 @@ struct PairMaps {
       for_each_neighbour(f, h, w, [&](int, int j) { visit(*row_at(values, j, bytes)); });
     });
   }
-  // Calls visit(value of center in the channel) for all pixels that see a pixel, as often as they do.
+  // Calls visit(value of center in the channel) once for each footprint position that refers to the pixel.
   template <class Visit>
   __device__ __forceinline__ void for_each_seer(int64_t pixel, int channel, const Visit& visit) const {
     with_place(pixel, [&](int h, int w, int64_t first) {

@@ -71,8 +71,8 @@ struct LogitGradients {
   __device__ __forceinline__ T one(const T* pair, int channel) const { return channel < pitch ? pair[channel] : T(0); }
 };
 
-// The gradient of a1 through the layers, for pair_gradient_kernel. KE = 0 if there is no hidden one; gz has KZ tiles,
-// or any number if KZ is 0.
+// The gradient of a1 through the layers, for pair_gradient_kernel. KE is 0 if there is no hidden layer. KZ is the
+// number of tiles of gz, or 0 if it is only known at run time.
 template <class F, int KD, int KE, int KZ>
 struct LayersSource {
   using T = typename F::Value;

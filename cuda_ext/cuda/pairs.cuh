@@ -1,10 +1,9 @@
-// What the kernels over pairs (i, j) of a pixel and a position of its footprint share: the maps, how a launch divides
-// the pairs, and a1 = relu(relation of i and j) in registers. Definitions: tests/ops/oracle.py.
+// Shared code of the kernels over pairs (i, j) of a pixel and a position of its footprint: maps, work distribution, and
+// a1 = relu(relation of i and j) in registers. Definitions: tests/ops/oracle.py.
 //
-// A warp takes 16 pixels (or 8) and walks over the footprint. Everything that depends on its own pixel is a pair of
-// coefficients, a1 = relu(scale * partner + bias), which lies in shared memory; partners come from a map with reflected
-// borders through L1. So there is no index arithmetic with reflection, no tensor over pairs, and no barrier in the
-// loop.
+// A warp computes 16 pixels (or 8) in a loop over the footprint. a1 = relu(scale * partner + bias), where scale and
+// bias depend only on the pixel and are stored in shared memory. Partners are read from a map with reflected borders,
+// through the L1 cache. So the loop contains no index arithmetic for reflection, no tensor of pairs and no barrier.
 #pragma once
 #include "team.cuh"
 #include "workspace.cuh"
@@ -54,8 +53,8 @@ struct Pairs : Grid {
   }
 };
 
-// How a launch divides work. Teams of warps take groups of pixels; its blocks take in turn `jobs` parts of a product,
-// strips of rows and chunks of columns.
+// Work distribution of a launch. Each team of warps computes a group of pixels. Each of the `jobs` parts of a product
+// (a strip of rows and a chunk of columns) has its own blocks.
 struct Plan {
   int blocks, split, strips, chunks;  // `blocks` for each job
 
@@ -106,7 +105,7 @@ __device__ __forceinline__ void store_row_sums(const Team& mine, T sum, T* out) 
   if (mine.pair == 0) out[mine.row] = sum;
 }
 
-// Calls visit(0) .. visit(count - 1). If N > 0, count is N, and arrays that visit indexes can lie in registers.
+// Calls visit(0) .. visit(count - 1). If N > 0, count must be N; arrays indexed by visit then stay in registers.
 template <int N, class Visit>
 __device__ __forceinline__ void for_each_tile(int count, const Visit& visit) {
   if constexpr (N > 0) {

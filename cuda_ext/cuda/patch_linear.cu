@@ -41,7 +41,7 @@ struct Patches : Grid {
   SAN_HOST_DEVICE int column(int piece, int c) const { return piece == positions() ? c : C + c * positions() + piece; }
 };
 
-// Tiles of so many channels: 1, 2 or a multiple of 4, so that all strips that a warp takes are whole.
+// Number of tiles, rounded up to 1, 2 or a multiple of 4 so that a warp has no partial strips.
 inline int tiles_of(int64_t channels) {
   const int tiles = static_cast<int>((channels + 7) / 8);
   return tiles <= 2 ? tiles : (tiles + 3) / 4 * 4;
@@ -52,15 +52,15 @@ __device__ __forceinline__ Pack<2, T> load_if(bool exists, const T* from) {
   return exists ? Pack<2, T>::load(from) : Pack<2, T>{};
 }
 
-// sums += products. Tensor cores round each sum towards zero, so long sums are cut into parts that are added here.
+// sums += products. Tensor cores round sums towards zero, so long sums are split into parts, which are added here.
 template <int kTiles, class T>
 __device__ __forceinline__ void add_to(T (&sums)[kTiles][4], const T (&products)[kTiles][4]) {
   SAN_UNROLL
   for (int i = 0; i < kTiles * 4; ++i) sums[i / 4][i % 4] += products[i / 4][i % 4];
 }
 
-// out [pixels, E] = sum over pieces of relu(scale * x + shift) weight^T. A team of warps has 16 pixels and kTiles tiles
-// of hidden channels; its warps take pieces in turn.
+// out [pixels, E] = sum over pieces of relu(scale * x + shift) weight^T. A team of warps computes 16 pixels and kTiles
+// tiles of hidden channels; each warp sums over some of the pieces.
 //
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB,
 // writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms, of

@@ -6,8 +6,8 @@ namespace san::cuda {
 
 constexpr int kSumColumns = 8, kMostSumSlices = 128;
 
-// Calls place(column, sum) for a pointer to the sum of each column of partial [rows, columns]; those of an even and the
-// next column lie beside each other. A thread takes every slices-th row of one column.
+// Calls place(column, sum) with a pointer to the sum of each column of partial [rows, columns]. The sums of an even
+// column and the next one are adjacent. A thread adds every slices-th row of one column.
 //
 // Predicted for SAN10's stage 2 at batch 32 on an H100: reads up to 528 rows of 3 KB, 528 000 additions in float64, 8
 // KB of shared memory; 0.003 ms, of the launch.

@@ -8,9 +8,9 @@ namespace san::cuda {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;  // of each block
-constexpr int64_t kWantedWarps = 4096;    // of a launch: they fill an H100
+constexpr int64_t kWantedWarps = 4096;    // per launch; enough to fill an H100
 
-// `split` of a block's warps, a team, have the same pixels and take footprint positions in turn.
+// A team: `split` warps of a block that share the same pixels and divide the footprint positions among them.
 struct Team {
   int lane, row, pair;  // the lane's row and column pair in a product's sum: g and 2t of mma.cuh
   int team, member, split;

@@ -47,9 +47,9 @@ SAN_HOST_DEVICE void for_each_neighbour(const Window& f, int h, int w, const Vis
   }
 }
 
-// Calls visit(position, pixel) for all pixels that see pixel (h, w) at some position, in a fixed order: at the pixel
-// itself, then at its mirror images, as for_each_image of footprint.h lists them. The bounds of the inner loops leave
-// out what lies beyond the map, so that nothing has to be tested for each.
+// Calls visit(position, pixel) for all pixels whose footprints contain pixel (h, w), in a fixed order: first for the
+// pixel itself, then for its reflections, as listed by for_each_image in footprint.h. The loop bounds exclude positions
+// outside the map, so the loop body needs no test.
 template <class Visit>
 SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit& visit) {
   const int reach = f.reach();

@@ -1,10 +1,10 @@
-// Runs __global__ code on the CPU, every block in turn. SAN_SHIM_REVERSE runs blocks and threads backwards, which shows
-// a kernel that depends on their order, as one that lacks a barrier does. SAN_SHIM_SHARED_MEMORY is the shared memory
-// of a block.
+// Runs __global__ functions on the CPU, one block after the other. SAN_SHIM_REVERSE reverses the order of blocks and
+// threads, to find kernels that depend on it, for example because a barrier is missing. SAN_SHIM_SHARED_MEMORY is the
+// size of a block's shared memory.
 //
-// SAN_LAUNCH runs one thread after the other; kernels with barriers, shuffles, shared memory or mma need
-// SAN_LAUNCH_SHARED, whose threads are fibers. What the shim cannot show: races inside a warp between two barriers,
-// misaligned vector loads, and anything about time.
+// SAN_LAUNCH runs one thread after the other. Kernels with barriers, shuffles, shared memory or mma need
+// SAN_LAUNCH_SHARED, which runs threads as fibers. The shim cannot find races within a warp between two barriers or
+// misaligned vector loads, and says nothing about speed.
 #pragma once
 #include <algorithm>
 #include <cmath>

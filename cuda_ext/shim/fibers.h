@@ -90,7 +90,7 @@ class Scheduler {
   Scheduler(int threads, bool reverse)
       : fibers_(threads), stacks_(new char[threads * kStackBytes]), threads_(threads), reverse_(reverse) {}
 
-  // `on_resume` is told which thread runs next.
+  // Calls `on_resume` with the number of the thread that runs next.
   void run_block(const std::function<void()>& body, const std::function<void(int)>& on_resume) {
     body_ = &body, running_ = this;
     for (int thread = 0; thread < threads_; ++thread) {

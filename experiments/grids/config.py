@@ -206,7 +206,7 @@ class RecipeConfig(Strict):
 
     @property
     def scaling(self) -> str | None:
-        """A sentence about the scaled learning rate; None if it is not scaled."""
+        """Describes the scaled learning rate, or None if it is not scaled."""
         if self.lr_used == self.lr:
             return None
         return (
@@ -430,7 +430,7 @@ def _numbers(annotation: Any) -> tuple[set[type], dict[str, float]]:
 
 
 def _type_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Any:
-    """The field or annotation at a path, None if it has none of its own."""
+    """The field or annotation at a path, or None."""
     found: Any = schema
     for part in loc:
         if isinstance(found, FieldInfo):

@@ -174,7 +174,7 @@ def _common(parts: Sequence[Sequence[str]]) -> int:
 def save_plot(plot: Plot | None, trials: Sequence[Trial], rows: Sequence[TableRow], title: str, path: Path) -> None:
     """Writes top-1 with its 95 % interval as PNG: ours on the left, the paper's on the right if it has any. With a plot, it is
     drawn over the plot's number; otherwise each row of the table is a row of the picture. At least one row must have an
-    accuracy of ours."""
+    our accuracy."""
     has_intervals = any(row.top1_half_width is not None for row in rows)
 
     def heading(side: str) -> str:

@@ -235,7 +235,7 @@ def _facts(report: Report) -> dict[str, Any]:
 
 
 def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str]) -> str:
-    """Shell commands that train one row's cells from a grid of its own; their keys are the same."""
+    """Shell commands that write a grid with only this row and train its cells, with the same keys."""
     (mine,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
     seeds = [trial.seed for trial in trials if trial.row == row]

@@ -28,7 +28,7 @@ def pages(search: Callable[..., Any], *what: object) -> list[Any]:
 
 @contextmanager
 def usable(uri: str) -> Iterator[None]:
-    """Turns errors of MLflow and its database into a `TrackerError` with one sentence."""
+    """Turns errors of MLflow and its database into a `TrackerError`."""
     try:
         yield
     except UNUSABLE as error:

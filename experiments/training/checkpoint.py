@@ -169,7 +169,7 @@ class Checkpoints:
         try:
             self.store.write(self._path(name), content)
         except StorageError as error:
-            good = f"the last good checkpoint is {self.newest}" if self.newest else "there is no earlier checkpoint"
+            good = f"the last good checkpoint is {self.newest}" if self.newest else "no earlier checkpoint exists"
             raise StorageError(f"{error}; {good}; {self.store.remedy}, then run the same command again to resume") from None
 
     def load(self) -> Checkpoint | None:

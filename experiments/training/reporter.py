@@ -45,7 +45,7 @@ class ProgressReporter:
     """Reports the progress of a cell: with `report` on all workers together, and in the log on the first one.
 
     At the end of an epoch, a report has its metrics, and `epoch` of `epochs`. Within an epoch, it has `step` of `steps`, the
-    mean loss, images per second and waiting share so far, and the top-1 of the epoch before. `epoch` counts finished epochs.
+    mean loss, images per second and waiting share, and the top-1 of the epoch before. `epoch` counts finished epochs.
 
     Args:
         report: waits for all workers; only the values of the first one count.

@@ -277,7 +277,7 @@ class Trainer:
         return steps == self.train.steps or steps % self.trial.config.reliability.check_every_n_steps == 0
 
     def _continues(self, running: RunningEpoch) -> bool:
-        """What the first worker is told between two epochs, on all workers."""
+        """The decision of rank 0 between two epochs, broadcast to all ranks."""
         if self.should_continue is None or not self.history or running.steps:
             return True
         top1 = [epoch.top1 for epoch in self.history]

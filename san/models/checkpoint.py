@@ -26,7 +26,7 @@ MAX_LISTED_KEYS = 8  # of each kind, in an error message
 
 
 class CheckpointError(ValueError):
-    """A file cannot be read, written or loaded, or a model cannot be saved in this format. The message is one sentence."""
+    """A file cannot be read, written or loaded, or a model cannot be saved in this format. The message is for users."""
 
 
 def read(path: str | Path) -> dict[str, Any]:

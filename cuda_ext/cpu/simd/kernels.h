@@ -1,7 +1,7 @@
-// What the sources of this folder offer: loops over bands of an image's rows, for each instruction set and type.
+// The functions of this folder, for each instruction set and type: loops over bands of rows of an image.
 //
-// A band reads whole images and writes what belongs to its rows; gradients of a pixel's neighbours reach `reach` rows
-// further, so bands that are written at once must lie apart. Maps are channels-last, [P, channels] of one image.
+// A band reads the whole image and writes its own rows. Gradients also change `reach` rows above and below the band, so
+// bands that run at the same time must not be adjacent. Maps are channels-last, [P, channels] for one image.
 #pragma once
 #include "../../footprint.h"
 
@@ -35,7 +35,7 @@ struct PairGradients {
 
 template <class T>
 struct PairKernels {
-  // Values of T that a band of so many rows needs, forward or backward.
+  // Size of the scratch memory for a band with `rows` rows, in values of T.
   int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
   // Adds to the sums of delta - origin and of its square, [d] each.
   void (*statistics)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* square);

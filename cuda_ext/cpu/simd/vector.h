@@ -1,8 +1,8 @@
 // Vectors of the instruction set that a source is compiled for, and a matrix product.
 //
-// Sources of this folder are compiled once for each instruction set (cuda_ext/build.py), in namespaces of their own,
-// and one set is picked when the library is loaded. They use nothing of the standard library but memcpy, and all that
-// is inline here is internal to its source: the linker could otherwise keep a copy that an older machine cannot run.
+// Sources in this folder are compiled for each instruction set (cuda_ext/build.py), in separate namespaces. The library
+// selects one of them when it is loaded. They use only memcpy of the standard library, and all inline functions have
+// internal linkage. Otherwise the linker could keep a copy that an older CPU cannot run.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -39,7 +39,7 @@ SAN_INLINE void store(T* to, Vector<T> value) {
 }
 template <class T>
 SAN_INLINE Vector<T> broadcast(T value) {
-  return value - Vector<T>{};  // unlike a sum with 0 this is no operation at all, for -0 too
+  return value - Vector<T>{};  // adding to 0 would be an instruction, because of -0
 }
 // The first `count` values, at most a vector of them; the other lanes are 0.
 template <class T>
@@ -139,7 +139,7 @@ SAN_INLINE V largest_of(int64_t count, const Term& term) {
   return larger(larger(top[0], top[1]), larger(top[2], top[3]));
 }
 
-enum class Start { zero, bias, sum };  // what a product is added to: nothing, a value for each row, or what is there
+enum class Start { zero, bias, sum };  // initial value of a product: 0, one value per row, or the values in memory
 enum class Finish { store, relu };
 
 // One block of C that stays in registers.
