@@ -6,7 +6,7 @@ This file does not import Ray, which takes a second. Import `cluster.session`, `
 `cluster.submit` (Ray's jobs) when they are needed.
 """
 
-from cluster.errors import ClusterError, ClusterLostError
+from cluster.errors import ClusterError
 from cluster.placement import Node, Placement, Resources, concurrency, workers_that_fit
 
-__all__ = ["ClusterError", "ClusterLostError", "Node", "Placement", "Resources", "concurrency", "workers_that_fit"]
+__all__ = ["ClusterError", "Node", "Placement", "Resources", "concurrency", "workers_that_fit"]

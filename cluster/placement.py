@@ -21,6 +21,9 @@ class Resources:
     grows: bool = False
     """Whether an autoscaler adds nodes for waiting cells; Ray does not say how many."""
 
+    def __str__(self) -> str:
+        return f"{_count(self.cpus, 'CPU')} and {_count(self.gpus, 'GPU')} on {_count(len(self.nodes), 'node')}"
+
     @property
     def cpus(self) -> int:
         """CPUs of all nodes."""
@@ -60,11 +63,9 @@ def concurrency(placement: Placement, resources: Resources) -> int:
     workers = workers_that_fit(placement, resources)
     cells = workers // placement.workers
     if cells == 0 and not resources.grows:
-        nodes = _count(len(resources.nodes), "node")
-        has = f"{_count(resources.cpus, 'CPU')} and {_count(resources.gpus, 'GPU')} on {nodes}"
         enough = f"enough for {_count(workers, 'such worker')}" if workers else "not enough for one such worker"
         raise ClusterError(
-            f"a cell needs {placement}, but the cluster has {has}, {enough}; "
+            f"a cell needs {placement}, but the cluster has {resources}, {enough}; "
             "lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
         )
     return cells

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import ray
 import ray._private.worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
@@ -21,6 +22,7 @@ from ray.exceptions import AuthenticationError
 
 from cluster.errors import ClusterError
 from cluster.placement import Node, Resources
+from cluster.supervision import OnLost, adopt_orphans, kill_descendants, supervised
 from cluster.token import rejected, token
 
 _log = logging.getLogger(__name__)
@@ -43,24 +45,31 @@ _SETTINGS = {
 
 
 @contextmanager
-def session(address: str | None = None) -> Iterator[Resources]:
+def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterator[Resources]:
     """Connects to a cluster inside a `with` block, and returns its current resources.
 
     Joins the cluster at `address` (`auto`, `host:6379`) or at `RAY_ADDRESS`, which is set inside a Ray job. Without an
     address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. Inside
-    another session, that session is used.
+    another session, that session is used. If Ray dies, calls `on_lost`; by default, this process ends with a message.
     """
     if ray.is_initialized():
         yield resources()
         return
     _quieten()
+    local = is_local(address)
+    if local:
+        adopt_orphans()
+    others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     try:
         with _keep_sigterm_handler():
             _connect(address or os.environ.get("RAY_ADDRESS") or None)
-        yield resources()
+        with supervised(local, on_lost):
+            yield resources()
     finally:
         # Shuts down a local cluster; in a joined cluster, ends the processes of this driver.
         ray.shutdown()
+        if local:
+            kill_descendants(others)  # stopped processes, for example, survive the shutdown
 
 
 def is_local(address: str | None) -> bool:

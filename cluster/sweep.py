@@ -28,8 +28,8 @@ import ray.tune.search
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.tune.progress_reporter import TrialProgressCallback
 
-from cluster.errors import ClusterError, ClusterLostError
-from cluster.placement import Placement, Resources, concurrency
+from cluster.errors import ClusterError
+from cluster.placement import Placement, Resources, concurrency, workers_that_fit
 from cluster.session import alive, resources, session
 
 Report = Callable[[Mapping[str, float]], None]
@@ -51,6 +51,9 @@ _LONGEST_REASON = 800
 """Maximum length of the reason for a failure, in characters."""
 _SECONDS_BETWEEN_CHECKS = 1.0
 """Interval between two requests for the cluster's resources."""
+_SECONDS_TO_START = 15.0
+"""How long a cell may take to start before the observer is told that it waits."""
+_SECONDS_BETWEEN_NOTICES = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,9 @@ class Observer(Protocol):
 
     def finished(self, outcome: Outcome) -> None:
         """A cell has ended and will not be retried."""
+
+    def waiting(self, reason: str) -> None:
+        """No cell can run, for example because nodes were lost. Called at once, and then every minute."""
 
 
 def sweep(
@@ -109,7 +115,6 @@ def sweep(
 
     Raises:
         ClusterError: a cell does not fit on the cluster, or raised a `fatal` exception.
-        ClusterLostError: Ray on this machine has died.
 
     A failed cell does not affect the others. Ctrl-C and exceptions of the observer end all cells and the session.
     """
@@ -124,7 +129,7 @@ def sweep(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
             run_config=ray.tune.RunConfig(
-                name="tune", storage_path=folder, verbose=0, callbacks=[follower, _NodeWatch(), _Silent()]
+                name="tune", storage_path=folder, verbose=0, callbacks=[follower, _WaitNotice(observer, placement), _Silent()]
             ),
         )
         try:
@@ -305,21 +310,31 @@ class _RetryState:
         return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
 
 
-class _NodeWatch(ray.tune.Callback):
-    """Ends the sweep if Ray died on this machine, because Tune would wait for it forever."""
+class _WaitNotice(ray.tune.Callback):
+    """Tells the observer every minute if no cell can run."""
 
-    def __init__(self) -> None:
-        self._node: str = ray.get_runtime_context().get_node_id()
-        self._checked_at = -math.inf
+    def __init__(self, observer: Observer, placement: Placement) -> None:
+        self._observer, self._placement = observer, placement
+        self._checked_at = self._told_at = -math.inf
+        self._idle_since: float | None = None
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if time.monotonic() - self._checked_at < _SECONDS_BETWEEN_CHECKS:
+        now = time.monotonic()
+        if now - self._checked_at < _SECONDS_BETWEEN_CHECKS:
             return
-        self._checked_at = time.monotonic()
-        if self._node not in alive():
-            raise ClusterLostError(
-                "Ray died on this machine: its raylet process was killed, perhaps because memory ran out (see `dmesg`). "
-                "Finished epochs are kept; rerun the same command to resume"
+        self._checked_at, has = now, resources()
+        fits = workers_that_fit(self._placement, has) >= self._placement.workers
+        if any(trial.status == "RUNNING" for trial in trials) or not any(trial.status == "PENDING" for trial in trials):
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        is_idle = self._idle_since is not None and now - self._idle_since > _SECONDS_TO_START
+        if (not fits or is_idle) and now - self._told_at >= _SECONDS_BETWEEN_NOTICES:
+            self._told_at = now
+            free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            self._observer.waiting(
+                f"a cell needs {self._placement}; the cluster has {has}, of which {free.get('CPU', 0):g} CPUs and "
+                f"{free.get('GPU', 0):g} GPUs are free"
             )
 
 

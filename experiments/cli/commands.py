@@ -445,10 +445,8 @@ def main() -> None:
     except ValueError as error:
         if not isinstance(error, UserError) and not isinstance(error, _errors_below()):
             raise
-        from cluster import ClusterLostError
-
         click.echo(f"san: {error}", err=True)
-        sys.exit(1 if isinstance(error, ClusterLostError) else 2)
+        sys.exit(2)
 
 
 def _errors_below() -> tuple[type[ValueError], ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster import ClusterLostError, concurrency
+from cluster import concurrency
 from experiments.cli.options import duration
 from experiments.cli.plan import cells_that_fit, room, to_train
 from experiments.errors import MachineError, UserError
@@ -37,6 +37,7 @@ from pipelines import DataError
 if TYPE_CHECKING:
     from cluster.halving import Judge
     from cluster.sweep import Outcome
+    from experiments.cli.restart import Restart
 
 
 def run(job: Job, address: str | None) -> bool:
@@ -44,7 +45,7 @@ def run(job: Job, address: str | None) -> bool:
 
     Raises:
         UserError, ClusterError: the grid cannot run here; nothing was written.
-        KeyboardInterrupt, ClusterLostError: the user or a failure of Ray stopped the run; the next call resumes.
+        KeyboardInterrupt: the user stopped the run; the next call resumes.
     """
     results = known_results(job)
     missing = {trial.key: trial for trial, _ in to_train(job, results)}
@@ -103,10 +104,12 @@ def study(profile: str, seeds: int, runs: str | Path | None, address: str | None
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains cells that no other process is training. Returns the keys of the cells that did not fail."""
     from cluster.session import is_local, session  # imports Ray
+    from experiments.cli.restart import Restart
 
     start = time.monotonic()
     on_this_machine = is_local(address)
-    with session(address) as resources:
+    restart = Restart(job, missing.values(), on_this_machine)
+    with session(address, restart) as resources:
         if on_this_machine:  # Fail before any cell starts if none can run.
             require_gpu(job.trials[0].config)
         at_once = min(cells_that_fit(job, resources), len(missing))
@@ -120,7 +123,7 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
             results = known_results(job)  # another run may have finished cells in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as should_continue:
-                outcomes = _sweep(job, claimed, results, lock, should_continue)
+                outcomes = _sweep(job, claimed, results, lock, should_continue, restart)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _store_traceback(job, missing[key], outcome.traceback)
@@ -175,7 +178,12 @@ def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complet
 
 
 def _sweep(
-    job: Job, missing: dict[str, Trial], results: Mapping[str, Result], lock: Lock, should_continue: Judge | None
+    job: Job,
+    missing: dict[str, Trial],
+    results: Mapping[str, Result],
+    lock: Lock,
+    should_continue: Judge | None,
+    restart: Restart,
 ) -> dict[str, Outcome]:
     from cluster.sweep import sweep  # imports Ray Tune and Train
 
@@ -183,6 +191,7 @@ def _sweep(
     job.tracker.begin()
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
+    restart.has_advanced = progress.has_advanced
     train = functools.partial(run_trial, job.workspace, should_continue=should_continue)
     try:
         with _sweep_storage(job.workspace.store, f"{job.name}-{job.profile}") as storage:
@@ -196,7 +205,7 @@ def _sweep(
                 non_retryable=(UserError, DataError, FloatingPointError),
                 fatal=(MachineError,),
             )
-    except (KeyboardInterrupt, ClusterLostError):
+    except KeyboardInterrupt:
         with suppress(TrackerError):
             job.tracker.interrupted(missing.values())
         raise
@@ -216,8 +225,9 @@ def _sweep_storage(store: Store, name: str) -> Iterator[str]:
 
 def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], address: str | None) -> None:
     """Measures the robustness of trained cells and tracks each result at once."""
-    from cluster.session import session  # imports Ray
+    from cluster.session import is_local, session  # imports Ray
     from cluster.sweep import sweep
+    from experiments.cli.restart import Restart
 
     start, placement, name = time.monotonic(), replace(job.placement, workers=1), f"{job.name}-{job.profile}"
 
@@ -225,13 +235,15 @@ def _measure(job: Job, missing: dict[str, Work], results: Mapping[str, Result], 
         retry(lambda: job.tracker.add(work.run_id, metrics))
 
     trials = {key: work.trial for key, work in missing.items()}
-    with session(address) as resources, claimed_cells(job.workspace.store, name, trials) as (claimed, lock):
+    restart = Restart(job, trials.values(), is_local(address))
+    with session(address, restart) as resources, claimed_cells(job.workspace.store, name, trials) as (claimed, lock):
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
         say(f"robustness ({job.grid.robustness}): {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
         _prepare(job, results)
         job.tracker.begin()
         watch = Watch(values, keep, sys.stderr)
+        restart.has_advanced = watch.has_advanced
         try:
             with _sweep_storage(job.workspace.store, name) as storage:
                 observer = WhileLocked(watch, lock)

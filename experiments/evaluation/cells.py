@@ -122,6 +122,13 @@ class Watch:
             self._say(f"{self.works[outcome.key].name} FAILED: {outcome.error}")
         self._show()
 
+    def waiting(self, reason: str) -> None:
+        self._say(f"waiting: {reason}")
+
+    def has_advanced(self) -> bool:
+        """Whether a condition was measured."""
+        return self.left < self.total
+
     def close(self) -> None:
         self.display.close()
 

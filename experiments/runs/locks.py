@@ -40,6 +40,10 @@ class WhileLocked:
         self.lock.raise_if_lost()
         self.observer.finished(outcome)
 
+    def waiting(self, reason: str) -> None:
+        self.lock.raise_if_lost()
+        self.observer.waiting(reason)
+
 
 def mlflow_lock(store: Store) -> AbstractContextManager[Lock]:
     """Held while MLflow's experiments are created: two grids may be the first in a store."""

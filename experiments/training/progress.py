@@ -206,6 +206,13 @@ class Progress:
         else:
             self._say(f"{cell.name} finished in {seconds}: {', '.join(words(cell.latest))}")
 
+    def waiting(self, reason: str) -> None:
+        self._say(f"waiting: {reason}")
+
+    def has_advanced(self) -> bool:
+        """Whether a cell has finished an epoch."""
+        return any(cell.done_before is not None and int(cell.done) > cell.done_before for cell in self.cells.values())
+
     def close(self) -> None:
         self.display.close()
 

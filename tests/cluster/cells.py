@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import ClusterLostError, Placement
+from cluster import Placement
 from cluster.halving import Judge
 from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
@@ -146,9 +146,6 @@ def main(storage: str) -> None:
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(130)
-    except ClusterLostError as error:
-        print(f"lost: {error}", flush=True)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -79,5 +79,5 @@ def test_sweep_ends_when_its_raylet_is_killed(driver: subprocess.Popen[str], tmp
     output, _ = driver.communicate(timeout=60)
     print(f"noticed after {time.monotonic() - begin:.0f} s")
     assert driver.returncode == 1
-    assert "lost: Ray died on this machine" in output
+    assert "san: Ray died on this machine" in output
     assert seconds_until_gone(str(tmp_path), AGENTS, limit=20) < 20

@@ -31,8 +31,9 @@ class Driver:
         environment: Mapping[str, str] = {},
         module: str = "experiments",
         uri: str | None = None,
+        log: Path | None = None,
     ) -> None:
-        self.log = runs.with_suffix(f".{time.monotonic_ns()}.log")
+        self.log = log or runs.with_suffix(f".{time.monotonic_ns()}.log")
         command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", uri or str(runs)]
         inherited = {key: value for key, value in os.environ.items() if key not in LEFT_OUT}
         with open(self.log, "w") as out:

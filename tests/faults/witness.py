@@ -1,9 +1,9 @@
-"""`python -m tests.faults.witness run ...` is `san run ...` whose cells keep a record of their steps.
+"""`python -m tests.faults.witness run ...` is `san run ...` with a record of training steps.
 
-A line of `runs/steps.txt` is `rank pid step cell`, written after each step of training; steps count from 1 over the whole
-cell, whose key is the last word. With a bucket it is in the folder of the node on which the command was given.
-With WITNESS_KILL_AT_WRITE=n in the environment a cell is killed in the middle of its n-th checkpoint, once; with
-WITNESS_PAUSE=s it waits for so many seconds after each step.
+Each training step appends a line `rank pid step cell seconds` to `runs/steps.txt`: steps count from 1 over all epochs, the cell
+is its key, and the time is `time.monotonic()`. If runs are stored in a bucket, the file is in the scratch folder of the driver.
+With WITNESS_KILL_AT_WRITE=n in the environment, the cell is killed once, in the middle of its n-th checkpoint. With
+WITNESS_PAUSE=s, it waits for s seconds after each step.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from experiments.training.trainer import ShouldContinue, run_trial
 
 
 class Step(NamedTuple):
-    """A step of training that was done."""
+    """A finished training step."""
 
     rank: int
     pid: int
     number: int
     cell: str
+    seconds: float
 
 
 TRAIN_STEP = Engine.train_step
 
 
 def steps_of(runs: os.PathLike[str]) -> list[Step]:
-    """The record so far, in order."""
+    """The finished steps in order."""
     try:
         with open(os.path.join(runs, "steps.txt")) as record:
             lines = [line.split() for line in record if line.endswith("\n")]
     except FileNotFoundError:
         return []
-    return [Step(int(rank), int(pid), int(number), cell) for rank, pid, number, cell in lines]
+    return [Step(int(rank), int(pid), int(number), cell, float(at)) for rank, pid, number, cell, at in lines]
 
 
 def watched_trial(
     runs: Path, workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None
 ) -> nn.Module:
-    """`run_trial` with a record. Changes its process for good, in which nothing but cells of this grid comes after it."""
+    """`run_trial` with a record. Patches its process permanently, which only runs cells of this grid."""
     rank = os.environ.get("RANK", "0")
     record = open(runs / "steps.txt", "a", buffering=1)
     pause = float(os.environ.get("WITNESS_PAUSE", "0"))
 
     def watched_step(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         loss = TRAIN_STEP(engine, images_NCHW, labels_N)
-        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch} {trial.key}\n")
+        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch} {trial.key} {time.monotonic()}\n")
         time.sleep(pause)
         return loss
 

@@ -1,0 +1,54 @@
+"""Restarts the command if Ray dies on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from cluster.supervision import exit_lost, kill_descendants
+from experiments.grids.grid import Trial
+from experiments.tracking import TrackerError
+from experiments.training.job import Job, say
+
+LIMIT = 10
+"""Restarts without progress, after which the command gives up."""
+RESTARTS = "SAN_RESTARTS"
+"""Environment variable with the number of restarts so far."""
+SECONDS = 10.0
+"""How long the command tries to update MLflow before it exits."""
+
+
+@dataclass(slots=True)
+class Restart:
+    """Called in a thread when Ray has died. Replaces this process with a new one that resumes the grid.
+
+    On a cluster that this command did not start, and after `LIMIT` restarts without progress, exits with code 1.
+    """
+
+    job: Job
+    trials: Iterable[Trial]
+    local: bool
+    has_advanced: Callable[[], bool] = lambda: False
+    """Whether this process has made progress, so that restarts are counted from zero."""
+
+    def __call__(self, message: str) -> NoReturn:
+        count = 0 if self.has_advanced() else int(os.environ.get(RESTARTS, "0"))
+        if self.local and count < LIMIT:
+            say(f"{message}; restarting Ray ({count + 1} of {LIMIT}); finished epochs are kept")
+            os.environ[RESTARTS] = str(count + 1)
+            kill_descendants()
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Ray's shared memory would stay allocated
+            os.execv(sys.executable, sys.orig_argv)
+        update = threading.Thread(target=self._mark_interrupted, daemon=True)
+        update.start()
+        update.join(SECONDS)
+        exit_lost(f"{message}. Finished epochs are kept; run the same command again to resume")
+
+    def _mark_interrupted(self) -> None:
+        with suppress(TrackerError):
+            self.job.tracker.interrupted(self.trials)

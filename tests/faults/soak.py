@@ -1,0 +1,526 @@
+"""Disturbs `san run` at random for a while, and checks that it neither hangs nor loses anything.
+
+    make soak [SOAK_MINUTES=30] [SOAK_SEED=1], or python -m tests.faults.soak --minutes 30 --seed 1 [--folder DIR] [--only N]
+
+An episode trains one small cell, injects one to four faults at random times, removes them, and reruns the command until the
+grid is complete. It passes if no command hangs, prints a traceback or leaves processes or shared memory behind; MLflow has one
+run with each epoch once; the table equals that of an undisturbed run, and with one worker the weights are bit-identical; and
+the home folder and the project did not change. The same seed gives the same schedule. Results are appended to soak.jsonl in
+the folder; --only repeats one episode of the seed. Needs Linux and root, for the disk and for memory limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from experiments.grids.config import PROJECT_DIR
+from experiments.runs.workspace import open_runs
+from experiments.training.checkpoint import DAMAGE, Checkpoint
+from experiments.training.job import open_job
+from tests.cluster.test_signals import AGENTS, MARK, marked
+from tests.experiments.drivers import Driver
+from tests.experiments.servers import ObjectStore, Server
+from tests.faults.faults import GRID, SETTINGS
+from tests.faults.witness import steps_of
+
+HANG_MINUTES = 0.5
+HANG_SECONDS = 300.0
+"""A command that neither trains nor prints for this long hangs: many times longer than `HANG_MINUTES`."""
+RERUNS = 8
+Lift = Callable[[], object]
+VICTIMS = {
+    "worker": b"ImplicitFunc",
+    "raylet": b"raylet/raylet",
+    "GCS": b"gcs/gcs_server",
+    "dashboard agent": AGENTS[0],
+    "environment agent": AGENTS[1],
+    "log monitor": b"log_monitor.py",
+    "autoscaler monitor": b"monitor.py",
+    "two workers' process": b"RayTrainWorker",
+}
+SETUPS = {
+    "one worker": 10,
+    "one worker, tracking server": 4,
+    "one worker, bucket and tracking server": 3,
+    "two workers": 3,
+}
+"""With their weights."""
+
+
+class Fault(NamedTuple):
+    """One disturbance of the schedule."""
+
+    delay: float
+    """Seconds after the previous one."""
+    kind: str
+    victim: str
+    seconds: float
+    """Duration, if it has one."""
+    seed: int
+
+
+@dataclass
+class Result:
+    """What an episode showed."""
+
+    seed: int
+    episode: int
+    setup: str
+    faults: list[str] = field(default_factory=list)
+    commands: int = 0
+    restarts: int = 0
+    """Restarts of Ray by the command itself."""
+    steps: int = 0
+    repeated: int = 0
+    recoveries: list[tuple[str, float]] = field(default_factory=list)
+    """Kind, and seconds from its end until the next step."""
+    seconds: float = 0.0
+    problem: str | None = None
+
+
+def schedule(seed: int, episode: int) -> tuple[str, list[Fault]]:
+    """The setup and the faults of an episode."""
+    rng = random.Random(f"{seed}-{episode}")
+    setup = rng.choices(list(SETUPS), list(SETUPS.values()))[0]
+    kinds = ["kill"] * 5 + ["stop"] * 3 + ["clock", "slow disk", "memory limit", "second command", "corrupt file"]
+    kinds += ["object store away"] * 3 if "bucket" in setup else ["full disk", "read-only disk"]
+    kinds += ["tracking server killed"] * 3 if "server" in setup else []
+    victims = ["command", "worker", "worker", *VICTIMS]
+    faults = [
+        Fault(rng.uniform(2, 20), rng.choice(kinds), rng.choice(victims), rng.choice([2.0, 10.0, 40.0]), rng.randrange(2**32))
+        for _ in range(rng.randint(1, 4))
+    ]
+    return setup, faults
+
+
+class ProblemError(Exception):
+    """Something that must not happen."""
+
+
+class ImpossibleNowError(Exception):
+    """A fault cannot be injected at this moment."""
+
+
+class Episode:
+    """One disturbed grid."""
+
+    def __init__(self, folder: Path, result: Result, library: Path) -> None:
+        self.folder, self.result = folder, result
+        self.overrides = [*SETTINGS, f"reliability.hang_timeout_minutes={HANG_MINUTES}"]
+        if "two" in result.setup:
+            self.overrides.append("placement.workers=2")
+        self.runs, self.home, self.control = folder / "runs", folder / "home", folder / "control"
+        for path in (self.runs, self.home, folder / "server"):
+            path.mkdir(parents=True)
+        self.environment = {MARK: str(folder), "HOME": str(self.home), "SOAK_CONTROL": str(self.control)}
+        self.environment |= {"LD_PRELOAD": str(library), "WITNESS_PAUSE": "0.1"}
+        self.disturb(clock=0, delay=0)
+        self.store = self.server = None
+        if "bucket" in result.setup:
+            self.store = ObjectStore(folder / "store.log")
+            self.environment |= ObjectStore.KEYS | {"SAN_SCRATCH": str(folder / "scratch")}
+        else:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", self.runs], check=True)
+        if "server" in result.setup:
+            self.server = Server(folder / "server", f"sqlite:///{folder / 'server' / 'mlflow.db'}")
+            self.server.launch()
+            self.server.wait()
+            self.environment["MLFLOW_TRACKING_URI"] = self.server.uri
+        self.memory = Path(f"/sys/fs/cgroup/memory/soak-{os.getpid()}-{result.episode}")
+        self.memory.mkdir()
+        self.drivers: list[Driver] = []
+        self.lifts: list[tuple[float, str, Lift]] = []
+        self.ends: list[tuple[str, float]] = []
+        """Kind and end of each fault."""
+        self.state, self.changed_at = "", time.monotonic()
+
+    @property
+    def place(self) -> str:
+        return self.store.uri("soak") if self.store else str(self.runs)
+
+    @property
+    def record(self) -> Path:
+        """The folder with the record of the steps."""
+        if self.store is None:
+            return self.runs
+        return next(iter(self.folder.glob("scratch/**/steps.txt")), self.folder / "scratch/none").parent
+
+    def disturb(self, clock: float, delay: float) -> None:
+        with open(self.control, "r+b" if self.control.exists() else "wb") as file:  # in place, because it is mapped
+            file.write(struct.pack("dd", clock, delay))
+
+    def start(self) -> None:
+        if len(self.drivers) > RERUNS:
+            raise ProblemError(f"not complete after {RERUNS} reruns")
+        uri = self.place if self.store else None
+        log = self.folder / f"command{len(self.drivers)}"
+        driver = Driver(GRID, self.runs, self.overrides, self.environment, "tests.faults.witness", uri, log.with_suffix(".log"))
+        self.drivers.append(driver)
+        (self.memory / "cgroup.procs").write_text(str(driver.process.pid))
+
+    def run(self, faults: list[Fault]) -> None:
+        self.start()
+        for fault in faults:
+            if self.wait(fault.delay):
+                break  # the grid is complete
+            self.inject(fault)
+        while not self.wait(60):
+            pass
+
+    def wait(self, seconds: float) -> bool:
+        """Waits, reruns the command if it fails, and lifts faults when they end. Returns whether the grid is complete."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            time.sleep(0.1)
+            for lift in [lift for lift in self.lifts if lift[0] <= time.monotonic()]:
+                self.lifts.remove(lift)
+                lift[2]()
+                self.ends.append((lift[1], time.monotonic()))
+            driver = self.drivers[-1]
+            if (code := driver.process.poll()) is not None:
+                self.check_output(driver, code)
+                if not self.lifts:  # as a user, who reruns the command once the disk or the server is back
+                    if code == 0:
+                        return True
+                    self.start()
+            state = f"{len(steps_of(self.record))} {len(driver.said)} {len(self.drivers)} {len(self.lifts)} {code}"
+            if state != self.state:
+                self.state, self.changed_at = state, time.monotonic()
+            elif time.monotonic() - self.changed_at > HANG_SECONDS:
+                raise ProblemError(f"no progress for {HANG_SECONDS:.0f} s")
+        return False
+
+    def check_output(self, driver: Driver, code: int) -> None:
+        if "Traceback" in driver.said:
+            raise ProblemError("a traceback was printed")
+        if code not in (0, 1, 2, -signal.SIGKILL):
+            raise ProblemError(f"exit code {code}")
+
+    def inject(self, fault: Fault) -> None:
+        kind = f"{fault.kind}: {fault.victim}" if fault.kind in ("kill", "stop") else fault.kind
+        now = time.monotonic()
+        try:
+            lift = INJECTIONS[fault.kind](self, fault, random.Random(fault.seed))
+        except ImpossibleNowError:
+            return
+        self.result.faults.append(kind)
+        if lift:
+            self.lifts.append((now + fault.seconds, kind, lift))
+        else:
+            self.ends.append((kind, now))
+
+    # Each method injects a fault and returns the function that ends it, if the fault has a duration.
+
+    def kill(self, fault: Fault, rng: random.Random) -> None:
+        os.kill(self.victim(fault.victim, rng), signal.SIGKILL)
+
+    def stop(self, fault: Fault, rng: random.Random) -> Lift:
+        pid = self.victim(fault.victim, rng)
+        os.kill(pid, signal.SIGSTOP)
+        return functools.partial(_continue, pid)
+
+    def clock(self, fault: Fault, rng: random.Random) -> None:
+        self.disturb(clock=rng.choice([-86400, -3600, 3600, 86400]), delay=0)
+
+    def slow_disk(self, fault: Fault, rng: random.Random) -> Lift:
+        self.disturb(clock=0, delay=rng.uniform(0.5, 3))
+        return functools.partial(self.disturb, clock=0, delay=0)
+
+    def memory_limit(self, fault: Fault, rng: random.Random) -> Lift:
+        used, limit = int((self.memory / "memory.usage_in_bytes").read_text()), self.memory / "memory.limit_in_bytes"
+        limit.write_text(str(used + 2**22))
+        return functools.partial(limit.write_text, "-1")
+
+    def full_disk(self, fault: Fault, rng: random.Random) -> Lift:
+        ballast = self.runs / "ballast"
+        with suppress(OSError), open(ballast, "wb") as file:
+            while True:
+                file.write(bytes(65536))
+                file.flush()
+        return functools.partial(ballast.unlink, missing_ok=True)
+
+    def read_only_disk(self, fault: Fault, rng: random.Random) -> Lift:
+        _remount(self.runs, "ro")
+        return functools.partial(_remount, self.runs, "rw")
+
+    def object_store_away(self, fault: Fault, rng: random.Random) -> Lift:
+        assert self.store is not None
+        self.store.stop()
+        return self.store.resume
+
+    def tracking_server_killed(self, fault: Fault, rng: random.Random) -> Lift:
+        assert self.server is not None
+        self.server.kill()
+        return self.relaunch
+
+    def second_command(self, fault: Fault, rng: random.Random) -> None:
+        """Another `san run` of the same grid, which fails unless the first has ended."""
+        uri, log = self.place if self.store else None, self.folder / f"second{len(self.ends)}.log"
+        other = Driver(GRID, self.runs, self.overrides, self.environment, "tests.faults.witness", uri, log)
+        self.check_output(other, other.finish())
+
+    def corrupt_file(self, fault: Fault, rng: random.Random) -> None:
+        """Changes bytes of a file next to the checkpoints."""
+        found = [path for path in self.runs.glob("checkpoints/*/*") if path.is_file() and path.stat().st_size]
+        if not found:
+            raise ImpossibleNowError
+        path = rng.choice(sorted(found))
+        content = bytearray(path.read_bytes())
+        for _ in range(rng.choice([1, 64])):
+            content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+        path.write_bytes(content)
+
+    def victim(self, name: str, rng: random.Random) -> int:
+        """The id of a process."""
+        command = self.drivers[-1].process
+        if name == "command":
+            found = [command.pid] if command.poll() is None else []
+        else:
+            found = [pid for pid in marked(str(self.folder)) if VICTIMS[name] in _command_line(pid)]
+        if not found:
+            raise ImpossibleNowError
+        return rng.choice(found)
+
+    def relaunch(self) -> None:
+        assert self.server is not None
+        self.server.launch()
+        self.server.wait()
+
+    def close(self) -> None:
+        for _, _, lift in self.lifts:
+            lift()
+        for pid in marked(str(self.folder)):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if self.server:
+            self.server.kill()
+        if self.store:
+            self.store.resume()
+            self.store.end()
+        if self.runs.is_mount():
+            subprocess.run(["umount", "--lazy", self.runs], check=True)
+        for _ in range(50):
+            with suppress(OSError):
+                self.memory.rmdir()
+                break
+            time.sleep(0.1)
+
+    def check(self, whole: Episode | None) -> None:
+        """Compares a complete grid with the undisturbed one."""
+        limit = time.monotonic() + 60
+        while (left := marked(str(self.folder), AGENTS)) and time.monotonic() < limit:
+            time.sleep(0.2)
+        if left:
+            raise ProblemError(f"processes are left: {[_command_line(pid)[:60] for pid in left]}")
+        steps = steps_of(self.record)
+        numbers = [step.number for step in steps if step.rank == 0]
+        self.result.steps, self.result.repeated = len(set(numbers)), len(numbers) - len(set(numbers))
+        for kind, end in self.ends:
+            if after := [step.seconds for step in steps if step.seconds > end]:
+                self.result.recoveries.append((kind, after[0] - end))
+        if changed := [str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file()]:
+            raise ProblemError(f"files in the home folder: {changed[:5]}")
+        if whole is None:
+            return
+        self.check_tracking()
+        if self.table() != whole.table():
+            raise ProblemError(f"another table: {self.table()} instead of {whole.table()}")
+        ours, theirs = self.weights(), whole.weights()
+        if "two" not in self.result.setup and ours is not None and theirs is not None:
+            if not all(torch.equal(value, theirs[key]) for key, value in ours.items()):
+                raise ProblemError("other weights")
+
+    def check_tracking(self) -> None:
+        with _environment(self.environment):
+            client = open_job(GRID, "digits", self.overrides, self.place).tracker.client
+        experiment = client.get_experiment_by_name(GRID.stem)
+        assert experiment is not None
+        runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+        epochs = [metric.step for run in runs for metric in client.get_metric_history(run.info.run_id, "val/top1")]
+        if len(runs) != 1 or sorted(epochs) != list(range(12)) or runs[0].info.status != "FINISHED":
+            raise ProblemError(f"{len(runs)} runs with the epochs {epochs}, {[run.info.status for run in runs]}")
+
+    def last_file(self, folder: str, suffix: str) -> bytes:
+        """The content of the last file in a folder of the store."""
+        with _environment(self.environment):
+            store = open_runs(self.place)
+            content = store.read([name for name in store.names(folder) if name.endswith(suffix)][-1])
+        assert content is not None
+        return content
+
+    def table(self) -> str:
+        return self.last_file(f"{GRID.stem}-digits", "table.csv").decode()
+
+    def weights(self) -> Mapping[str, torch.Tensor] | None:
+        """The weights of the last checkpoint; None if it was corrupted after it was written, which reading it shows."""
+        cell = steps_of(self.record)[0].cell
+        try:
+            checkpoint = Checkpoint.of_bytes(self.last_file(f"checkpoints/{cell}", ".pt"))
+            return checkpoint.engine["model"]  # type: ignore[no-any-return]
+        except DAMAGE:
+            if "corrupt file" not in self.result.faults:
+                raise ProblemError("the last checkpoint is damaged") from None
+            return None
+
+
+INJECTIONS: dict[str, Callable[[Episode, Fault, random.Random], Lift | None]] = {
+    "kill": Episode.kill,
+    "stop": Episode.stop,
+    "clock": Episode.clock,
+    "slow disk": Episode.slow_disk,
+    "memory limit": Episode.memory_limit,
+    "second command": Episode.second_command,
+    "corrupt file": Episode.corrupt_file,
+    "full disk": Episode.full_disk,
+    "read-only disk": Episode.read_only_disk,
+    "object store away": Episode.object_store_away,
+    "tracking server killed": Episode.tracking_server_killed,
+}
+
+
+def _continue(pid: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _remount(path: Path, mode: str) -> None:
+    if subprocess.run(["mount", "-o", f"remount,{mode}", path], capture_output=True).returncode:
+        raise ImpossibleNowError  # a file is being written
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_episode(seed: int, number: int, folder: Path, library: Path, whole: dict[str, Episode]) -> Result:
+    """One episode, compared with the undisturbed run with as many workers, which is made when it is first needed."""
+    setup, faults = schedule(seed, number)
+    workers = setup.partition(",")[0]
+    if workers not in whole:
+        quiet = Episode(folder / f"undisturbed-{workers}", Result(seed, -1 - len(whole), workers), library)
+        quiet.run([])
+        quiet.check(None)
+        whole[workers] = quiet
+    result, began = Result(seed, number, setup), time.monotonic()
+    before = _outside()
+    episode = Episode(folder / f"seed-{seed}-episode-{number}", result, library)
+    try:
+        episode.run(faults)
+        episode.check(whole[workers])
+        if (after := _outside()) != before:
+            raise ProblemError(f"changed outside of the runs: {sorted(after ^ before)[:5]}")
+    except ProblemError as problem:
+        result.problem = str(problem)
+    finally:
+        result.commands = len(episode.drivers)
+        result.restarts = sum(driver.said.count("restarting Ray") for driver in episode.drivers)
+        result.seconds = time.monotonic() - began
+        if result.problem is None:
+            episode.close()
+            shutil.rmtree(episode.folder)
+        else:
+            shutil.copytree(episode.runs, episode.folder / "kept", dirs_exist_ok=True)
+            episode.close()
+    return result
+
+
+def _outside() -> frozenset[str]:
+    """Segments of shared memory, and changes of the project."""
+    git = subprocess.run(["git", "status", "--porcelain"], cwd=PROJECT_DIR, capture_output=True, text=True).stdout
+    return frozenset([*git.splitlines(), *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm"))])
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The results as Markdown."""
+    counts = Counter(fault for result in results for fault in result.faults)
+    recoveries = defaultdict(list)
+    for result in results:
+        for kind, seconds in result.recoveries:
+            recoveries[kind].append(seconds)
+    lines = ["| fault | injected | recovery, median s | recovery, worst s |", "|---|---:|---:|---:|"]
+    for kind, count in sorted(counts.items()):
+        times = recoveries[kind]
+        both = f"{statistics.median(times):.0f} | {max(times):.0f}" if times else "- | -"
+        lines.append(f"| {kind} | {count} | {both} |")
+    total = sum(result.seconds for result in results) / 60
+    lines += [
+        "",
+        f"{len(results)} episodes in {total:.0f} minutes, seeds {sorted({result.seed for result in results})}: "
+        f"{sum(counts.values())} faults, {sum(result.commands for result in results)} commands, "
+        f"{sum(result.restarts for result in results)} restarts of Ray, "
+        f"{sum(result.repeated for result in results)} of {sum(result.steps for result in results)} steps repeated, {sum(result.problem is not None for result in results)} problems.",
+    ]
+    problems = [result for result in results if result.problem is not None]
+    lines += [f"- seed {result.seed}, episode {result.episode} ({result.setup}): {result.problem}" for result in problems]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, help="repeat this episode")
+    parser.add_argument("--folder", type=Path, help="keep results and failed episodes here  [default: a temporary folder]")
+    options = parser.parse_args()
+    folder: Path = (options.folder or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    library, whole, failed = folder / "disturb.so", dict[str, Episode](), 0
+    source = Path(__file__).with_name("disturb.c")
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    limit, number = time.monotonic() + 60 * options.minutes, options.only or 0
+    try:
+        while time.monotonic() < limit:
+            result = run_episode(options.seed, number, folder, library, whole)
+            failed += result.problem is not None
+            with open(folder / "soak.jsonl", "a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            print(
+                f"episode {number} ({result.setup}), {result.seconds:.0f} s: {', '.join(result.faults) or 'no faults'}", end=""
+            )
+            print(f": {result.problem or 'passed'}", flush=True)
+            if options.only is not None:
+                break
+            number += 1
+    finally:
+        for episode in whole.values():
+            episode.close()
+    print(summary([Result(**json.loads(line)) for line in (folder / "soak.jsonl").read_text().splitlines()]))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
