@@ -9,7 +9,7 @@ STEP = ./.ci/step
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study faults figures docs gallery test test-long test-torch lint audit format setup gpu-check clean
+.PHONY: demo study faults soak figures docs gallery test test-all test-torch lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -40,14 +40,21 @@ gallery: setup
 	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1700 --screenshot=docs/images/report.png \
 	  runs/footprint-digits/report.html
 
-# Two processes: half of the time of one goes by in waiting for others that it started. In the order of the files' names: else
-# those with the fewest tests come last, which are the longest.
+# The everyday tests. Two processes, because tests often wait for processes that they start. In the order of the files' names:
+# otherwise the files with the fewest tests, which take longest, would be last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup lint
-	@$(STEP) "tests" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=20
+	@$(STEP) "tests" $(PYTEST) -m "not slow and not long" --durations=20
 
-# Some minutes of whole grids on clusters, in ways that the shorter tests nearly cover.
-test-long: setup
-	@$(STEP) "long tests" $(BIN)/python -m pytest -m long --durations=0
+# The everyday tests, and then those with browsers, servers, compilers and long grids.
+test-all: test
+	@$(STEP) "slow tests" $(PYTEST) -m "slow or long" --durations=50
+
+# Disturb `san run` at random for SOAK_MINUTES, with the random seed SOAK_SEED (see tests/faults/soak.py). Needs root.
+SOAK_MINUTES ?= 30
+SOAK_SEED ?= 1
+soak: setup
+	@$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 # The library's tests with another release of torch, in an environment of its own: `make test-torch TORCH=2.11.0`, the oldest that
 # is supported, or 2.13.0. It takes some GB and minutes.

@@ -117,7 +117,7 @@ def test_the_command_tells_what_to_install(missing: str, installed: Path, tmp_pa
     assert (done.returncode, done.stderr) == (1, sentence)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_installed_library_builds_its_kernels(installed: Path, tmp_path: Path) -> None:
     code = f"import torch, san; from san.ops import library; print(library.load(), {TINY})"
     assert _python(code, installed, SAN_CACHE=str(tmp_path)) == f"True {torch.Size([1, 10])}"

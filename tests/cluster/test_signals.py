@@ -43,9 +43,11 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {MARK: str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "tests.cluster.cells", str(tmp_path)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("pid")
+    assert any(line.startswith("pid") for line in process.stdout)
     yield process
     process.kill()
     for pid in marked(str(tmp_path)):

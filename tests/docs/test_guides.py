@@ -179,7 +179,9 @@ def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [page if page == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in PAGES]
+)
 def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     found = list(blocks(text))

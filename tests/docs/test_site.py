@@ -112,6 +112,7 @@ def test_every_model_field_is_explained() -> None:
     assert not [row for row in rows if row.endswith("|  |")]
 
 
+@pytest.mark.slow
 def test_pages_fit_narrow_screens_and_load_nothing_from_elsewhere(site: Path, tmp_path: Path) -> None:
     with browser(tmp_path) as page:
         for path in sorted(site.rglob("index.html")):

@@ -133,7 +133,8 @@ class Episode:
         for path in (self.runs, self.home, folder / "server"):
             path.mkdir(parents=True)
         self.environment = {MARK: str(folder), "HOME": str(self.home), "SOAK_CONTROL": str(self.control)}
-        self.environment |= {"LD_PRELOAD": str(library), "WITNESS_PAUSE": "0.1"}
+        self.environment |= {"LD_PRELOAD": str(library), "WITNESS_PAUSE": "0.1", "MPLCONFIGDIR": str(library.parent / "fonts")}
+        self.environment["SAN_CACHE"] = os.environ.get("SAN_CACHE", str(Path("~/.cache/san").expanduser()))
         self.disturb(clock=0, delay=0)
         self.store = self.server = None
         if "bucket" in result.setup:
@@ -338,7 +339,8 @@ class Episode:
         for kind, end in self.ends:
             if after := [step.seconds for step in steps if step.seconds > end]:
                 self.result.recoveries.append((kind, after[0] - end))
-        if changed := [str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file()]:
+        files = [path.relative_to(self.home) for path in self.home.rglob("*") if path.is_file()]
+        if changed := [str(path) for path in files if path.parts[0] != ".cache" and str(path) != ".ray/auth_token"]:
             raise ProblemError(f"files in the home folder: {changed[:5]}")
         if whole is None:
             return
@@ -459,9 +461,11 @@ def run_episode(seed: int, number: int, folder: Path, library: Path, whole: dict
 
 
 def _outside() -> frozenset[str]:
-    """Segments of shared memory, and changes of the project."""
+    """Shared memory of Ray and torch, and changes of the project."""
     git = subprocess.run(["git", "status", "--porcelain"], cwd=PROJECT_DIR, capture_output=True, text=True).stdout
-    return frozenset([*git.splitlines(), *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm"))])
+    return frozenset(
+        [*git.splitlines(), *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(("plasma", "torch_")))]
+    )
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -476,15 +480,17 @@ def summary(results: Sequence[Result]) -> str:
         times = recoveries[kind]
         both = f"{statistics.median(times):.0f} | {max(times):.0f}" if times else "- | -"
         lines.append(f"| {kind} | {count} | {both} |")
-    total = sum(result.seconds for result in results) / 60
+
+    def total(field: str) -> int:
+        return sum(getattr(result, field) for result in results)
+
+    problems = [result for result in results if result.problem is not None]
     lines += [
         "",
-        f"{len(results)} episodes in {total:.0f} minutes, seeds {sorted({result.seed for result in results})}: "
-        f"{sum(counts.values())} faults, {sum(result.commands for result in results)} commands, "
-        f"{sum(result.restarts for result in results)} restarts of Ray, "
-        f"{sum(result.repeated for result in results)} of {sum(result.steps for result in results)} steps repeated, {sum(result.problem is not None for result in results)} problems.",
+        f"{len(results)} episodes in {total('seconds') / 60:.0f} minutes, seeds {sorted({result.seed for result in results})}: "
+        f"{sum(counts.values())} faults, {total('commands')} commands, {total('restarts')} restarts of Ray, "
+        f"{total('repeated')} of {total('steps')} steps repeated, {len(problems)} problems.",
     ]
-    problems = [result for result in results if result.problem is not None]
     lines += [f"- seed {result.seed}, episode {result.episode} ({result.setup}): {result.problem}" for result in problems]
     return "\n".join(lines)
 

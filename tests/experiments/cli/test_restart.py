@@ -1,0 +1,43 @@
+"""`san run` restarts Ray if one of its processes dies. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from experiments.cli.restart import LIMIT, RESTARTS
+from tests.cluster.test_signals import MARK, marked
+from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.drivers import Driver
+
+
+def kill(process: str, mark: Path) -> None:
+    """Kills a process of Ray."""
+    (pid,) = [pid for pid in marked(str(mark)) if Path(f"/proc/{pid}/exe").resolve().name == process]
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("process", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
+def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
+    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=4", "recipe.batch_size=64"], {MARK: str(tmp_path)})
+    driver.wait_for("_3 starts")
+    kill(process, tmp_path)
+    driver.wait_for(rf"restarting Ray \(1 of {LIMIT}\); finished epochs are kept")
+    assert driver.finish() == 0, driver.said
+    assert "Traceback" not in driver.said
+    assert (tmp_path / "runs/small-digits/table.csv").read_text().count("\n") == 4
+    assert not marked(str(tmp_path))
+
+
+def test_run_gives_up_after_too_many_restarts(tmp_path: Path) -> None:
+    environment = {MARK: str(tmp_path), RESTARTS: str(LIMIT)}
+    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=200"], environment)
+    driver.wait_for("_3 starts")
+    kill("raylet", tmp_path)
+    assert driver.finish() == 1
+    assert "san: Ray died on this machine" in driver.said
+    assert "run the same command again to resume" in driver.said
+    assert not marked(str(tmp_path))
