@@ -5,62 +5,65 @@ The ResNets are registered as `san_resnet26`, `san_resnet38` and `san_resnet50`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from timm.models import build_model_with_cfg, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from san.models import create_model, list_models
 from san.models.base import BaseModel
 
-CONFIG = {
-    "input_size": (3, 224, 224),
-    "pool_size": None,
-    "crop_pct": 224 / 256,
-    "interpolation": "bilinear",
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "num_classes": 1000,
-    "fixed_input_size": False,
-}
+VARIANTS = {name if name.startswith("san") else f"san_{name}": name for name in list_models()}
+"""Our name of each variant by its name in timm."""
+
+
+def _config(variant: str) -> dict[str, Any]:
+    first, last = ("conv1", "fc") if variant.startswith("resnet") else ("stem", "head")
+    return {
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 224 / 256,
+        "interpolation": "bilinear",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "num_classes": 1000,
+        "first_conv": first,
+        "classifier": last,
+    }
+
+
+default_cfgs = generate_default_cfgs({name: _config(variant) for name, variant in VARIANTS.items()})
+"""timm finds this by its name."""
 
 
 def _build(
     variant: str,
     num_classes: int = 1000,
     in_chans: int = 3,
+    global_pool: str = "avg",
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
     **overrides: object,
 ) -> BaseModel:
+    if global_pool != "avg":
+        raise ValueError(f"global_pool must be 'avg', not {global_pool!r}")
     model = create_model(variant, num_classes, in_channels=in_chans, **overrides)  # type: ignore[arg-type]
     model.set_drop_rates(drop_rate, drop_path_rate)
     return model
 
 
-def _register(variant: str) -> str:
-    name = variant if variant.startswith("san") else f"san_{variant}"
-
+def _register(name: str, variant: str) -> None:
     def entry(pretrained: bool = False, **settings: Any) -> BaseModel:
         if pretrained:
             raise ValueError(f"{name} has no weights to download; use san.load_released_checkpoint for the authors' files")
-        config = CONFIG | {"architecture": name, "first_conv": _first_conv(variant), "classifier": _classifier(variant)}
-        model: BaseModel = build_model_with_cfg(
-            _build, variant, pretrained, pretrained_cfg=config, feature_cfg={"feature_cls": "getter"}, **settings, variant=variant
-        )
+        build = partial(_build, variant)
+        build.__name__ = name  # type: ignore[attr-defined]
+        model: BaseModel = build_model_with_cfg(build, name, pretrained, feature_cfg={"feature_cls": "getter"}, **settings)
         return model
 
-    entry.__name__, entry.__module__ = name, __name__
-    globals()[name] = register_model(entry)
-    return name
+    entry.__name__ = name
+    register_model(entry)
 
 
-def _first_conv(variant: str) -> str:
-    return "conv1" if variant.startswith("resnet") else "stem"
-
-
-def _classifier(variant: str) -> str:
-    return "fc" if variant.startswith("resnet") else "head"
-
-
-NAMES = [_register(variant) for variant in list_models()]
+for _name, _variant in VARIANTS.items():
+    _register(_name, _variant)

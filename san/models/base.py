@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from san.nn.depth import Blocks
 
 MAX_CHANNELS, MAX_BLOCKS = 2**16, 1000
 """Largest sizes of a stage. Anything larger is a typing error, for which torch would run out of memory."""
 
 RENAMED_FIELDS = {"stages": "num_stages", "width_factor": "width_mult", "share": "group_size"}
 """New name of each field that was renamed for version 0.1.0. `load_checkpoint` still reads files with the old names."""
+
+
+def with_new_names(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """A state dict with the current names of stages, which were `stages.0` to `stages.4` before version 0.2."""
+    old = re.compile(rf"{re.escape(prefix)}stages\.(\d+)\.")
+    return {old.sub(lambda match: f"{prefix}stage{int(match[1]) + 1}.", key, count=1): value for key, value in state.items()}
 
 
 class GlobalAveragePool(nn.Module):
@@ -23,14 +33,21 @@ class GlobalAveragePool(nn.Module):
         return x_NCHW.mean((2, 3))
 
 
+NO_CLASSIFIER = "{name} was built with features_only=True and has no classifier; create it without features_only"
+
+
 class BaseModel(nn.Module):
     """A stem and stages, followed by average pooling and a Linear classifier unless the model is a backbone.
+
+    Implements the protocol of timm's models, so that timm's tools work with it (see `san.timm`).
 
     Attributes:
         spec: description from which the model was built.
         in_channels: C of the images.
         channels: C of each map of `features`.
         reductions: side of the image divided by the side of each map.
+        stage_names: name of the module of each stage.
+        drop_rate: probability with which training drops a channel before the classifier.
     """
 
     classifier_name: ClassVar[str]
@@ -39,11 +56,14 @@ class BaseModel(nn.Module):
     in_channels: int
     channels: tuple[int, ...]
     reductions: tuple[int, ...]
+    stage_names: list[str]
+    drop_rate = 0.0
 
     def __init__(self, spec: ModelSpec, in_channels: int) -> None:
         check_count("in_channels", in_channels)
         super().__init__()
         self.spec, self.in_channels = spec, in_channels
+        self.register_load_state_dict_pre_hook(_use_new_names)  # type: ignore[no-untyped-call]
 
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
         """The feature map of each stage, largest first."""
@@ -60,10 +80,46 @@ class BaseModel(nn.Module):
             ValueError: the images have another shape, dtype or device than the model, or are too small for a footprint.
         """
         maps = self.features(x_NCHW)
+        return maps if self.classifier is None else self.forward_head(maps[-1])
+
+    def forward_features(self, x_NCHW: Tensor) -> Tensor:
+        """The last feature map."""
+        return self.features(x_NCHW)[-1]
+
+    def forward_head(self, x_NCHW: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pools the last feature map and classifies it, unless `pre_logits` is set: [N, num_features] or [N, num_classes]."""
         if self.classifier is None:
-            return maps
-        logits: Tensor = self.classifier(self.pool(maps[-1]))
-        return logits
+            raise ValueError(NO_CLASSIFIER.format(name=self.spec.name))
+        x_NC: Tensor = self.pool(x_NCHW)
+        if self.drop_rate > 0:
+            x_NC = dropout(x_NC, self.drop_rate, self.training)
+        return x_NC if pre_logits else self.classifier(x_NC)
+
+    def forward_intermediates(
+        self,
+        x_NCHW: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Maps of `features` with these indices (the last n for an integer, all for None), and the last map before them.
+
+        All maps are computed, normalized and in the format NCHW, so `norm` and `stop_early` have no effect.
+
+        Raises:
+            ValueError: another `output_fmt`, or an index that does not exist.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt must be 'NCHW', not {output_fmt!r}")
+        count = len(self.channels)
+        wanted = range(count) if indices is None else range(count - indices, count) if isinstance(indices, int) else indices
+        if not all(-count <= index < count for index in wanted):
+            raise ValueError(f"indices must be between {-count} and {count - 1}, not {list(wanted)}")
+        maps = self.features(x_NCHW)
+        chosen = [maps[index] for index in wanted]
+        return chosen if intermediates_only else (maps[-1], chosen)
 
     @property
     def classifier(self) -> nn.Module | None:
@@ -75,29 +131,93 @@ class BaseModel(nn.Module):
         """Number of classes; 0 for a backbone, or if the classifier was replaced with something other than a Linear layer."""
         return self.classifier.out_features if isinstance(self.classifier, nn.Linear) else 0
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the classifier with a new one for `num_classes` classes, for fine-tuning. Other weights stay the same.
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the classifier with a new one for fine-tuning. Other weights stay the same.
+
+        With 0 classes, the model returns the pooled features, [N, num_features].
 
         Raises:
-            ValueError: `num_classes` is not positive, or the model is a backbone.
+            ValueError: `num_classes` is negative, `global_pool` is neither "avg" nor None, or the model is a backbone.
         """
-        check_count("num_classes", num_classes)
         if self.classifier is None:
-            raise ValueError(
-                f"{self.spec.name} was built with features_only=True and has no classifier; create it without features_only"
-            )
+            raise ValueError(NO_CLASSIFIER.format(name=self.spec.name))
+        if global_pool not in (None, "avg"):
+            raise ValueError(f"global_pool must be 'avg', not {global_pool!r}")
         weight = next(self.parameters())
-        setattr(self, self.classifier_name, nn.Linear(self.channels[-1], num_classes, device=weight.device, dtype=weight.dtype))
+        self.add_module(self.classifier_name, self._new_classifier(num_classes).to(weight.device, weight.dtype))
+
+    def get_classifier(self) -> nn.Module | None:
+        """The last layer; None for a backbone."""
+        return self.classifier
+
+    @property
+    def num_features(self) -> int:
+        """Channels of the last feature map."""
+        return self.channels[-1]
+
+    head_hidden_size = num_features
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """Channels, reduction and module name of each map of `features`."""
+        modules = [*self.parts()["stem"][:1], *map(self.get_submodule, self.stage_names)][-len(self.channels) :]
+        names = {module: name for name, module in self.named_modules()}
+        rows = zip(self.channels, self.reductions, modules, strict=True)
+        return [{"num_chs": channels, "reduction": side, "module": names[module]} for channels, side, module in rows]
+
+    def set_drop_rates(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> None:
+        """Sets dropout before the classifier, and stochastic depth that grows linearly to `drop_path_rate` in the last block.
+
+        Raises:
+            ValueError: a rate is not in [0, 1).
+        """
+        for name, rate in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)):
+            if not 0 <= rate < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {rate}")
+        self.drop_rate = drop_rate
+        blocks = [block for module in self.modules() if isinstance(module, Blocks) for block in module]
+        for number, block in enumerate(blocks):
+            block.drop_path_rate = drop_path_rate * number / max(len(blocks) - 1, 1)  # type: ignore[assignment]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recomputes the blocks' activations in the backward pass, which saves memory. Running statistics are updated once."""
+        for module in self.modules():
+            if isinstance(module, Blocks):
+                module.checkpoints = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that assign parameters to the stem and to stages or blocks, for timm's layer-wise learning rates."""
+        stage = self.stage_names[0].rstrip("1")  # stage1 or layer1
+        inside = rf"^{stage}(\d+)\.(?:blocks\.)?(\d+)"
+        coarse_blocks = rf"^{stage}(\d+)"
+        stem = rf"^(?!{stage}\d|{self.classifier_name}\.)"
+        return {"stem": stem, "blocks": coarse_blocks if coarse else [(inside, None), (coarse_blocks, (0,))]}
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay: none, as in the paper."""
+        return set()
+
+    def _new_classifier(self, num_classes: int) -> nn.Module:
+        if num_classes == 0 and not isinstance(num_classes, bool):
+            return nn.Identity()
+        check_count("num_classes", num_classes)
+        return nn.Linear(self.channels[-1], num_classes)
 
     def _add_head(self, num_classes: int | None) -> None:
         """Adds pooling and classifier, unless the model is a backbone."""
         if num_classes is not None:
-            check_count("num_classes", num_classes)
             self.pool = GlobalAveragePool()
-            self.add_module(self.classifier_name, nn.Linear(self.channels[-1], num_classes))
+            self.add_module(self.classifier_name, self._new_classifier(num_classes))
 
     def _head(self) -> dict[str, list[nn.Module]]:
         return {} if self.classifier is None else {"head": [self.pool, self.classifier]}
+
+
+def _use_new_names(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
+    """Renames the keys of an old state dict in place, as `load_state_dict` requires."""
+    renamed = with_new_names(state, prefix)
+    state.clear()
+    state.update(renamed)
 
 
 def _is_integer(value: object) -> bool:

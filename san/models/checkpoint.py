@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from san.models.base import RENAMED_FIELDS, BaseModel, ModelSpec
+from san.models.base import RENAMED_FIELDS, BaseModel, ModelSpec, with_new_names
 from san.models.registry import model_spec
 
 MAX_LISTED_KEYS = 8  # of each kind, in an error message
@@ -181,7 +181,8 @@ def load_checkpoint(path: str | Path) -> BaseModel:
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
         hint = "use load_released_checkpoint for the authors' files"
         raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
-    num_classes, in_channels, state = content["num_classes"], content.get("in_channels", 3), content["state_dict"]
+    num_classes, in_channels = content["num_classes"], content.get("in_channels", 3)
+    state = with_new_names(content["state_dict"])
     try:
         stored: dict[str, object] = dict(content["overrides"])
         overrides = {RENAMED_FIELDS.get(field, field): value for field, value in stored.items()}

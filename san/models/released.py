@@ -25,21 +25,21 @@ from san.models.checkpoint import (
 from san.models.registry import VARIANTS, model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec
 
-# Our name and the authors' name, used in both directions; the first match counts.
+# Our name and the authors' name, used in both directions; the first match counts. The authors number stages from 0.
 RENAMES = (
     ("stem.{rest}", "conv_in.{rest}"),
     ("stem_norm.{rest}", "bn_in.{rest}"),
     ("head.{rest}", "fc.{rest}"),
-    ("stages.{stage}.linear.{rest}", "conv{stage}.{rest}"),
-    ("stages.{stage}.norm.{rest}", "bn{stage}.{rest}"),
-    ("stages.{stage}.blocks.{block}.norm1.{rest}", "layer{stage}.{block}.bn1.{rest}"),
-    ("stages.{stage}.blocks.{block}.norm2.{rest}", "layer{stage}.{block}.bn2.{rest}"),
-    ("stages.{stage}.blocks.{block}.linear.{rest}", "layer{stage}.{block}.conv.{rest}"),
-    ("stages.{stage}.blocks.{block}.attention.phi.{rest}", "layer{stage}.{block}.sam.conv1.{rest}"),
-    ("stages.{stage}.blocks.{block}.attention.psi.{rest}", "layer{stage}.{block}.sam.conv2.{rest}"),
-    ("stages.{stage}.blocks.{block}.attention.beta.{rest}", "layer{stage}.{block}.sam.conv3.{rest}"),
-    ("stages.{stage}.blocks.{block}.attention.gamma.{rest}", "layer{stage}.{block}.sam.conv_w.{rest}"),
-    ("stages.{stage}.blocks.{block}.attention.position.linear.{rest}", "layer{stage}.{block}.sam.conv_p.{rest}"),
+    ("stage{stage}.linear.{rest}", "conv{stage}.{rest}"),
+    ("stage{stage}.norm.{rest}", "bn{stage}.{rest}"),
+    ("stage{stage}.blocks.{block}.norm1.{rest}", "layer{stage}.{block}.bn1.{rest}"),
+    ("stage{stage}.blocks.{block}.norm2.{rest}", "layer{stage}.{block}.bn2.{rest}"),
+    ("stage{stage}.blocks.{block}.linear.{rest}", "layer{stage}.{block}.conv.{rest}"),
+    ("stage{stage}.blocks.{block}.attention.phi.{rest}", "layer{stage}.{block}.sam.conv1.{rest}"),
+    ("stage{stage}.blocks.{block}.attention.psi.{rest}", "layer{stage}.{block}.sam.conv2.{rest}"),
+    ("stage{stage}.blocks.{block}.attention.beta.{rest}", "layer{stage}.{block}.sam.conv3.{rest}"),
+    ("stage{stage}.blocks.{block}.attention.gamma.{rest}", "layer{stage}.{block}.sam.conv_w.{rest}"),
+    ("stage{stage}.blocks.{block}.attention.position.linear.{rest}", "layer{stage}.{block}.sam.conv_p.{rest}"),
 )
 PARTS = {".": r"\.", "{stage}": r"(?P<stage>\d+)", "{block}": r"(?P<block>\d+)", "{rest}": r"(?P<rest>.+)"}
 
@@ -50,14 +50,15 @@ SIZES = ("name", "depths", "widths", "num_stages", "width_mult", "footprint")
 PREFIX = "module."  # DistributedDataParallel's
 
 
-def _renamed(key: str, rows: Iterable[tuple[str, str]]) -> str | None:
+def _renamed(key: str, rows: Iterable[tuple[str, str]], stage_offset: int) -> str | None:
     for source, target in rows:
         pattern = source
         for part, expression in PARTS.items():
             pattern = pattern.replace(part, expression)
         match = re.fullmatch(pattern, key)
         if match:
-            return target.format(**match.groupdict())
+            stage = int(match.groupdict().get("stage", 0)) + stage_offset
+            return target.format(**match.groupdict() | {"stage": stage})
     return None
 
 
@@ -67,7 +68,7 @@ def released_key(key: str) -> str:
     Raises:
         ValueError: SAN models have no such key.
     """
-    theirs = _renamed(key, RENAMES)
+    theirs = _renamed(key, RENAMES, stage_offset=-1)
     if theirs is None:
         raise ValueError(f"{key!r} is not a parameter of a SAN model")
     return theirs
@@ -79,7 +80,7 @@ def from_released_key(key: str) -> str:
     Raises:
         ValueError: the authors' network has no such key.
     """
-    ours = _renamed(key, ((theirs, ours) for ours, theirs in RENAMES))
+    ours = _renamed(key, ((theirs, ours) for ours, theirs in RENAMES), stage_offset=1)
     if ours is None:
         raise ValueError(f"{key!r} is not a parameter of the authors' network")
     return ours

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.functional import relu
 
 from san.models.base import BaseModel, ModelSpec
-from san.nn.fusion import conv_norm, conv_norm_relu
+from san.nn.depth import Blocks, drop_path
+from san.nn.fusion import activate, conv_norm, conv_norm_relu
 from san.nn.inputs import check_map
 from san.ops.footprint import check_side
 
@@ -47,7 +47,12 @@ class ResNetSpec(ModelSpec):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down, k x k with the stride, 1x1 up, each with BatchNorm; + identity or a 1x1 projection."""
+    """1x1 down, k x k with the stride, 1x1 up, each with BatchNorm; + identity or a 1x1 projection.
+
+    `drop_path_rate` is the probability with which training skips the block for an image.
+    """
+
+    drop_path_rate = 0.0
 
     def __init__(self, width_in: int, width: int, stride: int, footprint: int) -> None:
         super().__init__()
@@ -55,19 +60,23 @@ class Bottleneck(nn.Module):
         inner = width // EXPANSION
         self.conv1 = nn.Conv2d(width_in, inner, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(inner)
+        self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(inner, inner, footprint, stride, footprint // 2, bias=False)
         self.bn2 = nn.BatchNorm2d(inner)
+        self.relu2 = nn.ReLU()
         self.conv3 = nn.Conv2d(inner, width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(width)
+        self.relu3 = nn.ReLU()
         self.downsample: nn.Module | None = None
         if stride != 1 or width_in != width:
             self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y = conv_norm_relu(self.conv1, self.bn1, x_NCHW)
-        y = conv_norm_relu(self.conv2, self.bn2, y)
+        y = conv_norm_relu(self.conv1, self.bn1, self.relu1, x_NCHW)
+        y = conv_norm_relu(self.conv2, self.bn2, self.relu2, y)
         identity = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
-        return relu(conv_norm(self.conv3, self.bn3, y) + identity, inplace=True)
+        y = drop_path(conv_norm(self.conv3, self.bn3, y), self.drop_path_rate, self.training)
+        return activate(self.relu3, y + identity, in_place=True)
 
 
 class ResNet(BaseModel):
@@ -83,6 +92,7 @@ class ResNet(BaseModel):
         self.reductions = tuple(2**step for step in range(1, len(widths) + 2))
         self.conv1 = nn.Conv2d(in_channels, stem, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(stem)
+        self.relu = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         self.stage_names = [f"layer{i}" for i in range(1, len(widths) + 1)]
         for i, (name, width_in, width, depth) in enumerate(
@@ -90,7 +100,7 @@ class ResNet(BaseModel):
         ):
             first = Bottleneck(width_in, width, 1 if i == 0 else 2, spec.footprint)
             rest = [Bottleneck(width, width, 1, spec.footprint) for _ in range(depth - 1)]
-            self.add_module(name, nn.Sequential(first, *rest))
+            self.add_module(name, Blocks(first, *rest))
         self._add_head(num_classes)
         for module in self.modules():
             # On the meta device there is nothing to draw, but torch would import its compiler for it, which takes a second.
@@ -100,7 +110,7 @@ class ResNet(BaseModel):
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
         """The map of the first convolution and of each stage."""
         check_map(x_NCHW, self.conv1, "the input")
-        maps = [conv_norm_relu(self.conv1, self.bn1, x_NCHW)]
+        maps = [conv_norm_relu(self.conv1, self.bn1, self.relu, x_NCHW)]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:
             x_NCHW = self.get_submodule(name)(x_NCHW)
@@ -109,4 +119,4 @@ class ResNet(BaseModel):
 
     def parts(self) -> dict[str, list[nn.Module]]:
         stages = {f"stage{number}": [self.get_submodule(name)] for number, name in enumerate(self.stage_names, start=1)}
-        return {"stem": [self.conv1, self.bn1, self.maxpool], **stages, **self._head()}
+        return {"stem": [self.conv1, self.bn1, self.relu, self.maxpool], **stages, **self._head()}

@@ -12,6 +12,7 @@ from torch.nn.functional import max_pool2d
 from san.choice import ChoiceError
 from san.models.base import BaseModel, ModelSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
+from san.nn.depth import Blocks
 from san.nn.fusion import conv_norm_relu, norm_relu
 from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
@@ -100,11 +101,12 @@ class Stage(nn.Module):
     def __init__(self, width_in: int, width: int, depth: int, footprint: int, spec: SANSpec) -> None:
         super().__init__()
         self.linear = nn.Conv2d(width_in, width, 1, bias=False)
-        self.blocks = nn.Sequential(*(SelfAttentionBlock(width, spec.attention(width, footprint)) for _ in range(depth)))
+        self.blocks = Blocks(*(SelfAttentionBlock(width, spec.attention(width, footprint)) for _ in range(depth)))
         self.norm = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        return norm_relu(self.norm, self.blocks(self.linear(max_pool2d(x_NCHW, 2))))
+        return norm_relu(self.norm, self.relu, self.blocks(self.linear(max_pool2d(x_NCHW, 2))))
 
 
 class SAN(BaseModel):
@@ -119,11 +121,12 @@ class SAN(BaseModel):
         self.reductions = tuple(2**stage for stage in range(1, len(widths) + 1))
         self.stem = nn.Conv2d(in_channels, widths[0], 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(widths[0])
+        self.stem_relu = nn.ReLU()
+        self.stage_names = [f"stage{number}" for number in range(1, len(widths) + 1)]
         sizes = zip((widths[0], *widths), widths, spec.kept_depths(), spec.footprints(), strict=False)
-        self.stages = nn.ModuleList()
         for number, (width_in, width, depth, k) in enumerate(sizes, start=1):
             try:
-                self.stages.append(Stage(width_in, width, depth, k, spec))
+                self.add_module(f"stage{number}", Stage(width_in, width, depth, k, spec))
             except ChoiceError:
                 raise  # not the fault of this stage: all stages have the same relation, mapping, ...
             except ValueError as error:
@@ -135,13 +138,13 @@ class SAN(BaseModel):
         specialize(x_NCHW)
         if fuses("pair_weights", x_NCHW):  # the kernels work on channels-last maps
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
-        x_NCHW = conv_norm_relu(self.stem, self.stem_norm, x_NCHW)
+        x_NCHW = conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW)
         maps = []
-        for stage in self.stages:
-            x_NCHW = stage(x_NCHW)
+        for name in self.stage_names:
+            x_NCHW = self.get_submodule(name)(x_NCHW)
             maps.append(x_NCHW)
         return tuple(maps)
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        stages: dict[str, list[nn.Module]] = {f"stage{number}": [stage] for number, stage in enumerate(self.stages, start=1)}
-        return {"stem": [self.stem, self.stem_norm], **stages, **self._head()}
+        stages: dict[str, list[nn.Module]] = {name: [self.get_submodule(name)] for name in self.stage_names}
+        return {"stem": [self.stem, self.stem_norm, self.stem_relu], **stages, **self._head()}

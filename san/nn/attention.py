@@ -18,6 +18,7 @@ from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation
 from san.ops.footprint import check_side
+from san.ops.tracing import leaf
 
 TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
     "distinct": ("phi", "psi", "beta"),
@@ -238,14 +239,20 @@ class ScalarAttention(SelfAttention):
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, heads, K, P]."""
-        k, heads = self.footprint, self.weight_channels
-        offset_RK = torch.cat((self.rows.expand(-1, k, k), self.columns.expand(-1, k, k))).flatten(1).to(phi_NRHW.dtype)
-        phi_NSGP, offset_SGK = phi_NRHW.flatten(2).unflatten(1, (-1, heads)), offset_RK.unflatten(0, (-1, heads))
-        content_NGKP = ops.dot(phi_NRHW, psi_NRHW, k, heads)
-        return (content_NGKP + torch.einsum("nsgp,sgk->ngkp", phi_NSGP, offset_SGK)).softmax(dim=2)
+        content_NGKP = ops.dot(phi_NRHW, psi_NRHW, self.footprint, self.weight_channels)
+        return (content_NGKP + _offset_scores(phi_NRHW, self.rows, self.columns, self.weight_channels)).softmax(dim=2)
 
     def extra_repr(self) -> str:
         return f"footprint={self.footprint}, values={self.value_channels}, heads={self.weight_channels}"
+
+
+@leaf
+def _offset_scores(phi_NRHW: Tensor, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
+    """phi_i^T r_{j-i} in each head, [N, heads, K, P]."""
+    k = rows.shape[1]
+    offset_RK = torch.cat((rows.expand(-1, k, k), columns.expand(-1, k, k))).flatten(1).to(phi_NRHW.dtype)
+    phi_NSGP, offset_SGK = phi_NRHW.flatten(2).unflatten(1, (-1, heads)), offset_RK.unflatten(0, (-1, heads))
+    return torch.einsum("nsgp,sgk->ngkp", phi_NSGP, offset_SGK)
 
 
 def _check_whole(**numbers: int) -> None:

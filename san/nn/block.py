@@ -5,19 +5,28 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from san.nn.attention import SelfAttention
+from san.nn.depth import drop_path
 from san.nn.fusion import norm_relu
 
 
 class SelfAttentionBlock(nn.Module):
-    """Residual block: BN, ReLU, attention, BN, ReLU, Linear back to C channels, + identity. Keeps [N, C, H, W]."""
+    """Residual block: BN, ReLU, attention, BN, ReLU, Linear back to C channels, + identity. Keeps [N, C, H, W].
+
+    `drop_path_rate` is the probability with which training skips the block for an image.
+    """
+
+    drop_path_rate = 0.0
 
     def __init__(self, channels: int, attention: SelfAttention) -> None:
         super().__init__()
         self.norm1 = nn.BatchNorm2d(channels)
+        self.relu1 = nn.ReLU()
         self.attention = attention
         self.norm2 = nn.BatchNorm2d(attention.value_channels)
+        self.relu2 = nn.ReLU()
         self.linear = nn.Conv2d(attention.value_channels, channels, 1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y_NMHW = self.attention(norm_relu(self.norm1, x_NCHW))
-        return x_NCHW + self.linear(norm_relu(self.norm2, y_NMHW))
+        y_NMHW = self.attention(norm_relu(self.norm1, self.relu1, x_NCHW))
+        y_NCHW = self.linear(norm_relu(self.norm2, self.relu2, y_NMHW))
+        return x_NCHW + drop_path(y_NCHW, self.drop_path_rate, self.training)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 
@@ -44,12 +45,14 @@ class Blocks(nn.Sequential):
 
 @contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """BatchNorm uses the batch's statistics, but does not update running statistics."""
-    norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
+    """BatchNorm uses the batch's statistics, but leaves running statistics as they are."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None]
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms if norm.num_batches_tracked is not None]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked = count

@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 from san.ops.statistics import patch_statistics
+from san.ops.tracing import is_traced
 
 
 class PairMaps(NamedTuple):
@@ -216,11 +217,19 @@ def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
     return tuple(map(type, gamma)) == (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (len(gamma) // 3)
 
 
-def norm_relu(norm: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """relu(norm(x))."""
+def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """act(norm(x)), where `act` is a ReLU or what replaced it."""
     # Not in place if a hook may have kept the norm's output, or if another kind of norm may return x itself.
     in_place = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(norm)
-    return relu(norm(x_NCHW), inplace=in_place)
+    return activate(act, norm(x_NCHW), in_place)
+
+
+def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
+    """act(x); a ReLU without hooks may overwrite x if `in_place` is set."""
+    if in_place and type(act) is nn.ReLU and not has_hooks(act) and not is_traced(x_NCHW):
+        return relu(x_NCHW, inplace=True)
+    y_NCHW: Tensor = act(x_NCHW)
+    return y_NCHW
 
 
 def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
@@ -237,9 +246,9 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
     return conv2d(x_NCHW, weight.to(dtype), bias.to(dtype), conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
-def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """relu(norm(conv(x))), with the norm folded in evaluation."""
-    return relu(conv_norm(conv, norm, x_NCHW), inplace=not (has_hooks(conv) or has_hooks(norm)))
+def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """act(norm(conv(x))), with the norm folded in evaluation."""
+    return activate(act, conv_norm(conv, norm, x_NCHW), in_place=not (has_hooks(conv) or has_hooks(norm)))
 
 
 def _require_several(values: int) -> None:

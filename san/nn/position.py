@@ -12,6 +12,7 @@ from torch.nn.functional import conv2d
 from san import ops
 from san.nn.fusion import PairMaps
 from san.nn.inputs import is_autocast
+from san.ops.tracing import is_traced, leaf
 
 CHANNELS = 2
 """Channels of a position feature."""
@@ -75,6 +76,8 @@ class Position(nn.Module):
 
     def features(self, like_NRHW: Tensor) -> Tensor:
         """p of every pixel, [1, 2, H, W], in float32 or float64."""
+        if is_traced(like_NRHW):
+            return _projected(like_NRHW, self.linear.weight, self.linear.bias)
         device = like_NRHW.device.type
         if is_autocast(device):
             with torch.autocast(device, enabled=False):
@@ -83,9 +86,13 @@ class Position(nn.Module):
 
     def _features(self, like_NRHW: Tensor) -> Tensor:
         dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
-        p_12HW = coordinates(like_NRHW, dtype)
-        weight, bias = self.linear.weight, self.linear.bias
-        if weight.dtype == dtype:
-            return self.linear(p_12HW)
-        assert bias is not None, "p is an affine map"
-        return conv2d(p_12HW, weight.to(dtype), bias.to(dtype))
+        if self.linear.weight.dtype == dtype:
+            return self.linear(coordinates(like_NRHW, dtype))
+        return _projected(like_NRHW, self.linear.weight, self.linear.bias)
+
+
+@leaf
+def _projected(like_NRHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is not None, "p is an affine map"
+    dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
+    return conv2d(coordinates(like_NRHW, dtype), weight.to(dtype), bias.to(dtype))

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from san.ops import library, reference
 from san.ops.footprint import check_footprint
+from san.ops.tracing import is_traced, leaf
 
 Backend = Literal["auto", "unfused", "reference"]
 _backend: ContextVar[Backend] = ContextVar("san_backend", default="auto")
@@ -44,6 +45,7 @@ def _chosen(name: Backend) -> Iterator[None]:
         _backend.reset(token)
 
 
+@leaf
 def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
     """The values in the footprint of every pixel, [N, C, K, P], with reflection at the border.
 
@@ -57,6 +59,7 @@ def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
     return reference.unfold(x_NCHW, kernel_size)
 
 
+@leaf
 def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     """The subtraction relation phi_i - psi_j over the footprint, [N, R, K, P] (section 3.1).
 
@@ -69,18 +72,21 @@ def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     return reference.subtraction(phi_NRHW, psi_NRHW, kernel_size)
 
 
+@leaf
 def summation(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     """The summation relation phi_i + psi_j over the footprint, [N, R, K, P] (section 3.1). Raises like `subtraction`."""
     _check_pair(phi_NRHW, psi_NRHW, kernel_size)
     return subtraction(phi_NRHW, -psi_NRHW, kernel_size)
 
 
+@leaf
 def hadamard(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
     """The Hadamard relation phi_i * psi_j over the footprint, [N, R, K, P] (section 3.1). Raises like `dot`."""
     _check_pair(phi_NRHW, psi_NRHW, kernel_size)
     return dot(phi_NRHW, psi_NRHW, kernel_size, groups=phi_NRHW.shape[1])
 
 
+@leaf
 def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -> Tensor:
     """The inner products phi_i^T psi_j over the footprint, [N, groups, K, P] (section 3.1); channel c is of group c % groups.
 
@@ -97,6 +103,7 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
     return reference.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
 
 
+@leaf
 def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
     """The weighted sum of values over the footprint, [N, C, H, W] (equations 2 and 4); channel c uses weight c % G.
 
@@ -127,7 +134,7 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
 
 def fuses(operator: str, x: Tensor) -> bool:
     """Whether a fused operator (`san.ops.fused`, by its name in torch.ops.san) runs on maps like `x`."""
-    return _fusion_chosen(operator, x.device.type)
+    return not is_traced(x) and _fusion_chosen(operator, x.device.type)
 
 
 @library.constant

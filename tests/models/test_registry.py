@@ -164,9 +164,11 @@ REFUSALS = {
 
 IMAGES = torch.randn(1, 3, 24, 24)
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "no classes": (lambda: san.create_model("resnet26", 0), "num_classes must be an integer of at least 1, not 0"),
+    "negative classes": (lambda: san.create_model("resnet26", -1), "num_classes must be an integer of at least 1, not -1"),
     "classes in words": (lambda: san.create_model("resnet26", "ten"), "num_classes must be .* not 'ten'"),  # type: ignore[arg-type]
-    "no classes after a reset": (lambda: small().reset_classifier(0), "num_classes must be an integer .* not 0"),
+    "negative classes in a reset": (lambda: small().reset_classifier(-1), "num_classes must be an integer .* not -1"),
+    "another pooling": (lambda: small().reset_classifier(3, "max"), "global_pool must be 'avg', not 'max'"),
+    "dropout of 1": (lambda: small().set_drop_rates(1.0), "drop_rate must be at least 0 and below 1, not 1.0"),
     "no channels of images": (
         lambda: san.create_model("san10_pairwise", in_channels=0),
         "in_channels must be an integer of at least 1, not 0",

@@ -331,12 +331,12 @@ def grey_stem(model: BaseModel) -> None:
 
 
 def no_norm(model: BaseModel) -> None:
-    model.stages[0].blocks[0].norm1 = nn.Identity()
+    model.stage1.blocks[0].norm1 = nn.Identity()
 
 
 CHANGES: dict[str, tuple[Callable[[BaseModel], None], str]] = {
     "another stem": (grey_stem, "1 of the wrong shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]"),
-    "a layer less": (no_norm, "missing: stages.0.blocks.0.norm1.weight, "),
+    "a layer less": (no_norm, "missing: stage1.blocks.0.norm1.weight, "),
     "a layer more": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 unexpected: extra.weight, extra.bias"),
 }
 

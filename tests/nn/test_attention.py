@@ -128,9 +128,9 @@ def test_weights_are_told_of_every_layer_and_nothing_is_left_behind() -> None:
     before = model(x)
     weights = san.attention_weights(model, x)
     assert {name: tuple(found.shape) for name, found in weights.items()} == {
-        "stages.0.blocks.0.attention": (2, 1, 9, 144),
-        "stages.0.blocks.1.attention": (2, 1, 9, 144),
-        "stages.1.blocks.0.attention": (2, 4, 49, 36),
+        "stage1.blocks.0.attention": (2, 1, 9, 144),
+        "stage1.blocks.1.attention": (2, 1, 9, 144),
+        "stage2.blocks.0.attention": (2, 4, 49, 36),
     }
     assert torch.equal(model(x), before)
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -136,7 +136,7 @@ def test_number_means_an_image_even_if_a_folder_has_that_name(
 
 @pytest.mark.parametrize(
     ("asked", "name"),
-    [(None, "stages.1.blocks.0"), ("0", "stages.0.blocks.0"), ("stages.0.blocks.1.attention", "stages.0.blocks.1")],
+    [(None, "stage2.blocks.0"), ("0", "stage1.blocks.0"), ("stage1.blocks.1.attention", "stage1.blocks.1")],
 )
 def test_layer_by_default_number_and_name(asked: str | None, name: str, files: Path) -> None:
     assert looked(files, "pairwise", layer=asked).layer == f"{name}.attention"
@@ -253,12 +253,12 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "a grid finer than the map": (
         lambda files, _: colours(files, "--grid", "7"),
-        "--grid 7: the feature map of stages.1.blocks.0.attention has 6 x 6 pixels; give at most 6",
+        "--grid 7: the feature map of stage2.blocks.0.attention has 6 x 6 pixels; give at most 6",
     ),
     "an unknown layer": (
         lambda files, _: colours(files, "--layer", "3"),
         "--layer 3: no such attention layer in san10_pairwise; "
-        "give a number or one of these names: 0 stages.0.blocks.0.attention, 1 stages.0.blocks.1.attention, 2 stages.1.blocks",
+        "give a number or one of these names: 0 stage1.blocks.0.attention, 1 stage1.blocks.1.attention, 2 stage2.blocks",
     ),
     "a network without attention": (
         lambda files, _: [str(files / "resnet26.pt"), str(files / "colours.png")],

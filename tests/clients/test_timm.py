@@ -1,0 +1,157 @@
+"""timm's model protocol, as in timm's own tests of its models (tests/test_models.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+timm = pytest.importorskip("timm", reason="timm is missing: run `make test-clients`")
+
+import san.timm  # noqa: E402
+from san.models.base import BaseModel  # noqa: E402
+
+NAMES = list(san.timm.VARIANTS)
+SMALL = {"width_mult": 0.5, "num_stages": 3}
+IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def small(name: str, **settings: object) -> BaseModel:
+    settings = {"num_classes": 10, **({"num_stages": 3, "width_mult": 0.5}), **settings}
+    model: BaseModel = timm.create_model(name, **settings)
+    return model
+
+
+def test_all_variants_are_registered() -> None:
+    assert set(timm.list_models("san*")) >= set(NAMES)
+    assert timm.is_model("san10_pairwise") and timm.is_model("san_resnet50")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_backward(name: str) -> None:
+    model = small(name).train()
+    logits = model(IMAGES)
+    assert logits.shape == (2, 10) and logits.isfinite().all()
+    logits.mean().backward()
+    missing = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "san_resnet26"])
+def test_default_config(name: str) -> None:
+    model = small(name).eval()
+    config = model.pretrained_cfg  # type: ignore[union-attr]
+    assert timm.data.resolve_data_config({}, model=model)["input_size"] == (3, 224, 224)
+    assert f"{config['first_conv']}.weight" in model.state_dict()
+    assert f"{config['classifier']}.weight" in model.state_dict()
+    assert isinstance(model.get_classifier(), nn.Linear)
+
+    features = model.forward_features(IMAGES)
+    assert features.shape[1] == model.num_features == model.head_hidden_size
+    assert model.forward_head(features, pre_logits=True).shape == (2, model.num_features)
+    assert torch.equal(model.forward_head(features), model(IMAGES))
+
+    model.reset_classifier(0)
+    assert model(IMAGES).shape == (2, model.num_features) == small(name, num_classes=0).eval()(IMAGES).shape
+    model.reset_classifier(7, "avg")
+    assert model(IMAGES).shape == (2, 7) and model.num_classes == 7
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san_resnet26"])
+def test_features(name: str) -> None:
+    whole = small(name).eval()
+    maps = timm.create_model(name, features_only=True, out_indices=(0, 2), **SMALL).eval()
+    found = maps(IMAGES)
+    assert [x.shape[1] for x in found] == maps.feature_info.channels()
+    assert [64 // x.shape[2] for x in found] == maps.feature_info.reduction()
+    last, chosen = whole.forward_intermediates(IMAGES, indices=2)
+    assert torch.equal(last, whole.forward_features(IMAGES)) and torch.equal(last, chosen[-1]) and len(chosen) == 2
+    assert all(
+        hasattr(whole.get_submodule(row["module"]), "weight") or row["module"] in whole.stage_names
+        for row in whole.feature_info
+    )
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san_resnet26"])
+def test_checkpointing_has_the_same_gradients_and_updates_statistics_once(name: str) -> None:
+    plain, saving = small(name).train(), small(name).train()
+    saving.load_state_dict(plain.state_dict())
+    saving.set_grad_checkpointing()
+    for model in (plain, saving):
+        model(IMAGES).square().mean().backward()
+    for (key, ours), theirs in zip(saving.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=key)
+    for key, value in plain.named_buffers():
+        assert torch.equal(value, saving.get_buffer(key)), key
+
+
+def test_drop_rates() -> None:
+    model = small("san10_pairwise", drop_rate=0.5, drop_path_rate=0.2)
+    rates = [module.drop_path_rate for module in model.modules() if isinstance(module, san.nn.SelfAttentionBlock)]
+    assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    model.train()
+    assert not torch.equal(model(IMAGES), model(IMAGES))
+    model.eval()
+    assert torch.equal(model(IMAGES), small_copy(model)(IMAGES))
+
+
+def small_copy(model: BaseModel) -> BaseModel:
+    copy = small("san10_pairwise").eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san_resnet26"])
+def test_layer_decay_groups_blocks(name: str) -> None:
+    from timm.optim import param_groups_layer_decay
+
+    model = small(name)
+    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
+    scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    assert len(scale) == len(list(model.parameters()))
+    scales = {key: scale[id(parameter)] for key, parameter in model.named_parameters()}
+    first, last = model.stage_names[0], model.stage_names[-1]
+    stem = model.pretrained_cfg["first_conv"]  # type: ignore[index]
+    of = {part: max(value for key, value in scales.items() if key.startswith(part)) for part in (stem, first, last)}
+    assert of[stem] < of[first] < of[last] < scales[f"{model.classifier_name}.weight"] == 1
+
+
+def test_gray_images_and_odd_sizes() -> None:
+    model = small("san10_patchwise", in_chans=1).eval()
+    assert model(torch.randn(1, 1, 72, 90)).shape == (1, 10)
+
+
+def test_pretrained_points_to_released_checkpoints() -> None:
+    with pytest.raises(ValueError, match=r"has no weights to download; use san\.load_released_checkpoint"):
+        timm.create_model("san10_pairwise", pretrained=True)
+
+
+@pytest.mark.slow
+def test_timms_training_script_trains_a_variant(tmp_path: Path) -> None:
+    """The loop of timm's train.py: optimizer, schedule, average of weights and mixup, for a few steps."""
+    from timm.data import Mixup
+    from timm.loss import SoftTargetCrossEntropy
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import CosineLRScheduler
+    from timm.utils import ModelEmaV3
+
+    model = small("san10_pairwise", drop_path_rate=0.1).train()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.8)
+    schedule = CosineLRScheduler(optimizer, t_initial=6)
+    average, mixup = ModelEmaV3(model, decay=0.9), Mixup(mixup_alpha=0.2, num_classes=10)
+    losses = []
+    for step in range(6):
+        images, targets = mixup(IMAGES, torch.tensor([1, 2]))
+        loss = SoftTargetCrossEntropy()(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average.update(model)
+        schedule.step(step)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    torch.save(average.module.state_dict(), tmp_path / "average.pt")
+    restored = timm.create_model("san10_pairwise", num_classes=10, checkpoint_path=str(tmp_path / "average.pt"), **SMALL)
+    assert torch.equal(restored.eval()(IMAGES), average.module.eval()(IMAGES))
