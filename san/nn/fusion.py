@@ -69,7 +69,7 @@ def pairwise_weights(gamma: nn.Sequential, maps: PairMaps, kernel_size: int, dty
     else:
         weight1, shift2 = _folded(gamma[2], gamma[3], maps._replace(center=center, around=around), shift1, kernel_size)
     if last.bias is not None:  # cancels in the softmax, but DDP expects a gradient for it, which is 0
-        shift1 = shift1 + 0 * last.bias.sum().to(shift1.dtype)
+        shift1 = shift1 + (0 * last.bias.to(shift1.dtype)).sum()
     mapping = shift1, weight1.to(to_weight), shift2, weight2.to(to_weight)
     return kernels.pair_weights(center, around, *mapping, kernel_size, maps.products).to(dtype)
 
@@ -92,13 +92,20 @@ def _normalized(maps: PairMaps, norm: Affine) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normalized_difference(x: Tensor, y: Tensor, norm: Affine) -> tuple[Tensor, Tensor]:
-    # An infinite pixel must only affect the pixels that see it, hence nan_to_num.
-    origin_Nd11 = y.detach().mean((2, 3), keepdim=True).nan_to_num(0, 0, 0)
+    origin_Nd11 = _typical_value(y.detach())
     wanted = origin_Nd11 + norm.mean[:, None, None]
     center_origin = wanted.detach().to(x.dtype)
     rest = ((center_origin - wanted) * norm.scale[:, None, None]).to(x.dtype)
     scale = norm.scale[:, None, None].to(x.dtype)
     return torch.addcmul(rest, x - center_origin, scale), (y - origin_Nd11) * scale
+
+
+def _typical_value(x_NdHW: Tensor) -> Tensor:
+    """The middle of the means of three parts of each image, [N, d, 1, 1], so that a huge or infinite pixel has no influence."""
+    H = x_NdHW.shape[2]
+    parts = (x_NdHW[:, :, i * H // 3 : max((i + 1) * H // 3, i * H // 3 + 1)] for i in range(3))
+    means = torch.stack([part.mean((2, 3), keepdim=True) for part in parts])
+    return means.nanmedian(0).values.nan_to_num(0, 0, 0)
 
 
 def _folded(linear: nn.Module, norm: nn.Module, maps: PairMaps, shift1: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
@@ -199,13 +206,14 @@ def _running_affine(norm: nn.BatchNorm2d) -> Affine:
 
 def _affine(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor) -> Affine:
     scale = (var + norm.eps).rsqrt()
-    if norm.weight is None:
-        return Affine(mean, scale, torch.zeros_like(mean))
-    return Affine(mean, scale * norm.weight.double(), norm.bias.double())
+    scale = scale if norm.weight is None else scale * norm.weight.double()
+    return Affine(mean, scale, torch.zeros_like(mean) if norm.bias is None else norm.bias.double())
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether the layer has hooks, or hooks for all modules are registered."""
+    """Whether the layer has hooks or a `forward` of its own, or hooks for all modules are registered."""
+    if "forward" in layer.__dict__:
+        return True
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return bool(hooks) or _has_any_global_hook()
 
@@ -214,14 +222,19 @@ def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
     """Whether gamma consists of ordinary BatchNorm, ReLU and 1x1 convolution layers without hooks."""
     if type(gamma) is not nn.Sequential or x.numel() == 0 or any(map(has_hooks, (gamma, *gamma))):
         return False
+    if not all(layer.kernel_size == (1, 1) and layer.groups == 1 for layer in gamma if isinstance(layer, nn.Conv2d)):
+        return False
     return tuple(map(type, gamma)) == (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (len(gamma) // 3)
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(x)), where `act` is a ReLU or what replaced it."""
-    # Not in place if a hook may have kept the norm's output, or if another kind of norm may return x itself.
-    in_place = type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(norm)
-    return activate(act, norm(x_NCHW), in_place)
+    return activate(act, norm(x_NCHW), in_place=_owns_its_output(norm))
+
+
+def _owns_its_output(norm: nn.Module) -> bool:
+    """Whether the norm's output may be overwritten: no hook can have kept it, and it is not x itself."""
+    return type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(norm)
 
 
 def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
@@ -248,7 +261,7 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 
 def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(conv(x))), with the norm folded in evaluation."""
-    return activate(act, conv_norm(conv, norm, x_NCHW), in_place=not (has_hooks(conv) or has_hooks(norm)))
+    return activate(act, conv_norm(conv, norm, x_NCHW), in_place=_owns_its_output(norm))
 
 
 def _require_several(values: int) -> None:
@@ -259,8 +272,12 @@ def _require_several(values: int) -> None:
 @torch.no_grad()
 def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
     """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
-    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
-    norm.num_batches_tracked.add_(1)
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
     for running, batch in ((norm.running_mean, mean), (norm.running_var, var * (values / (values - 1)))):
-        momentum = norm.num_batches_tracked.to(running.dtype).reciprocal() if norm.momentum is None else norm.momentum
+        if running is None:
+            continue
+        momentum: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
+        if norm.momentum is None and norm.num_batches_tracked is not None:
+            momentum = norm.num_batches_tracked.to(running.dtype).reciprocal()
         running.lerp_(batch.to(running.dtype), momentum)

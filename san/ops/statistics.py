@@ -6,8 +6,6 @@ border. Sums over all patches are products of the map with these matrices. Every
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -36,15 +34,8 @@ def _window_sums(rows_kH: Tensor, columns_kW: Tensor, x_NHWR: Tensor) -> Tensor:
 
 def _views(size: int, kernel_size: int, like: Tensor) -> Tensor:
     """1 if pixel i reads pixel j at an offset along one axis, else 0: [k, i, j]."""
-    make = _make_views if torch.compiler.is_compiling() else _kept_views
-    return make(size, kernel_size, like.device, like.dtype)
-
-
-def _make_views(size: int, kernel_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    offset = torch.arange(kernel_size, device=device)[:, None] - kernel_size // 2
-    seen_ki = (torch.arange(size, device=device) + offset).abs()
+    # Not cached, because a cache could keep the tensors of a FakeTensorMode or of a CUDA graph.
+    pixel = torch.arange(size, device=like.device)
+    seen_ki = (pixel + torch.arange(kernel_size, device=like.device)[:, None] - kernel_size // 2).abs()
     seen_ki = torch.where(seen_ki < size, seen_ki, 2 * (size - 1) - seen_ki)
-    return (seen_ki[:, :, None] == torch.arange(size, device=device)).to(dtype)
-
-
-_kept_views = functools.lru_cache(64)(_make_views)
+    return (seen_ki[:, :, None] == pixel).to(like.dtype)

@@ -1,13 +1,17 @@
-"""Norms folded into convolutions, and ReLUs in place."""
+"""Norms folded into convolutions, in-place ReLUs, and layers that fused code must not bypass."""
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import san
 from san import ops
 from san.nn.fusion import conv_norm, conv_norm_relu, norm_relu
 
@@ -25,20 +29,20 @@ def layers(dtype: torch.dtype = torch.float64, bias: bool = False) -> tuple[nn.C
 def gradients(backend: ops.Backend, conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     with ops.backend(backend):
-        y = conv_norm_relu(conv, norm, x)
+        y = conv_norm_relu(conv, norm, nn.ReLU(), x)
     return [y, *torch.autograd.grad(y.square().sum(), [x, *conv.parameters(), *norm.parameters()])]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
 @pytest.mark.parametrize("dtype, allowed", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
-def test_a_folded_norm_changes_neither_result_nor_gradients(dtype: torch.dtype, allowed: float, bias: bool) -> None:
+def test_folded_norm_keeps_results_and_gradients(dtype: torch.dtype, allowed: float, bias: bool) -> None:
     for folded, plain in zip(
         gradients("auto", *layers(dtype, bias)), gradients("reference", *layers(dtype, bias)), strict=True
     ):
         torch.testing.assert_close(folded, plain, rtol=allowed, atol=allowed)
 
 
-def test_a_folded_half_norm_errs_little_more_than_two_layers() -> None:
+def test_folding_is_as_accurate_in_half_precision() -> None:
     conv, norm, x = layers(torch.bfloat16)
     exact = copy.deepcopy(norm).double()(copy.deepcopy(conv).double()(x.double()))
     folded, plain = conv_norm(conv, norm, x), norm(conv(x))
@@ -46,7 +50,7 @@ def test_a_folded_half_norm_errs_little_more_than_two_layers() -> None:
 
 
 @pytest.mark.parametrize("change", ["training", "a hook", "no running statistics", "another norm"])
-def test_two_layers_run_where_folding_would_change_something(change: str) -> None:
+def test_norm_is_not_folded_if_this_would_change_something(change: str) -> None:
     conv, norm, x = layers()
     other: nn.Module = norm
     called: list[str] = []
@@ -59,21 +63,112 @@ def test_two_layers_run_where_folding_would_change_something(change: str) -> Non
     else:
         other = nn.Identity()
     wanted = copy.deepcopy(other)(nn.Conv2d.forward(conv, x)).relu()
-    torch.testing.assert_close(conv_norm_relu(conv, other, x), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(conv_norm_relu(conv, other, nn.ReLU(), x), wanted, rtol=0, atol=0)
     assert called == (["conv"] if change == "a hook" else [])
     if change == "training":
         assert int(norm.num_batches_tracked) == 2
 
 
-def test_relu_leaves_what_a_hook_has_kept() -> None:
+def test_relu_does_not_change_tensors_that_a_hook_has_kept() -> None:
     conv, norm, x = layers()
     kept: list[Tensor] = []
     norm.register_forward_hook(lambda module, inputs, output: kept.append(output))
-    conv_norm_relu(conv, norm, x)
-    norm_relu(norm, conv(x))
+    conv_norm_relu(conv, norm, nn.ReLU(), x)
+    norm_relu(norm, nn.ReLU(), conv(x))
     assert all((seen < 0).any() for seen in kept) and len(kept) == 2
 
 
-def test_relu_leaves_the_input_of_an_identity() -> None:
+def test_relu_does_not_change_the_input_of_an_identity() -> None:
     x = -torch.ones(1, 2, 3, 3)
-    assert (norm_relu(nn.Identity(), x) == 0).all() and (x == -1).all()
+    assert (norm_relu(nn.Identity(), nn.ReLU(), x) == 0).all() and (x == -1).all()
+
+
+def test_replaced_norm_keeps_its_output_and_can_be_differentiated() -> None:
+    conv, norm, x = layers()
+    kept: list[Tensor] = []
+    norm.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    conv_norm_relu(conv, nn.Sequential(norm), nn.ReLU(), x)
+    assert (kept[0] < 0).any()
+    conv_norm_relu(conv, nn.Sequential(norm.train(), nn.Tanh()), nn.ReLU(), x).sum().backward()
+
+
+def change_nothing(model: nn.Module) -> None: ...
+
+
+def remove_biases(model: nn.Module) -> None:
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.bias = None
+
+
+def remove_running_statistics(model: nn.Module) -> None:
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+
+
+def remove_counts(model: nn.Module) -> None:
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.num_batches_tracked = None
+
+
+def replace_forward(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.forward = lambda x, plain=layer.forward: 2 * plain(x)  # type: ignore[method-assign, misc]
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "resnet26"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "change",
+    [change_nothing, remove_biases, remove_running_statistics, remove_counts, replace_forward],
+    ids=lambda f: f.__name__,
+)
+def test_changed_layers_give_the_same_result_as_the_reference(
+    change: Callable[[nn.Module], None], training: bool, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = san.create_model(name, 5, num_stages=2, width_mult=0.5).double().train(training)
+    change(model)
+    x_NCHW = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    if change is replace_forward:  # a copy would call the layers of the original
+        expected = model
+    with ops.backend("reference"):
+        logits = expected(x_NCHW)
+    torch.testing.assert_close(model(x_NCHW), logits, rtol=1e-8, atol=1e-8)
+    for key, buffer in model.named_buffers():
+        if change is not replace_forward:
+            torch.testing.assert_close(buffer, expected.get_buffer(key), rtol=1e-8, atol=1e-8)
+
+
+def test_grouped_convolution_in_gamma() -> None:
+    attention = san.PairwiseAttention(64, 3, r1=16, group_size=4).double()
+    channels = attention.gamma[2].in_channels
+    assert channels == 6
+    attention.gamma[2] = nn.Conv2d(channels, attention.gamma[2].out_channels, 1, groups=2).double()
+    x_NCHW = torch.randn(2, 64, 8, 8, dtype=torch.float64)
+    with ops.backend("reference"):
+        expected = copy.deepcopy(attention)(x_NCHW)
+    torch.testing.assert_close(attention(x_NCHW), expected)
+
+
+@pytest.mark.parametrize("value", [1e4, 1e8, 1e30, math.inf, math.nan])
+def test_huge_pixel_only_affects_pixels_whose_footprints_contain_it(value: float) -> None:
+    torch.manual_seed(0)
+    attention = san.PairwiseAttention(64, 3).eval()
+    x_NCHW = 2 + 0.1 * torch.randn(1, 64, 9, 9)
+    changed = x_NCHW.clone()
+    changed[0, 3, 4, 4] = value
+    difference = (attention(changed) - attention(x_NCHW)).abs()
+    difference[:, :, 3:6, 3:6] = 0
+    assert difference.max() < 2e-5
+
+
+def test_fake_tensors_do_not_affect_later_passes() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        san.create_model("san10_patchwise", 5, num_stages=2, width_mult=0.5)(torch.randn(2, 3, 32, 32))
+    logits = san.create_model("san10_patchwise", 5, num_stages=2, width_mult=0.5)(torch.randn(2, 3, 32, 32))
+    assert type(logits) is Tensor and logits.isfinite().all()
