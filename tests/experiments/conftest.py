@@ -1,8 +1,9 @@
-"""What the tests of experiments share: small grids, a tracker's database, one process group."""
+"""Shared fixtures: the `san` command, small grids, an MLflow database, a process group and a trained cell."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from textwrap import dedent
 import pytest
 import torch
 
+from experiments.cli import main
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.tracking.tracker import Tracker
@@ -21,6 +23,25 @@ from experiments.training.trainer import run_trial
 
 HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch_size=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"
+San = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> San:
+    """Runs `san` in this process; returns the exit code, the output and the errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["san", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return call
 
 
 @pytest.fixture
@@ -81,13 +102,13 @@ def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def process_group() -> None:
-    """One torch.distributed group of this process alone; DeepSpeed cannot do with a second one."""
+    """A torch.distributed group of only this process. One for all tests, because DeepSpeed cannot use a second one."""
     join_process_group(torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
 def folder_of_1000_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ImageNet has them; the images are files alone."""
+    """A folder with as many classes as ImageNet; its files are not images."""
     root = tmp_path_factory.mktemp("imagenet")
     for split in ("train", "val"):
         for number in range(1000):
@@ -98,7 +119,7 @@ def folder_of_1000_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trial of two epochs that validated on 120 images of val-split."""
+    """A trial of two epochs, validated on 120 images of val-split."""
 
     job: Job
     folder: Path

@@ -1,4 +1,4 @@
-"""Early stopping: who may have it, how a cell ends that is stopped, and what becomes of it."""
+"""Early stopping: its settings, how a stopped cell ends, and how it resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, known_results, open_job
 from tests.experiments.drivers import Driver
-from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.processes import ended, reports, start
 from tests.experiments.samples import EPOCH
 
@@ -64,38 +64,36 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
         ),
     ],
 )
-def test_rejects_early_stopping_that_makes_no_sense(
-    text: str, message: str | list[str], write_grid: Callable[[str], Path]
-) -> None:
+def test_rejects_invalid_early_stopping(text: str, message: str | list[str], write_grid: Callable[[str], Path]) -> None:
     path = write_grid(f"{{question: q, {text}}}")
     messages = [message] if isinstance(message, str) else message
-    assert told(lambda: expand(path)) == "\n".join(f"{path}: {line}" for line in messages)
+    assert error_message(lambda: expand(path)) == "\n".join(f"{path}: {line}" for line in messages)
 
 
-def test_early_stopping_is_no_part_of_a_key(write_grid: Callable[[str], Path]) -> None:
+def test_key_does_not_depend_on_early_stopping(write_grid: Callable[[str], Path]) -> None:
     plain = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=""))).items()}
     stopping = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=STOPPING))).items()}
     assert plain == stopping
 
 
-def until_the_second(key: str, top1: Sequence[float]) -> bool:
+def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
     assert all(0 <= value <= 100 for value in top1)
     return len(top1) < 2
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_cell_that_is_stopped_ends_well_and_can_go_on(
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stopped_cell_resumes_without_early_stopping(
     world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
-    """Its run and checkpoints have all epochs, its lock is free; without early stopping it trains the rest."""
+    """A stopped cell has its run and checkpoints, and frees its lock. Without early stopping, it trains the other epochs."""
     trial = open_small_job(*SHORT, f"placement.workers={world}").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
-    assert ended(start(workspace, trial, world, should_continue=until_the_second)) == [0] * world
+    assert ended(start(workspace, trial, world, should_continue=stop_after_two_epochs)) == [0] * world
 
     result = tracker.results()[trial.key]
     assert (result.finished, result.stopped_at) == (False, 2)
-    assert Tracker(workspace.tracking_uri, trial.grid, "other").results().get(trial.key) is None, "others have not stopped it"
+    assert Tracker(workspace.tracking_uri, trial.grid, "other").results().get(trial.key) is None, "only this grid stopped it"
     (listed,) = list_runs(workspace.tracking_uri, None)
     assert (listed.state, listed.epoch, listed.epochs) == ("stopped", 2, 3)
     for rank in range(world):
@@ -120,7 +118,7 @@ TOP1 = {"good": 60.0, "bad": 20.0, "fair": 55.0}
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cells that were trained, by a cluster that trains nothing: each has top-1 of `TOP1` after each of its epochs."""
+    """Replaces training: each cell has its top-1 from `TOP1` after each epoch. Lists the cells that were trained."""
     names: list[str] = []
 
     @contextmanager
@@ -160,7 +158,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
+def test_stopped_cells_are_trained_again_only_without_early_stopping(
     write_grid: Callable[..., Path],
     tmp_path: Path,
     empty_database: Path,
@@ -196,7 +194,7 @@ def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
     }
     assert plan_in_words(stopping, cells, None) == ["grid which, profile digits: 3 cells, 0 to train"]
 
-    other = open_it(STOPPING, "other.yaml")  # what one grid has stopped is another's to judge
+    other = open_it(STOPPING, "other.yaml")  # another grid judges the stopped cells itself
     assert run(other, None)
     assert trained[3:] == ["bad", "fair"]
     assert known_results(stopping)[stopping.trials[1].key].stopped_at == 1
@@ -207,9 +205,9 @@ def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
     assert run(stopping, None) and len(trained) == 7
 
 
-@pytest.mark.long
-def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: Path) -> None:
-    """Real cells, two at a time: two that learn, then two that do not."""
+@pytest.mark.slow
+def test_grid_stops_the_cells_that_do_not_learn(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+    """Trains four cells, two at a time: two that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?
         base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
@@ -220,10 +218,10 @@ def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: 
     given = (f"placement.cpus={max(available_cpus() // 2, 1)}",)
     first = Driver(path, tmp_path / "runs", given)
     assert first.finish() == 0, first.said
-    behind = [f"lr1e-9{seed}" for seed in ("", "-seed1")]
-    for name in behind:
+    stopped = [f"lr1e-9{seed}" for seed in ("", "-seed1")]
+    for name in stopped:
         assert f"{name} stopped at epoch 2 of 4 by early stopping" in first.said, first.said
-    assert f"stopped early: {', '.join(behind)}" in first.said
+    assert f"stopped early: {', '.join(stopped)}" in first.said
     again = Driver(path, tmp_path / "runs", given)
     assert again.finish() == 0, again.said
     assert "4 cells, 2 already finished, 2 already stopped early, 0 to train" in again.said

@@ -20,7 +20,7 @@ from experiments.grids.grid import Trial
 from san.models import model_spec
 from san.nn.mapping import MAPPINGS, Mapping
 from san.nn.relation import PAIRWISE, Relation
-from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.grids.test_grid import error_message, expand
 
 FILE = """
     import functools
@@ -135,7 +135,7 @@ def test_code_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     names: dict[str, object] = {"__name__": "__main__"}
     exec("def typed(phi, psi, footprint): return phi", names)
     monkeypatch.setitem(PAIRWISE, "typed", Relation(lambda R, K: R, names["typed"]))  # type: ignore[arg-type]
-    said = told(lambda: _trial("typed"))
+    said = error_message(lambda: _trial("typed"))
     assert "cannot read the source of typed" in said
     assert custom_code(model_spec("resnet26")) == {}
 
@@ -163,4 +163,4 @@ def key_here() -> str:
 )
 def test_code_that_cannot_be_followed_is_refused(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAIRWISE, "mine", Relation(lambda R, K: R, _module(tmp_path / "mine.py", code).relate))
-    assert said in told(lambda: _trial("mine"))
+    assert said in error_message(lambda: _trial("mine"))

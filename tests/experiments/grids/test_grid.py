@@ -16,7 +16,7 @@ from experiments.grids.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
 GRIDS = sorted((Path(__file__).parents[3] / "experiments" / "grids").glob("*.yaml"))
 
 
-def told(call: Callable[[], object]) -> str:
+def error_message(call: Callable[[], object]) -> str:
     with pytest.raises(UserError) as caught:
         call()
     return str(caught.value)
@@ -123,7 +123,7 @@ def test_the_papers_setting() -> None:
 
 def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
-    text = told(lambda: expand(path, "recipe.lr=0.5"))
+    text = error_message(lambda: expand(path, "recipe.lr=0.5"))
     assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change the values in that file"
 
 
@@ -133,12 +133,12 @@ def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
 
 
 def test_an_override_of_a_section_is_blamed_for_itself(small_grid: Path) -> None:
-    assert told(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: must be a mapping of keys, not 3"
+    assert error_message(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: must be a mapping of keys, not 3"
 
 
 def test_a_row_that_is_wrong_is_told_once(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
-    assert told(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
+    assert error_message(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
 
 
 def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
@@ -147,7 +147,7 @@ def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Pat
         plot: {x: model.footprint, series: model.name, label: footprint}
         rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
     """)
-    assert told(lambda: expand(path)) == (
+    assert error_message(lambda: expand(path)) == (
         f"{path}: plot: rows a and b would be at the same point; set plot.series to a key in which the rows differ"
     )
 
@@ -204,7 +204,7 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
           model.width_facto: [0.5]
           recipe.batch_size: [0, 32]
     """)
-    lines = told(lambda: expand(path)).splitlines()
+    lines = error_message(lambda: expand(path)).splitlines()
     cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
     wanted = [
         "product.recipe.momentum: must be a list, not 0.9",
@@ -234,7 +234,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
           - {id: d, model: {name: san10_pairwise, footprint: seven}}
           - {id: e, model: {name: resnet26}, recipe: {epoch: 3, lr: fast}, data: {source: cloud}}
     """)
-    lines = told(lambda: expand(path)).splitlines()
+    lines = error_message(lambda: expand(path)).splitlines()
     assert len(lines) == 7
     for line, parts in zip(
         lines,
@@ -266,7 +266,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
           - {id: a, model: {name: resnet26, footprnt: 3}}
           - {id: b, modl: {}}
     """)
-    lines = told(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
+    lines = error_message(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
     wanted = [
         "override 'recipe.lr': not KEY=VALUE; an example is recipe.epochs=3",
         f"{path}: foo: unknown key",
@@ -336,7 +336,7 @@ def test_rejects_a_plot_of_nothing(key: str, wrong: str, write_grid: Callable[[s
 
 
 def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
-    text = told(lambda: expand(small_grid, "recipe.epochs=0"))
+    text = error_message(lambda: expand(small_grid, "recipe.epochs=0"))
     assert text.count("\n") == 0
     assert text == "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0"
 
@@ -403,7 +403,7 @@ def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
 
 
 def test_rejects_a_missing_file(tmp_path: Path) -> None:
-    assert "none.yaml: cannot read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
+    assert "none.yaml: cannot read (No such file" in error_message(lambda: expand(tmp_path / "none.yaml"))
 
 
 def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[..., Path]) -> None:
@@ -425,7 +425,7 @@ def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[.
 )
 def test_rejects_a_grid_that_cannot_be_extended(parent: str, message: str, write_grid: Callable[..., Path]) -> None:
     path = write_grid(f"extends: {parent}\nrows: [{{id: a, model: {{name: resnet26}}}}]", "child.yaml")
-    assert message in told(lambda: expand(path))
+    assert message in error_message(lambda: expand(path))
 
 
 def test_a_profile_extends_another(small_grid: Path) -> None:
@@ -439,13 +439,13 @@ def test_a_profile_extends_another(small_grid: Path) -> None:
 
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
-    text = told(lambda: expand(small_grid, profile=name))
+    text = error_message(lambda: expand(small_grid, profile=name))
     assert text == f"unknown profile {name!r}; profiles: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
 
 
 @pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])
 def test_rejects_a_broken_override(text: str) -> None:
-    assert text in told(lambda: parse_override(text))
+    assert text in error_message(lambda: parse_override(text))
 
 
 def test_override_values_are_yaml() -> None:
@@ -460,7 +460,7 @@ def test_a_folder_of_images_must_be_named(place: str, write_grid: Callable[[str]
         f"question: q\n{base}\nrows: [{{id: a, model: {{name: resnet26}}}}, {{id: b, model: {{name: resnet38}}}}]"
     )
     asked = ["data.source=folder"] if place == "override" else []
-    (line,) = told(lambda: expand(path, *asked)).splitlines()
+    (line,) = error_message(lambda: expand(path, *asked)).splitlines()
     where = f"{path}: every row" if place == "grid" else "override 'data.source=folder'"
     assert (
         line

@@ -18,7 +18,7 @@ from experiments.errors import UserError
 from experiments.training.job import Job, open_job
 from experiments.training.recipe import averaged, mixup, schedule
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.training.test_engine import batches, network, recipe
 
 
@@ -162,7 +162,7 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
     ],
 )
 def test_rejects_invalid_values(overrides: list[str], message: str) -> None:
-    (line,) = told(lambda: expand(SMALL_GRID, *overrides)).splitlines()
+    (line,) = error_message(lambda: expand(SMALL_GRID, *overrides)).splitlines()
     assert line.startswith(f"override {overrides[-1]!r}: {message}")
 
 
@@ -186,7 +186,7 @@ def test_reports_every_invalid_value_with_its_place(write_grid: Callable[[str], 
         base: {data: {crop_area: [0.9, 0.1]}, model: {name: resnet26}}
         rows: [{id: a, data: {crop_ratio: [2, 1]}}, {id: b, recipe: {grad_accum_steps: 64}}]
     """)
-    assert told(lambda: expand(path, "data.resize=20")).splitlines() == [
+    assert error_message(lambda: expand(path, "data.resize=20")).splitlines() == [
         "override 'data.resize=20': data.resize: must be at least size (24), not 20",
         f"{path}: every row: data.crop_area: must be two increasing numbers between 0 and 1, not (0.9, 0.1)",
         f"{path}: row a: data.crop_ratio: must be two increasing numbers above 0, not (2.0, 1.0)",
