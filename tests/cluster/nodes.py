@@ -70,7 +70,7 @@ class Network:
 
     def close(self) -> None:
         for name in self.names:
-            _ip("link", "del", name)  # otherwise it exists as long as a process in the namespace
+            _ip("link", "del", name)  # otherwise it lives until the last process in the namespace ends
             _ip("netns", "del", name)
         _ip("link", "del", self.BRIDGE)
 
@@ -198,7 +198,7 @@ def outliving(folder: str, report: Report) -> None:
 
 
 def outlive(folder: str, address: str) -> None:
-    """A driver without retries for a cell that fails; a lost node is no failure of the cell."""
+    """A driver without retries for a cell that fails; a lost node does not count as a failure."""
     memory = Shouting()
     with session(address):
         outcomes = sweep(outliving, {"cell": folder}, Placement(), storage=f"{folder}/sweep", observer=memory, retries=0)

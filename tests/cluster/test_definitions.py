@@ -50,7 +50,7 @@ def test_definition_matches_its_schema(name: str) -> None:
         (COMPOSE, ("services", "head", "command")),
         ("kuberay/raycluster.yaml", ("spec", "headGroupSpec", "rayStartParams")),
         ("kuberay/rayjob.yaml", ("spec", "entrypoint")),
-        ("kuberay/tracking.yaml", ("spec", "type")),
+        ("kuberay/tracking.yaml", ("spec", "selector")),
     ],
     ids=lambda value: value if isinstance(value, str) else ".".join(value),
 )

@@ -63,4 +63,4 @@ def test_cells_ask_from_worker_processes(workers: int, resources: Resources, tmp
     assert all(outcome.error is None for outcome in outcomes.values())
     assert memory.of("good") == [{"should_continue": 1.0}] * 2
     assert memory.of("bad") == [{"should_continue": 0.0}] * 2
-    assert isinstance(ask, Judge) and ask("bad", [0.0]), "a cell continues if there is no answer"
+    assert isinstance(ask, Judge) and ask("bad", [0.0]), "without an answer, a cell continues"

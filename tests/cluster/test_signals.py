@@ -55,7 +55,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")), "SIGKILL"])
 def test_cells_end_with_the_driver(driver: subprocess.Popen[str], tmp_path: Path, name: str) -> None:
     assert len(marked(str(tmp_path))) > 3
     if name == "SIGINT":

@@ -55,7 +55,7 @@ class Head:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a user with the token who has not set RAY_AUTH_MODE."""
+        """The environment of a user with the token and without RAY_AUTH_MODE."""
         return clean_environment() | {
             "RAY_API_SERVER_ADDRESS": self.address,
             "RAY_AUTH_TOKEN": self.token,

@@ -82,7 +82,7 @@ def test_retries_are_reset_after_progress(memory: cells.Memory, tmp_path: Path) 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), st.integers(0, 12))
 def test_failures_without_progress_count(ends: list[tuple[bool, bool]], retries: int) -> None:
-    """For any sequence of attempts with or without progress, of which some lost a node."""
+    """For any sequence of attempts, with or without progress or a lost node."""
     past, since, lost = _RetryState(), 0, 0
     for number, (further, node) in enumerate(ends):
         past.reached += further
@@ -130,5 +130,5 @@ def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory,
     outcomes = sweep(cells.reducing, {"cell": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
     sums, *waited = memory.of("cell")
     assert sums == {"sum": 3.0, "workers": 2.0}
-    assert waited[-1]["seconds"] < 2, "workers wait for Ray to take their reports"
+    assert waited[-1]["seconds"] < 20, "workers wait until Ray has received their reports"
     assert outcomes["cell"].error == "RuntimeError: rank one gives up"

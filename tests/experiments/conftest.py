@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
 
+from cluster import Node, Resources
+from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
@@ -26,22 +31,25 @@ SMALL_GRID = Path(__file__).parent / "small.yaml"
 San = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def san(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> San:
+def captured_san(
+    monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
     """Runs `san` in this process; returns the exit code, the output and the errors."""
+    monkeypatch.setattr(sys, "argv", ["san", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capture.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["san", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
 
-    return call
+@pytest.fixture
+def run_san(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> San:
+    """Runs `san` in this process; returns the exit code, the output and the errors."""
+    return functools.partial(captured_san, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -71,14 +79,44 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_small_job(small_grid: Path, tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
-    """A job on the small grid whose tracker is ready."""
+def runs(tmp_path: Path, empty_database: Path) -> Path:
+    """A folder of runs with an MLflow database."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    shutil.copy(empty_database, folder / "mlflow.db")
+    return folder
+
+
+TrainCell = Callable[[Any, Any, Any], None]
+
+
+@pytest.fixture
+def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainCell], None]:
+    """Replaces Ray: calls a function with the callable, the value and the observer of each cell instead."""
+
+    @contextmanager
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
+
+    def replace(train_cell: TrainCell) -> None:
+        def sweep(function: Any, values: Mapping[str, Any], *_: Any, observer: Observer, **__: Any) -> dict[str, Outcome]:
+            for key, value in values.items():
+                observer.started(key)
+                train_cell(function, value, observer)
+                observer.finished(Outcome(key))
+            return {key: Outcome(key) for key in values}
+
+        monkeypatch.setattr("cluster.session.session", session)
+        monkeypatch.setattr("cluster.sweep.sweep", sweep)
+
+    return replace
+
+
+@pytest.fixture
+def open_small_job(small_grid: Path, runs: Path) -> Callable[..., Job]:
+    """Opens a job on the small grid with a prepared tracker."""
 
     def open_it(*overrides: str) -> Job:
-        runs = tmp_path / "runs"
-        runs.mkdir(exist_ok=True)
-        if not (runs / "mlflow.db").exists():
-            shutil.copy(empty_database, runs / "mlflow.db")
         job = open_job(small_grid, "digits", overrides, runs)
         job.tracker.prepare(job.grid, runs / "artifacts")
         return job

@@ -34,8 +34,8 @@ def empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def test_models_as_json(san: San) -> None:
-    code, out, _ = san("models", "san*_pairwise", "--json")
+def test_models_as_json(run_san: San) -> None:
+    code, out, _ = run_san("models", "san*_pairwise", "--json")
     assert code == 0
     assert [(model["name"], model["depths"][0], model["relation"]) for model in json.loads(out)] == [
         ("san10_pairwise", 2, "subtraction"),
@@ -44,8 +44,8 @@ def test_models_as_json(san: San) -> None:
     ]
 
 
-def test_models_are_listed_with_their_fields(san: San) -> None:
-    code, out, _ = san("models", "resnet26")
+def test_models_are_listed_with_their_fields(run_san: San) -> None:
+    code, out, _ = run_san("models", "resnet26")
     assert code == 0
     assert out.split() == [
         "resnet26",
@@ -58,8 +58,8 @@ def test_models_are_listed_with_their_fields(san: San) -> None:
     ]
 
 
-def test_complexity_of_a_grid_as_json(san: San) -> None:
-    code, out, _ = san("complexity", "--grid", str(GRIDS_DIR / "relation.yaml"), "--json")
+def test_complexity_of_a_grid_as_json(run_san: San) -> None:
+    code, out, _ = run_san("complexity", "--grid", str(GRIDS_DIR / "relation.yaml"), "--json")
     assert code == 0
     rows = json.loads(out)
     assert [row["id"] for row in rows] == list(paper_rows("relation"))
@@ -73,23 +73,23 @@ def test_complexity_of_a_grid_as_json(san: San) -> None:
             assert sum(stage[count] for stage in row["stages"]) == row[count], (row["id"], count)
 
 
-def test_complexity_of_a_grid_next_to_the_numbers_of_the_paper(san: San) -> None:
+def test_complexity_of_a_grid_next_to_the_numbers_of_the_paper(run_san: San) -> None:
     grid = str(GRIDS_DIR / "position.yaml")
-    code, out, _ = san("complexity", "--grid", grid)
+    code, out, _ = run_san("complexity", "--grid", grid)
     assert code == 0
     heading, _, none, absolute, relative = out.splitlines()
     assert re.split("  +", heading) == ["model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)"]
     assert relative.split()[:5] == ["pairwise_relative", "10.532", "10.5", "2.155", "2.2"]
     assert [len(line) for line in (none, absolute, relative)] == [len(heading)] * 3
     for arguments in (["--size", "256"], ["--size", "256", "--stages"]):
-        code, out, _ = san("complexity", "--grid", grid, *arguments)
+        code, out, _ = run_san("complexity", "--grid", grid, *arguments)
         assert code == 0
         assert "printed" not in out  # the paper's are for 224 pixels
         assert len(out.splitlines()) == (2 + 3 * 8 if "--stages" in arguments else 5)
 
 
-def test_complexity_of_a_model_by_stage(san: San) -> None:
-    code, out, _ = san("complexity", "san10_pairwise", "footprint=9")
+def test_complexity_of_a_model_by_stage(run_san: San) -> None:
+    code, out, _ = run_san("complexity", "san10_pairwise", "footprint=9")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[2:]] == [
         "san10_pairwise",
@@ -100,8 +100,8 @@ def test_complexity_of_a_model_by_stage(san: San) -> None:
     assert out.splitlines()[2].split()[1:3] == ["10.532", "2.533"]  # table "footprint" prints 10.5 and 2.5
 
 
-def test_complexity_without_arguments_lists_all_models(san: San) -> None:
-    code, out, _ = san("complexity", "--json")
+def test_complexity_without_arguments_lists_all_models(run_san: San) -> None:
+    code, out, _ = run_san("complexity", "--json")
     assert code == 0
     assert [row["id"] for row in json.loads(out)] == list_models()
 
@@ -122,8 +122,8 @@ assert not [name for name in {heavy} if name in sys.modules]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT_DIR)
 
 
-def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(san: San, tmp_path: Path) -> None:
-    code, out, _ = san("plan", SMALL_GRID, "--seeds", "2", "--json")
+def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(run_san: San, tmp_path: Path) -> None:
+    code, out, _ = run_san("plan", SMALL_GRID, "--seeds", "2", "--json")
     assert code == 0
     cells = json.loads(out)
     by_cost = ("patchwise_3", "pairwise_3", "resnet26_3")
@@ -133,8 +133,8 @@ def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(san: San, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_report_of_an_untrained_grid(san: San, tmp_path: Path) -> None:
-    code, out, err = san("report", SMALL_GRID, "--seeds", "2", "--json")
+def test_report_of_an_untrained_grid(run_san: San, tmp_path: Path) -> None:
+    code, out, err = run_san("report", SMALL_GRID, "--seeds", "2", "--json")
     assert code == 0
     assert [(line["id"], line["paper_top1"], line["top1"]) for line in json.loads(out)] == [
         ("pairwise_3", 75.3, None),
@@ -142,41 +142,41 @@ def test_report_of_an_untrained_grid(san: San, tmp_path: Path) -> None:
         ("patchwise_3", 77.4, None),
     ]
     for options, hint in (((), ""), (("--runs", tmp_path / "my runs"), f" --runs '{tmp_path}/my runs'")):
-        _, _, err = san("report", SMALL_GRID, *options)
+        _, _, err = run_san("report", SMALL_GRID, *options)
         assert f"train the grid with `san run tests/experiments/small.yaml --profile digits{hint}`, or" in err
 
 
-def test_runs_of_an_empty_store(san: San, tmp_path: Path) -> None:
-    assert san("runs") == (0, "", f"no runs in sqlite:///{tmp_path}/runs/mlflow.db\n")
+def test_runs_of_an_empty_store(run_san: San, tmp_path: Path) -> None:
+    assert run_san("runs") == (0, "", f"no runs in sqlite:///{tmp_path}/runs/mlflow.db\n")
 
 
-def test_convert_round_trip(san: San, tmp_path: Path) -> None:
+def test_convert_round_trip(run_san: San, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.pth", tmp_path / "theirs.pth"
     model = create_model("san10_patchwise", 3, footprint=5)
     save_checkpoint(model, ours)
     line = f"san10_patchwise footprint=5, 3 classes, {sum(p.numel() for p in model.parameters())} parameters\n"
-    assert san("convert", str(ours), str(theirs), "--to", "released") == (0, f"{theirs}: {line}", "")
+    assert run_san("convert", str(ours), str(theirs), "--to", "released") == (0, f"{theirs}: {line}", "")
     written = torch.load(theirs, weights_only=True)["state_dict"]
     assert {"module.conv_in.weight", "module.layer4.0.sam.conv_w.5.bias"} <= written.keys()
     ours.write_text("old")
-    assert san("convert", str(theirs), str(ours))[0] == 2
+    assert run_san("convert", str(theirs), str(ours))[0] == 2
     assert ours.read_text() == "old"
-    assert san("convert", str(theirs), str(ours), "--force") == (0, f"{ours}: {line}", "")
+    assert run_san("convert", str(theirs), str(ours), "--force") == (0, f"{ours}: {line}", "")
     state = load_checkpoint(ours).state_dict()
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert sorted(os.listdir(tmp_path)) == ["ours.pth", "theirs.pth"]
 
 
-def test_convert_reports_fields_that_the_released_format_does_not_store(san: San, tmp_path: Path) -> None:
+def test_convert_reports_fields_that_the_released_format_does_not_store(run_san: San, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.pth", tmp_path / "theirs.pth"
     fields = ("num_stages=2", "width_mult=0.5", "footprint=9")
     model = create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5)
     save_checkpoint(model, ours)
     hidden = ", ".join(("name=san10_pairwise", *fields))
     note = f"note: the released format does not store {hidden}; give the missing values as overrides when you load {theirs}\n"
-    code, _, err = san("convert", ours, theirs, "--to", "released")
+    code, _, err = run_san("convert", ours, theirs, "--to", "released")
     assert (code, err) == (0, note)
-    assert san("convert", theirs, ours, "--force", "--name", "san10_pairwise", *fields)[0] == 0
+    assert run_san("convert", theirs, ours, "--force", "--name", "san10_pairwise", *fields)[0] == 0
     assert load_checkpoint(ours).spec == model.spec
 
 
@@ -323,9 +323,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_rejects(mistake: str, san: San, tmp_path: Path) -> None:
+def test_rejects(mistake: str, run_san: San, tmp_path: Path) -> None:
     arguments, messages = MISTAKES[mistake]
-    code, out, err = san(*arguments(tmp_path))
+    code, out, err = run_san(*arguments(tmp_path))
     assert (code, out) == (2, "")
     for message in messages:
         assert message in err
@@ -342,14 +342,14 @@ ACCEPTED = (
     "arguments", [["evaluate"], ["robustness"], ["show", "3"], ["robustness", "other.pt"], ["convert", "out.pth"]], ids=" ".join
 )
 @pytest.mark.parametrize("name", ["http://me:secret@host/model.pth", "http://host/model.pth?version=1", ""])
-def test_rejects_an_invalid_checkpoint_name(arguments: list[str], name: str, san: San) -> None:
+def test_rejects_an_invalid_checkpoint_name(arguments: list[str], name: str, run_san: San) -> None:
     command, *others = arguments
     shown = "http://..." if name else "''"
-    assert san(command, name, *others) == (2, "", f"san: {shown}: {ACCEPTED}\n")
+    assert run_san(command, name, *others) == (2, "", f"san: {shown}: {ACCEPTED}\n")
 
 
-def test_rejects_an_empty_runs_option(san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, err = san("runs", "--runs", "")
+def test_rejects_an_empty_runs_option(run_san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = run_san("runs", "--runs", "")
     assert (code, err) == (
         2,
         "san: --runs: empty value (is a shell variable unset?); give a folder or a URI, or leave out --runs\n",
@@ -363,16 +363,16 @@ def test_rejects_an_empty_runs_option(san: San, tmp_path: Path, monkeypatch: pyt
     [["plan", str(SMALL_GRID)], ["run", str(SMALL_GRID)], ["study"], ["submit", str(SMALL_GRID)]],
     ids=lambda command: command[0],
 )
-def test_rejects_an_empty_address(command: list[str], san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_an_empty_address(command: list[str], run_san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")  # would be used without --address
     sentence = "san: --address: empty value (is a shell variable unset?); give an address, or leave out --address\n"
-    assert san(*command, "--address", "") == (2, "", sentence)
+    assert run_san(*command, "--address", "") == (2, "", sentence)
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_empty_ray_address_is_ignored(san: San, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_ray_address_is_ignored(run_san: San, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
-    code, out, _ = san("plan", str(SMALL_GRID))
+    code, out, _ = run_san("plan", str(SMALL_GRID))
     assert code == 0
     assert "\nthis machine has " in out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster import Node, Resources
 from cluster.halving import Halving, Rungs
 from cluster.session import available_cpus
-from cluster.sweep import Outcome
+from cluster.sweep import Observer
 from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run
-from experiments.runs.summary import summary_csv
+from experiments.grids.grid import Trial
+from experiments.runs.summary import Epoch, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, known_results, open_job
+from tests.experiments.conftest import TrainCell
 from tests.experiments.drivers import Driver
 from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.processes import ended, reports, start
@@ -117,58 +117,42 @@ TOP1 = {"good": 60.0, "bad": 20.0, "fair": 55.0}
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def trained(replace_cluster: Callable[[TrainCell], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces training: each cell has its top-1 from `TOP1` after each epoch. Lists the cells that were trained."""
     names: list[str] = []
-
-    @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
-        yield Resources((Node(cpus=2, gpus=0),))
 
     @contextmanager
     def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
         yield Rungs(halving, known).should_continue
 
-    def sweep(train: functools.partial[object], trials: Mapping[str, object], *_: object, observer: object, **__: object):  # type: ignore[no-untyped-def]
+    def train_cell(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
         (workspace,), should_continue = train.args, train.keywords["should_continue"]
-        for key, trial in trials.items():
-            names.append(trial.name)
-            observer.started(key)
-            run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-            history = []
-            while len(history) < 9 and (
-                should_continue is None or not history or should_continue(key, [e.top1 for e in history])
-            ):
-                history.append(replace(EPOCH, epoch=len(history), top1=TOP1[trial.row]))
-            ended = {epoch.epoch: 1_000 for epoch in history}
-            workspace.checkpoints(trial).mkdir(parents=True, exist_ok=True)
-            workspace.store.write(workspace.summary(trial), summary_csv(history, ended))
-            run.log(history, ended)
-            stopped = {} if len(history) == 9 else {"stopped": 1}
-            observer.progress(key, {"epoch": len(history), "epochs": 9} | stopped | history[-1].metrics())
-            if stopped:
-                run.stop(f"{trial.grid}-{trial.profile}", len(history))
-            else:
-                run.finish()
-            observer.finished(Outcome(key))
-        return {key: Outcome(key) for key in trials}
+        names.append(trial.name)
+        run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+        history: list[Epoch] = []
+        while len(history) < 9 and (
+            should_continue is None or not history or should_continue(trial.key, [epoch.top1 for epoch in history])
+        ):
+            history.append(replace(EPOCH, epoch=len(history), top1=TOP1[trial.row]))
+        ended = {epoch.epoch: 1_000 for epoch in history}
+        workspace.checkpoints(trial).mkdir(parents=True, exist_ok=True)
+        workspace.store.write(workspace.summary(trial), summary_csv(history, ended))
+        run.log(history, ended)
+        stopped = {} if len(history) == 9 else {"stopped": 1}
+        observer.progress(trial.key, {"epoch": len(history), "epochs": 9} | stopped | history[-1].metrics())
+        if stopped:
+            run.stop(f"{trial.grid}-{trial.profile}", len(history))
+        else:
+            run.finish()
 
-    for name, fake in (("session.session", session), ("halving.judge", judge), ("sweep.sweep", sweep)):
-        monkeypatch.setattr(f"cluster.{name}", fake)
+    monkeypatch.setattr("cluster.halving.judge", judge)
+    replace_cluster(train_cell)
     return names
 
 
 def test_stopped_cells_are_trained_again_only_without_early_stopping(
-    write_grid: Callable[..., Path],
-    tmp_path: Path,
-    empty_database: Path,
-    trained: list[str],
-    capsys: pytest.CaptureFixture[str],
+    write_grid: Callable[..., Path], runs: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
-
     def open_it(last: str, name: str = "which.yaml") -> Job:
         return open_job(write_grid(GRID.format(last=last), name), "digits", (), runs)
 

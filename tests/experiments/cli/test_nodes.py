@@ -1,4 +1,4 @@
-"""Grids on three nodes, one of which fails in the middle of a cell."""
+"""Grids on three nodes. One node fails during a cell."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="fi
 
 
 def _wait_for_step(number: int, runs: Path, driver: Driver) -> dict[int, Step]:
-    """Waits until the first worker has done so many steps; returns the latest step of each worker."""
+    """Waits until the first worker has reached a step; returns the latest step of each worker."""
     limit = time.monotonic() + PATIENCE
     while True:
         latest = {step.rank: step for step in steps_of(runs)}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -19,8 +17,7 @@ import pytest
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
-from cluster import Node, Resources
-from cluster.sweep import Outcome
+from cluster.sweep import Observer, Outcome
 from experiments.cli.options import duration
 from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run, study
@@ -32,6 +29,7 @@ from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
 from experiments.runs import retry
 from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, known_results, open_job
+from tests.experiments.conftest import TrainCell
 from tests.experiments.samples import EPOCH
 
 EQUAL_ROWS = """
@@ -44,11 +42,8 @@ EQUAL_ROWS = """
 
 
 @pytest.fixture
-def open_text(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
-    """A job on the text of a grid, with a tracker's database."""
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
+def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., Job]:
+    """Opens a job on the text of a grid."""
 
     def open_it(text: str, name: str = "first", **options: object) -> Job:
         return open_job(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
@@ -57,35 +52,18 @@ def open_text(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_data
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def trained(replace_cluster: Callable[[TrainCell], None]) -> list[str]:
     """Replaces training: each cell is finished at once, with its number as top-1. Lists the cells as `grid/name`."""
     names: list[str] = []
 
-    @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
-        yield Resources((Node(cpus=2, gpus=0),))
-
-    def sweep(
-        train: functools.partial[object],
-        trials: Mapping[str, Trial],
-        placement: object,
-        *,
-        storage: object,
-        observer: object,
-        progress: object,
-        non_retryable: object,
-        fatal: object,
-    ) -> dict[str, Outcome]:
+    def train_cell(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
         (workspace,) = train.args
-        for trial in trials.values():
-            names.append(f"{trial.grid}/{trial.name}")
-            tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-            tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
-            tracked.finish()
-        return {key: Outcome(key) for key in trials}
+        names.append(f"{trial.grid}/{trial.name}")
+        tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+        tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
+        tracked.finish()
 
-    monkeypatch.setattr("cluster.session.session", session)
-    monkeypatch.setattr("cluster.sweep.sweep", sweep)
+    replace_cluster(train_cell)
     return names
 
 
@@ -407,12 +385,8 @@ def test_seeds_option_replaces_the_seeds_of_the_grid(open_text: Callable[..., Jo
 
 
 @pytest.mark.slow
-def test_study_trains_every_cell_once_and_writes_its_page(
-    trained: list[str], tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs, page = tmp_path / "runs", tmp_path / "docs" / "page.md"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
+def test_study_trains_every_cell_once_and_writes_its_page(trained: list[str], runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "page.md"
     assert study("study", 2, runs, None, page)
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())

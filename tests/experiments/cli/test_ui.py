@@ -111,9 +111,9 @@ def responds(address: str) -> bool:
 
 
 @pytest.fixture
-def run_ui(finished: Job, san: San) -> San:
+def run_ui(finished: Job, run_san: San) -> San:
     """Runs `san ui` in this process."""
-    return functools.partial(san, "ui", "--runs", finished.workspace.runs)
+    return functools.partial(run_san, "ui", "--runs", finished.workspace.runs)
 
 
 def test_uses_the_next_port_if_5000_is_in_use(server: Server) -> None:
