@@ -143,7 +143,8 @@ def test_cell_of_a_lost_node_resumes_from_the_bucket(tmp_path: Path, monkeypatch
             print(f"{twice} steps trained twice; the grid was complete {seconds:.0f} s after the node was lost")
             assert len(steps) == len(job.trials) * EPOCHS * STEPS + twice
             assert 0 <= twice <= CHECK_EVERY
-            assert {node for node, path in folders.items() if list(path.rglob("epoch-*.pt"))} == {lost_node}
+            # Only a node that is killed during an upload keeps a checkpoint.
+            assert {node for node, path in folders.items() if list(path.rglob("epoch-*.pt"))} <= {lost_node}
             _assert_complete(job)
             for trial in job.trials:
                 name = last_of(Path("checkpoints") / trial.key, EPOCHS)
