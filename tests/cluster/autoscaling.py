@@ -1,14 +1,9 @@
-"""A head whose autoscaler starts nodes on this machine, by Ray's own provider for tests, and a driver on it."""
+"""A head whose autoscaler starts nodes on this machine with Ray's provider for tests, and a driver that uses it."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +17,18 @@ from cluster import Placement
 from cluster.session import _nodes, session
 from cluster.sweep import Report, sweep
 from tests.cluster.cells import Memory
-from tests.cluster.test_submit import LEFT_OUT, MARK, OTHERS, free_port, marked
+from tests.cluster.heads import ray_head
+from tests.experiments.drivers import PATIENCE
+from tests.experiments.servers import free_port
 
 GROUP = "worker"
 
 
 def _config(address: str, most: int, idle_minutes: float) -> dict[str, object]:
-    """What `ray up` hands to a head, for nodes of one CPU."""
+    """The configuration that `ray up` passes to a head, for nodes with one CPU."""
     head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
     workers = {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": most}
-    # Under its own name ("fake_multinode") Ray looks for an example that its packages leave out.
+    # With the type "fake_multinode", Ray looks for an example file that its packages leave out.
     module = f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}"
     provider = {"type": "external", "module": module, "launch_multiple": True, "gcs_address": address}
     return {
@@ -52,47 +49,28 @@ def _config(address: str, most: int, idle_minutes: float) -> dict[str, object]:
 
 
 @contextmanager
-def autoscaling_head(most: int, idle_minutes: float) -> Iterator[str]:
-    """The address of a head without CPUs; its autoscaler adds up to `most` nodes. All of its processes end with it."""
-    folder = Path(tempfile.mkdtemp(prefix="san-"))  # a short path: Ray keeps sockets below it
+def autoscaling_head(most: int, idle_minutes: float, folder: Path) -> Iterator[str]:
+    """The address of a head without CPUs, whose autoscaler adds up to `most` nodes."""
     port = free_port()
     address = f"{get_node_ip_address()}:{port}"
     (folder / "config.json").write_text(json.dumps(_config(address, most, idle_minutes)))
-    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=0", f"--port={port}"]
-    command += [f"--autoscaling-config={folder / 'config.json'}", f"--temp-dir={folder}", "--include-dashboard=false"]
-    command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
-    environment = {name: value for name, value in os.environ.items() if name not in (*LEFT_OUT, *OTHERS)}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-    # As `ray up` and KubeRay start a head.
+    options = ["--num-cpus=0", f"--autoscaling-config={folder / 'config.json'}", "--include-dashboard=false"]
+    environment = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    # These are also set by `ray up` and KubeRay.
     environment |= {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID}
-    environment |= {"RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE, MARK: str(folder)}
-    with open(folder / "head.log", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        limit = time.monotonic() + 90
-        while "Ray runtime started" not in (folder / "head.log").read_text():
-            assert process.poll() is None and time.monotonic() < limit, (folder / "head.log").read_text()
-            time.sleep(0.3)
+    environment |= {"RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE}
+    with ray_head(port, *options, environment=environment):
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for pid in marked(str(folder)):
-            os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def placed(seconds: float, report: Report) -> None:
-    """Reports the last digits of its node's name."""
+    """Reports the last digits of the node's ID."""
     report({"node": int(ray.get_runtime_context().get_node_id()[-4:])})
     time.sleep(seconds)
 
 
 def main(storage: str, address: str) -> None:
-    """Four cells where there is room for none; then waits until the nodes that came are gone."""
+    """Runs four cells on a cluster without CPUs, then waits until the added nodes are removed."""
     memory = Memory()
     with session(address) as found:
         print(json.dumps({"cpus": found.cpus, "grows": found.grows}), flush=True)
@@ -100,7 +78,7 @@ def main(storage: str, address: str) -> None:
         nodes = {report["node"] for _, report in memory.reports}
         errors = [outcome.error for outcome in outcomes.values()]
         print(json.dumps({"nodes": len(nodes), "errors": errors}), flush=True)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + PATIENCE
         while len(_nodes()) > 1 and time.monotonic() < limit:
             time.sleep(0.5)
         print(json.dumps({"left": len(_nodes()) - 1}), flush=True)

@@ -1,4 +1,4 @@
-"""What the tests let cells do, and an observer that remembers; importable, like a real caller's functions."""
+"""Functions for the cells of tests, and an observer that records events. Workers import them from here."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from cluster.sweep import Outcome, Report, sweep
 
 @dataclass(slots=True)
 class Memory:
-    """An observer that writes down what it hears."""
+    """An observer that records all events."""
 
     starts: list[str] = field(default_factory=list)
     reports: list[tuple[str, dict[str, float]]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Memory:
 
 
 def timed(seconds: float, report: Report) -> None:
-    """Reports when it began and when it ended."""
+    """Reports the times of its start and end."""
     report({"time": time.time()})
     time.sleep(seconds)
     report({"time": time.time()})
@@ -50,7 +50,7 @@ def counting(last: int, report: Report) -> None:
 
 
 def dying(marker: str, report: Report) -> None:
-    """Dies without an exception, unless a first attempt could leave the marker."""
+    """Dies without an exception unless the marker exists; creates the marker if its folder exists."""
     if not Path(marker).exists():
         if Path(marker).parent.exists():
             Path(marker).touch()
@@ -59,7 +59,7 @@ def dying(marker: str, report: Report) -> None:
 
 
 def stumbling(plan: tuple[str, list[int]], report: Report) -> None:
-    """Each attempt reports so many epochs more than there were, and dies; those after the last do not."""
+    """Attempt `i` reports `epochs[i]` more epochs and fails; the attempt after the last one succeeds."""
     folder, epochs = plan
     attempts, done = Path(folder) / "attempts", Path(folder) / "epochs"
     with open(attempts, "a") as file:
@@ -75,18 +75,18 @@ def stumbling(plan: tuple[str, list[int]], report: Report) -> None:
 
 
 def ending(how: str, report: Report) -> None:
-    """Says in which process it was, and ends well, in a mistake, in one that is final, or with its process."""
+    """Reports its process, then succeeds, fails, fails without a retry, or kills its process."""
     report({"pid": os.getpid()})
     if how == "raises":
         raise RuntimeError("it breaks")
-    if how == "raises what is final":
+    if how == "raises a final error":
         raise ValueError("it is wrong")
     if how == "dies":
         os._exit(3)
 
 
 def describing(value: str, report: Report) -> None:
-    """Reports what a lone worker sees."""
+    """Reports the environment of a worker."""
     report(
         {
             "threads": float(os.environ["OMP_NUM_THREADS"]),
@@ -98,7 +98,7 @@ def describing(value: str, report: Report) -> None:
 
 
 def reducing(value: float, report: Report) -> None:
-    """Sums the ranks over all workers."""
+    """Sums the ranks over all workers, then fails on rank 1."""
     import torch
     from torch import distributed
 
@@ -107,7 +107,7 @@ def reducing(value: float, report: Report) -> None:
     distributed.all_reduce(total)
     report({"sum": total.item(), "workers": float(os.environ["WORLD_SIZE"])})
     began = time.monotonic()
-    for _ in range(4):
+    for _ in range(40):
         report({"seconds": time.monotonic() - began})
     if os.environ["RANK"] == "1":
         raise RuntimeError("rank one gives up")
@@ -115,7 +115,7 @@ def reducing(value: float, report: Report) -> None:
 
 
 def asking(plan: tuple[Judge, str, list[float]], report: Report) -> None:
-    """Asks after each score whether it goes on, and does so anyway; of several workers each asks."""
+    """Each worker asks after each score whether to continue, and continues in any case."""
     judge, key, scores = plan
     for number in range(len(scores)):
         report({"should_continue": float(judge(key, scores[: number + 1]))})
@@ -127,7 +127,7 @@ def sleeping(seconds: float, report: Report) -> None:
 
 
 class Shouting(Memory):
-    """Tells the parent of this process about every report."""
+    """Prints every report, for the parent of this process."""
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         print("pid", int(metrics["pid"]), flush=True)
@@ -138,18 +138,18 @@ def silent(value: int, report: Report) -> None:
 
 
 def main(storage: str) -> None:
-    """The driver that the signal tests start: two cells that sleep. SIGTERM means to it what Ctrl-C does."""
+    """A driver for the tests of signals, with two cells that sleep. It treats SIGTERM like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with session():
-            sweep(sleeping, {"a": 60.0, "b": 60.0}, Placement(), storage=storage, observer=Shouting())
+            sweep(sleeping, {"a": 1e5, "b": 1e5}, Placement(), storage=storage, observer=Shouting())
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(130)
 
 
 if __name__ == "__main__":
-    # The cells must be able to import their function: not from __main__.
+    # Workers cannot import functions from __main__.
     from tests.cluster import cells
 
     cells.main(sys.argv[1])

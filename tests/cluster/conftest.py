@@ -1,4 +1,4 @@
-"""One Ray session for all tests of the folder: starting one takes seconds."""
+"""One Ray session for all tests of this folder, because starting one takes seconds."""
 
 from collections.abc import Iterator
 

@@ -30,7 +30,7 @@ COMPOSE = "compose.yaml"
 MANIFESTS = tuple(sorted(path.relative_to(CLUSTER).as_posix() for path in (CLUSTER / "kuberay").glob("*.yaml")))
 DEFINITIONS = (*LAUNCHERS, COMPOSE, *MANIFESTS)
 
-# What EC2 is asked for when a node starts: the names that Ray's autoscaler hands on to boto3's create_instances.
+# Keys that Ray's autoscaler passes to boto3's create_instances.
 NODE_CONFIG = {"BlockDeviceMappings", "IamInstanceProfile", "ImageId", "InstanceMarketOptions", "InstanceType", "KeyName"}
 API_VERSIONS = {
     "Namespace": "v1",
@@ -57,7 +57,7 @@ COMPOSE_SCHEMA = jsonschema.Draft202012Validator(_packed("compose-spec.json.gz")
 
 
 def validate(name: str, document: Any) -> None:
-    """Raises ValidationError or ValueError where `ray up`, Kubernetes or Compose would not know what a document says."""
+    """Raises ValidationError or ValueError if `ray up`, Kubernetes or Compose would reject the document or ignore a key."""
     if name in LAUNCHERS:
         _validate_launcher(document)
     elif name == COMPOSE:
@@ -70,7 +70,7 @@ def validate(name: str, document: Any) -> None:
 
 def _validate_launcher(document: dict[str, Any]) -> None:
     validate_config(prepare_config(copy.deepcopy(document)))
-    # Ray lets every key pass here, and ignores what it does not know.
+    # Ray ignores unknown keys here.
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     _require_known("provider", document["provider"], schema["properties"]["provider"]["properties"])
     for name, kind in document.get("available_node_types", {}).items():
@@ -78,15 +78,15 @@ def _validate_launcher(document: dict[str, Any]) -> None:
 
 
 def _require_known(place: str, found: dict[str, Any], known: Any) -> None:
-    strangers = set(found) - set(known)
-    if strangers:
-        raise ValueError(f"{place} has unknown keys: {sorted(strangers)}")
+    unknown = set(found) - set(known)
+    if unknown:
+        raise ValueError(f"{place} has unknown keys: {sorted(unknown)}")
 
 
 def _validate_manifest(document: dict[str, Any]) -> None:
     kind = document["kind"]
     if kind in API_VERSIONS and document["apiVersion"] != API_VERSIONS[kind]:
-        raise ValueError(f"{kind} is of {API_VERSIONS[kind]}, not of {document['apiVersion']}")
+        raise ValueError(f"{kind} must have the version {API_VERSIONS[kind]}, not {document['apiVersion']}")
     jsonschema.Draft202012Validator(_schema(kind), registry=REGISTRY).validate(document)
 
 
@@ -105,7 +105,7 @@ def _schema(kind: str) -> dict[str, Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """A schema as Kubernetes means it: what is not named is unknown, unless the schema preserves unknown fields."""
+    """A schema without unknown fields, as Kubernetes uses it, unless the schema preserves them."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -120,40 +120,8 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-# Mappings whose keys are names that the author of a definition chooses.
-CHOSEN = {
-    "available_node_types", "clusterSelector", "env_vars", "environment", "file_mounts", "labels", "limits", "matchLabels",
-    "rayStartParams", "requests", "resources", "selector", "services", "volumes",
-}  # fmt: skip
-
-
-def misspelt(document: Any) -> Iterator[tuple[str, Any]]:
-    """The document again and again, each time with another key misspelt, and which."""
-    for path in list(_keys(document, ())):
-        changed = copy.deepcopy(document)
-        *parents, key = path
-        place = changed
-        for part in parents:
-            place = place[part]
-        place[f"{key}s"] = place.pop(key)
-        yield ".".join(map(str, path)), changed
-
-
-def _keys(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _keys(item, (*path, index))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            chosen = (path and path[-1] in CHOSEN) or str(key).startswith("x-")
-            # What Ray hands to Amazon, and what is read by Compose's merge only.
-            if not chosen and "node_config" not in path[:-1] and not any(str(part).startswith("x-") for part in path):
-                yield (*path, key)
-            yield from _keys(item, (*path, key))
-
-
 def commands(name: str, document: dict[str, Any]) -> Iterator[list[str]]:
-    """What a definition starts, as arguments: `ray ...`, `mlflow ...`, `python -m experiments ...`."""
+    """The commands of a definition as arguments: `ray ...`, `mlflow ...`, `python -m experiments ...`."""
     if name in LAUNCHERS:
         for line in (*document["head_start_ray_commands"], *document["worker_start_ray_commands"]):
             yield from (shlex.split(part) for part in re.findall(r"\bray (?:start|stop)[^;&|]*", line))
@@ -172,7 +140,7 @@ def commands(name: str, document: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The pods that a manifest makes."""
+    """The pods of a manifest."""
     spec = document.get("spec", {})
     if document["kind"] == "Deployment":
         yield spec["template"]["spec"]
@@ -182,7 +150,7 @@ def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def containers(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The containers of a manifest by name; that of Ray's autoscaler, which KubeRay adds, too."""
+    """The containers of a manifest by name, with that of Ray's autoscaler, which KubeRay adds."""
     for pod in pods(document):
         for container in (*pod["containers"], *pod.get("initContainers", ())):
             yield container["name"], container
@@ -195,20 +163,20 @@ FROM_ENVIRONMENT = re.compile(r"\$\{\w+:\?[^}]+\}")
 
 
 def weaknesses(name: str, document: dict[str, Any]) -> Iterator[str]:
-    """Everything in a document that makes a cluster less safe than ours are."""
+    """The security weaknesses of a document."""
     text = json.dumps(document)
     for word in ("privileged", "hostNetwork", "hostPath", "hostPID", "docker.sock", "network_mode", "NodePort", "LoadBalancer"):
         if re.search(rf"\b{re.escape(word)}\b", text):
-            yield f"{word} is asked for"
+            yield f"{word} is used"
     if re.search(r"://[^/\s\"@:]+:[^/\s\"@]+@", text):
         yield "an address has a password in it"
     for command in commands(name, document):
         if command[:2] == ["mlflow", "server"]:
             if "--app-name=basic-auth" not in command:
-                yield "MLflow asks nobody for a password"
+                yield "MLflow requires no password"
             hosts = [argument for argument in command if argument.startswith("--allowed-hosts=")]
             if not hosts or "*" in hosts[0]:
-                yield "MLflow answers to any host name"
+                yield "MLflow accepts any host name"
     if name in LAUNCHERS:
         yield from _weak_launcher(document)
     elif name == COMPOSE:
@@ -289,7 +257,7 @@ def dockerfile() -> list[tuple[str, str]]:
 
 
 def require_known(command: list[str]) -> None:
-    """Raises where a command of Ray, MLflow or ours does not take these arguments, or a grid not these overrides."""
+    """Raises if a command of Ray, MLflow or `san` rejects these arguments, or a grid these overrides."""
     if command[:3] == ["python", "-m", "experiments"] or command[0] == "san":
         group: Any = cli
         arguments = command[3:] if command[0] == "python" else command[1:]
@@ -304,7 +272,7 @@ def require_known(command: list[str]) -> None:
         arguments = command[1:]
     while isinstance(group, click.Group):
         group, arguments = group.commands[arguments[0]], arguments[1:]
-    filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # as Compose does
+    filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # like Compose
     context = group.make_context(command[0], filled)
     if group in (cli.commands["plan"], cli.commands["run"], cli.commands["submit"]):
         expand(ROOT / context.params["grid"], context.params["profile"], context.params["overrides"], table_names())

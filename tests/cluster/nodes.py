@@ -24,7 +24,7 @@ from cluster.session import session
 from cluster.sweep import Report, sweep
 from tests.cluster.cells import Shouting
 
-# A lost node is missed within 2 s instead of 15.
+# Ray notices a lost node within 2 s instead of 15.
 IMPATIENT = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
@@ -34,7 +34,7 @@ IMPATIENT = {
 
 
 class Network:
-    """Namespaces of the kernel's network, wired to a bridge: what is in one has an address of its own."""
+    """Linux network namespaces connected by a bridge, so that each node has its own address."""
 
     BRIDGE = "santest"
     HOST = "10.213.77.254"
@@ -46,7 +46,7 @@ class Network:
         _ip("link", "set", self.BRIDGE, "up")
 
     def add(self) -> tuple[str, str]:
-        """Name and address of a new one."""
+        """Adds a namespace; returns its name and address."""
         name, address = f"{self.BRIDGE}{len(self.names)}", f"10.213.77.{len(self.names) + 1}"
         _ip("netns", "add", name)
         self.names.append(name)
@@ -60,7 +60,7 @@ class Network:
     @staticmethod
     @contextmanager
     def inside(name: str) -> Iterator[None]:
-        """This thread, and the processes that it starts."""
+        """Moves this thread, and the processes that it starts, into the namespace."""
         with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{name}") as there:
             _enter(there)
             try:
@@ -70,7 +70,7 @@ class Network:
 
     def close(self) -> None:
         for name in self.names:
-            _ip("link", "del", name)  # by itself it would stay as long as a process in the namespace does
+            _ip("link", "del", name)  # otherwise it lives until the last process in the namespace ends
             _ip("netns", "del", name)
         _ip("link", "del", self.BRIDGE)
 
@@ -86,12 +86,12 @@ def _ip(*arguments: str) -> None:
 
 
 class Nodes:
-    """A head and the nodes beside it; drivers join at `address`. With a network, each node has an address of its own."""
+    """A head and other nodes; drivers join at `address`. With a network, each node has its own address."""
 
     def __init__(self, head_cpus: int, network: Network | None) -> None:
         self.network = network
         self._names: dict[str, Node] = {}
-        """Of the network's namespaces."""
+        """Nodes by the name of their namespace."""
         head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": IMPATIENT}
         if network is not None:
             head["node_ip_address"] = network.HOST
@@ -100,23 +100,23 @@ class Nodes:
         self.address: str = self.cluster.address
 
     def add(self, cpus: int = 1, environment: Mapping[str, str] = {}) -> Node:
-        """A node whose processes find so much more in their environment."""
+        """Adds a node whose processes have these variables too."""
         if self.network is None:
             with _environment(environment):
                 return self.cluster.add_node(num_cpus=cpus)
         name, address = self.network.add()
-        # What the machine's name means is nothing inside a namespace: gloo is told where the others are.
+        # gloo cannot resolve the machine's name inside a namespace, so it needs the interface.
         with self.network.inside(name), _environment({"GLOO_SOCKET_IFNAME": "eth0", **environment}):
             node = self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
         self._names[name] = node
         return node
 
     def of(self, pid: int) -> Node | None:
-        """The node, besides the head, of a worker process."""
+        """The node of a worker process, unless it is the head."""
         return next((node for node in self.cluster.worker_nodes if _raylet(node) == _parent(pid)), None)
 
     def kill(self, node: Node) -> None:
-        """At once, and all of its workers: what a power failure leaves of a node."""
+        """Kills a node and all of its workers at once, like a power failure."""
         raylet = _raylet(node)
         workers = [pid for pid in _processes() if _parent(pid) == raylet]
         for pid in (raylet, *workers):
@@ -124,14 +124,14 @@ class Nodes:
         self.cluster.remove_node(node, allow_graceful=False)
 
     def announce_loss(self, node: Node, seconds: int) -> None:
-        """What a cloud says of a machine that it takes back soon; nobody but who says so ends it."""
+        """Announces that a node ends soon, like a cloud that reclaims a machine. The caller must end it."""
         reason, deadline = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), time.time_ns() // 10**6
         head = GcsClient(address=self.address)
-        accepted, why_not = head.drain_node(node.node_id, reason, "taken back", deadline + 1000 * seconds)
+        accepted, why_not = head.drain_node(node.node_id, reason, "reclaimed", deadline + 1000 * seconds)
         assert accepted, why_not
 
     def cut_off(self, node: Node) -> None:
-        """Takes its network away: the others hear no more of it, and it lives on."""
+        """Disconnects the network of a node, whose processes continue."""
         assert self.network is not None
         name = next(name for name, member in self._names.items() if member is node)
         _ip("link", "set", name, "down")
@@ -148,13 +148,13 @@ def _processes() -> list[int]:
 def _parent(pid: int) -> int | None:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Of the processes that are started inside."""
+    """Sets variables for the processes that are started in the block."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -175,7 +175,7 @@ def nodes(head_cpus: int, network: Network | None = None) -> Iterator[Nodes]:
 
 @contextmanager
 def separate_addresses() -> Iterator[Network | None]:
-    """None, and the reason printed, where that takes what this user or kernel has not: nodes then share one address."""
+    """A network for the nodes; None, with a message, if this user or kernel cannot create one."""
     try:
         network = Network()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -189,16 +189,16 @@ def separate_addresses() -> Iterator[Network | None]:
 
 
 def outliving(folder: str, report: Report) -> None:
-    """Its third attempt comes to an end."""
+    """Ends at the third attempt; the others sleep until they are killed."""
     attempts = Path(folder) / "attempts"
     with open(attempts, "a") as file:
         file.write("x")
     report({"pid": os.getpid()})
-    time.sleep(0 if attempts.stat().st_size == 3 else 60)
+    time.sleep(0 if attempts.stat().st_size == 3 else 1e5)
 
 
 def outlive(folder: str, address: str) -> None:
-    """A driver whose cell may not fail even once; it may lose nodes."""
+    """A driver without retries for a cell that fails; a lost node does not count as a failure."""
     memory = Shouting()
     with session(address):
         outcomes = sweep(outliving, {"cell": folder}, Placement(), storage=f"{folder}/sweep", observer=memory, retries=0)
@@ -206,21 +206,21 @@ def outlive(folder: str, address: str) -> None:
 
 
 def placed(file: str, report: Report) -> None:
-    """Each worker writes the name of its node, and stays until others must have found theirs."""
+    """Each worker writes the ID of its node, and occupies it until the other workers have written theirs."""
     Path(f"{file}-{os.environ['RANK']}").write_text(ray.get_runtime_context().get_node_id())
     report({"pid": os.getpid()})
     time.sleep(20)
 
 
 def place(folder: str, address: str) -> None:
-    """A driver of two cells of two workers."""
+    """A driver of two cells with two workers each."""
     with session(address):
         values = {name: f"{folder}/{name}" for name in "ab"}
         sweep(placed, values, Placement(workers=2), storage=f"{folder}/sweep", observer=Shouting())
 
 
 if __name__ == "__main__":
-    # The cell must be able to import its function: not from __main__.
+    # Workers cannot import functions from __main__.
     from tests.cluster import nodes as here
 
     {"outlive": here.outlive, "place": here.place}[sys.argv[1]](*sys.argv[2:])

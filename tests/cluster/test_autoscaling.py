@@ -1,4 +1,4 @@
-"""A cluster that adds nodes for the cells that wait, and takes them back."""
+"""A sweep on a cluster with an autoscaler."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.autoscaling import autoscaling_head
+from tests.experiments.drivers import PATIENCE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_cells_that_wait_bring_nodes_which_go_when_none_waits(tmp_path: Path) -> None:
-    """Three nodes at most for four cells; nothing asks for them after the last."""
-    with autoscaling_head(most=3, idle_minutes=0.05) as address:
+def test_autoscaler_adds_nodes_for_waiting_cells_and_removes_them(tmp_path: Path) -> None:
+    """At most three nodes for four cells."""
+    with autoscaling_head(most=3, idle_minutes=0.05, folder=tmp_path) as address:
         began = time.monotonic()
         command = [sys.executable, "-m", "tests.cluster.autoscaling", str(tmp_path / "s"), address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         print(f"{time.monotonic() - began:.0f} s", done.stdout)
     assert done.returncode == 0, done.stderr
     before, after, idle = map(json.loads, done.stdout.splitlines())

@@ -14,31 +14,25 @@ from cluster.sweep import _room
         (Placement(cpus=8, gpus=1), (Node(16, 4),), 2),
         (Placement(workers=8, cpus=4, gpus=1), (Node(64, 8), Node(64, 8)), 2),
         (Placement(workers=16, cpus=4, gpus=1), (Node(64, 8), Node(64, 8)), 1),
+        (Placement(cpus=2), (Node(3, 0), Node(3, 0)), 2),  # a worker does not span nodes
+        (Placement(cpus=2), (Node(0, 0), Node(4, 0)), 2),  # the head has no CPUs
     ],
 )
 def test_cells_at_once(placement: Placement, nodes: tuple[Node, ...], cells: int) -> None:
     assert concurrency(placement, Resources(nodes)) == cells
 
 
-def test_a_worker_does_not_spread_over_nodes() -> None:
-    assert concurrency(Placement(cpus=2), Resources((Node(3, 0), Node(3, 0)))) == 2
-
-
-def test_a_head_without_cpus_takes_no_cells() -> None:
-    assert concurrency(Placement(cpus=2), Resources((Node(0, 0), Node(4, 0)))) == 2
-
-
 @pytest.mark.parametrize(
     ("nodes", "grows", "cells"),
     [
         ((Node(2, 0),), False, 2),
-        ((Node(0, 0),), False, 1),  # its nodes may be lost just now
+        ((Node(0, 0),), False, 1),  # its nodes may be lost at the moment
         ((Node(0, 0),), True, 4),
         ((Node(2, 0),), True, 6),
         ((Node(0, 0), *(Node(8, 0),) * 8), True, 128),
     ],
 )
-def test_cells_wait_where_the_cluster_grows(nodes: tuple[Node, ...], grows: bool, cells: int) -> None:
+def test_more_cells_wait_in_a_cluster_that_grows(nodes: tuple[Node, ...], grows: bool, cells: int) -> None:
     assert _room(Placement(), Resources(nodes, grows)) == cells
 
 

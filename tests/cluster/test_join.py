@@ -1,4 +1,4 @@
-"""Joining a cluster that others started. In a process of its own, because the tests share a session."""
+"""Joining a cluster that others started. In a separate process, because the tests share a session."""
 
 import os
 import subprocess
@@ -10,7 +10,9 @@ import ray
 
 from cluster import Resources
 from cluster.session import session
+from experiments.grids.config import PROJECT_DIR
 from tests.cluster.nodes import nodes
+from tests.experiments.drivers import PATIENCE
 
 JOIN = """
 import sys
@@ -24,7 +26,7 @@ except ClusterError as error:
 """
 
 
-SEEN = """
+SWEEP = """
 import sys
 from cluster import Placement
 from cluster.session import session
@@ -34,27 +36,17 @@ memory = cells.Memory()
 placement = Placement(int(sys.argv[3]))
 with session(sys.argv[1]):
     outcomes = sweep(cells.describing, {"cell": ""}, placement, storage=sys.argv[2], observer=memory)
-print(outcomes["cell"].error, [told["sees_gpus"] for told in memory.of("cell")])
+print(outcomes["cell"].error, [report["sees_gpus"] for report in memory.of("cell")])
 """
 
 
-CELL = """
-import sys
-from cluster import Placement
-from cluster.session import session
-from cluster.sweep import sweep
-from tests.cluster import cells
-memory = cells.Memory()
-with session(sys.argv[1]):
-    outcomes = sweep(cells.counting, {"cell": 1}, Placement(), storage=sys.argv[2], observer=memory)
-print(outcomes["cell"].error, len(memory.reports))
-"""
-
-
-def join(*arguments: str, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | variables
-    command = [sys.executable, "-c", JOIN, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+def run_script(script: str, *arguments: str, **variables: str) -> str:
+    """Runs a script without RAY_ADDRESS; returns the last line of its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": str(PROJECT_DIR), **variables}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -64,42 +56,37 @@ def address(resources: Resources) -> str:
 
 
 def test_joins_by_address(address: str, resources: Resources) -> None:
-    assert join(address) == repr(resources)
+    assert run_script(JOIN, address) == repr(resources)
 
 
-def test_joins_by_environment_and_leaves_the_cluster_alive(address: str, resources: Resources) -> None:
-    assert join(RAY_ADDRESS=address) == repr(resources)
+def test_joins_by_environment_and_leaves_the_cluster_running(address: str, resources: Resources) -> None:
+    assert run_script(JOIN, RAY_ADDRESS=address) == repr(resources)
     with session() as still:
         assert still == resources
 
 
-def test_a_token_does_no_harm_where_none_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may have one for another cluster."""
+def test_token_is_ignored_by_a_cluster_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may have a token for another cluster."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with nodes(head_cpus=1) as several:
-        command = [sys.executable, "-c", CELL, several.address, str(tmp_path)]
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
-        environment |= {"RAY_AUTH_TOKEN": "0" * 64, "PYTHONPATH": "."}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["None 1"], done.stderr
+    with nodes(head_cpus=1) as cluster:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        assert run_script(SWEEP, cluster.address, str(tmp_path), "1", RAY_AUTH_TOKEN="0" * 64) == "None [0.0]"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_cells_without_gpus_see_none_of_a_cluster_that_others_started(workers: int, tmp_path: Path) -> None:
-    """Ray hides GPUs from them only where the cluster was started with a setting for that."""
-    with nodes(head_cpus=1) as several:
-        several.add(cpus=workers, environment={"CUDA_VISIBLE_DEVICES": "0,1"})
-        command = [sys.executable, "-c", SEEN, several.address, str(tmp_path), str(workers)]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["None [0.0]"], done.stderr
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_cells_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
+    """On a cluster that others started, Ray hides GPUs from cells only with a setting of that cluster."""
+    with nodes(head_cpus=1) as cluster:
+        cluster.add(cpus=workers, environment={"CUDA_VISIBLE_DEVICES": "0,1"})
+        assert run_script(SWEEP, cluster.address, str(tmp_path), str(workers)) == "None [0.0]"
 
 
-def test_refuses_the_address_of_a_job_server() -> None:
-    assert join("http://head:8265").startswith(
-        "refused: http://head:8265 is the address of a job server; submit to it with `san submit`"
-    )
-
-
-def test_refuses_an_address_where_nothing_answers() -> None:
-    said = join("127.0.0.1:9")
-    assert said.startswith("refused: no Ray cluster answers at '127.0.0.1:9'")
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://head:8265", "http://head:8265 is the address of a job server; submit to it with `san submit`"),
+        ("127.0.0.1:9", "no Ray cluster answers at '127.0.0.1:9'"),
+    ],
+)
+def test_rejects_a_wrong_address(address: str, message: str) -> None:
+    assert run_script(JOIN, address).startswith(f"refused: {message}")

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 import ray
 
 from cluster import Node, Resources
@@ -11,22 +12,21 @@ def test_resources_add_up() -> None:
     assert (resources.cpus, resources.gpus) == (6, 1)
 
 
-def test_cgroup_quota_version_2(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert _cgroup_quota(tmp_path) == 1.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert _cgroup_quota(tmp_path) is None
-
-
-def test_cgroup_quota_version_1(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("200000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert _cgroup_quota(tmp_path) == 2.0
-
-
-def test_cgroup_absent(tmp_path: Path) -> None:
-    assert _cgroup_quota(tmp_path) is None
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({}, None),
+    ],
+    ids=["version 2", "version 2 without limit", "version 1", "no cgroups"],
+)
+def test_cgroup_quota(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _cgroup_quota(tmp_path) == quota
 
 
 def test_local_session_has_the_cpus_of_this_process(resources: Resources) -> None:
@@ -34,7 +34,7 @@ def test_local_session_has_the_cpus_of_this_process(resources: Resources) -> Non
     assert resources.cpus == available_cpus()
 
 
-def test_session_inside_a_session_is_the_same(resources: Resources) -> None:
+def test_nested_session_is_the_same(resources: Resources) -> None:
     with session() as inner:
         assert inner == resources
     assert ray.is_initialized()

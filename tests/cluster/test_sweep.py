@@ -22,7 +22,7 @@ def test_empty_sweep(tmp_path: Path) -> None:
 def test_two_cells_at_a_time(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
-    # Two at a time on however many CPUs: each takes half of them.
+    # Each takes half of the CPUs, so that two run at a time.
     values = dict.fromkeys("abcd", 1.5)
     outcomes = sweep(cells.timed, values, Placement(cpus=resources.cpus // 2), storage=tmp_path, observer=memory)
     assert list(outcomes) == list("abcd")
@@ -34,7 +34,7 @@ def test_two_cells_at_a_time(resources: Resources, memory: cells.Memory, tmp_pat
 
 
 def test_no_cell_starts_after_a_fatal_error(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
-    values = {"good": "well", "bad": "raises what is final", "never": "well"}
+    values = {"good": "well", "bad": "raises a final error", "never": "well"}
     alone = Placement(cpus=resources.cpus)
     with pytest.raises(ClusterError, match=r"^it is wrong$"):
         sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, fatal=(ValueError,))
@@ -42,7 +42,7 @@ def test_no_cell_starts_after_a_fatal_error(resources: Resources, memory: cells.
     assert [(outcome.key, outcome.error) for outcome in memory.outcomes] == [("good", None), ("bad", "it is wrong")]
 
 
-def test_progress_in_order_and_failure_beside_success(memory: cells.Memory, tmp_path: Path) -> None:
+def test_reports_arrive_in_order_also_if_another_cell_fails(memory: cells.Memory, tmp_path: Path) -> None:
     values = {"good": 3, "bad": 0}
     outcomes = sweep(cells.counting, values, Placement(), storage=tmp_path, observer=memory, retries=0)
     assert memory.of("good") == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
@@ -63,15 +63,13 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_cell_that_reports_nothing_prints_nothing(
-    memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_cell_without_reports_prints_nothing(memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes = sweep(cells.silent, {"silent": 0}, Placement(), storage=tmp_path, observer=memory)
     assert outcomes["silent"].error is None
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_cell_that_comes_further_gets_its_retry_back(memory: cells.Memory, tmp_path: Path) -> None:
+def test_retries_are_reset_after_progress(memory: cells.Memory, tmp_path: Path) -> None:
     plans = {"further": [0, 1, 2], "stuck": [1, 1, 0, 1]}
     for key in plans:
         (tmp_path / key).mkdir()
@@ -83,8 +81,8 @@ def test_a_cell_that_comes_further_gets_its_retry_back(memory: cells.Memory, tmp
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), st.integers(0, 12))
-def test_failures_count_where_no_progress_lies_between(ends: list[tuple[bool, bool]], retries: int) -> None:
-    """Of attempts that came further or not, and lost a node or not, none is made after too many."""
+def test_failures_without_progress_count(ends: list[tuple[bool, bool]], retries: int) -> None:
+    """For any sequence of attempts, with or without progress or a lost node."""
     past, since, lost = _RetryState(), 0, 0
     for number, (further, node) in enumerate(ends):
         past.reached += further
@@ -95,10 +93,8 @@ def test_failures_count_where_no_progress_lies_between(ends: list[tuple[bool, bo
         assert past.may_retry(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
 
 
-def test_a_process_goes_to_the_next_cell_unless_one_fails_in_it(
-    resources: Resources, memory: cells.Memory, tmp_path: Path
-) -> None:
-    ways = ["well", "well", "raises", "well", "raises what is final", "well", "dies", "well", "well"]
+def test_process_is_reused_unless_a_cell_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+    ways = ["well", "well", "raises", "well", "raises a final error", "well", "dies", "well", "well"]
     values = {f"{number}": way for number, way in enumerate(ways)}
     alone = Placement(cpus=resources.cpus)  # one cell at a time
     outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, non_retryable=(ValueError,))
@@ -107,8 +103,8 @@ def test_a_process_goes_to_the_next_cell_unless_one_fails_in_it(
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5, 7, 7]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_would_fail_again_is_not_retried(workers: int, resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_non_retryable_error_is_not_retried(workers: int, resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")
     values = {"good": 1, "bad": 0}
@@ -122,7 +118,7 @@ def test_what_would_fail_again_is_not_retried(workers: int, resources: Resources
     assert memory.of("bad") == []
 
 
-def test_a_lone_worker(memory: cells.Memory, tmp_path: Path) -> None:
+def test_environment_of_a_single_worker(memory: cells.Memory, tmp_path: Path) -> None:
     sweep(cells.describing, {"cell": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
     assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
 
@@ -134,5 +130,5 @@ def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory,
     outcomes = sweep(cells.reducing, {"cell": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
     sums, *waited = memory.of("cell")
     assert sums == {"sum": 3.0, "workers": 2.0}
-    assert waited[-1]["seconds"] < 2, "workers wait for Ray to take their reports"
+    assert waited[-1]["seconds"] < 20, "workers wait until Ray has received their reports"
     assert outcomes["cell"].error == "RuntimeError: rank one gives up"

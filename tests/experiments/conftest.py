@@ -1,16 +1,23 @@
-"""What the tests of experiments share: small grids, a tracker's database, one process group."""
+"""Shared fixtures: the `san` command, small grids, an MLflow database, a process group and a trained cell."""
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
 
+from cluster import Node, Resources
+from cluster.sweep import Observer, Outcome
+from experiments.cli import main
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.tracking.tracker import Tracker
@@ -21,6 +28,28 @@ from experiments.training.trainer import run_trial
 
 HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch_size=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"
+San = Callable[..., tuple[int, str, str]]
+
+
+def captured_san(
+    monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
+    """Runs `san` in this process; returns the exit code, the output and the errors."""
+    monkeypatch.setattr(sys, "argv", ["san", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capture.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
+
+
+@pytest.fixture
+def run_san(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> San:
+    """Runs `san` in this process; returns the exit code, the output and the errors."""
+    return functools.partial(captured_san, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -50,14 +79,44 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_small_job(small_grid: Path, tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
-    """A job on the small grid whose tracker is ready."""
+def runs(tmp_path: Path, empty_database: Path) -> Path:
+    """A folder of runs with an MLflow database."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    shutil.copy(empty_database, folder / "mlflow.db")
+    return folder
+
+
+TrainCell = Callable[[Any, Any, Any], None]
+
+
+@pytest.fixture
+def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainCell], None]:
+    """Replaces Ray: calls a function with the callable, the value and the observer of each cell instead."""
+
+    @contextmanager
+    def session(address: str | None) -> Iterator[Resources]:
+        yield Resources((Node(cpus=2, gpus=0),))
+
+    def replace(train_cell: TrainCell) -> None:
+        def sweep(function: Any, values: Mapping[str, Any], *_: Any, observer: Observer, **__: Any) -> dict[str, Outcome]:
+            for key, value in values.items():
+                observer.started(key)
+                train_cell(function, value, observer)
+                observer.finished(Outcome(key))
+            return {key: Outcome(key) for key in values}
+
+        monkeypatch.setattr("cluster.session.session", session)
+        monkeypatch.setattr("cluster.sweep.sweep", sweep)
+
+    return replace
+
+
+@pytest.fixture
+def open_small_job(small_grid: Path, runs: Path) -> Callable[..., Job]:
+    """Opens a job on the small grid with a prepared tracker."""
 
     def open_it(*overrides: str) -> Job:
-        runs = tmp_path / "runs"
-        runs.mkdir(exist_ok=True)
-        if not (runs / "mlflow.db").exists():
-            shutil.copy(empty_database, runs / "mlflow.db")
         job = open_job(small_grid, "digits", overrides, runs)
         job.tracker.prepare(job.grid, runs / "artifacts")
         return job
@@ -81,13 +140,13 @@ def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def process_group() -> None:
-    """One torch.distributed group of this process alone; DeepSpeed cannot do with a second one."""
+    """A torch.distributed group of only this process. One for all tests, because DeepSpeed cannot use a second one."""
     join_process_group(torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
 def folder_of_1000_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ImageNet has them; the images are files alone."""
+    """A folder with as many classes as ImageNet; its files are not images."""
     root = tmp_path_factory.mktemp("imagenet")
     for split in ("train", "val"):
         for number in range(1000):
@@ -98,7 +157,7 @@ def folder_of_1000_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trial of two epochs that validated on 120 images of val-split."""
+    """A trial of two epochs, validated on 120 images of val-split."""
 
     job: Job
     folder: Path

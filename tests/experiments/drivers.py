@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,11 @@ from experiments.grids.config import PROJECT_DIR
 PATIENCE = 1800.0
 """Seconds after which a test assumes that a process hangs: much longer than any test takes, even on a busy machine."""
 LEFT_OUT = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "SAN_RUNS")
+"""Variables of the environment that would change what a test checks."""
 
 
 class Driver:
-    """A `san run` in its own process group.
+    """A `san run` in its own process group, which is killed at the end of a `with` block.
 
     The output goes to a file next to the folder of runs. With `uri`, the runs are stored there instead of in the folder.
     """
@@ -45,6 +47,14 @@ class Driver:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     @property
     def said(self) -> str:

@@ -1,4 +1,4 @@
-"""Workers of a trial as processes of their own, which a test can kill; what they import is there before they start."""
+"""Runs the workers of a trial in processes that a test can kill. A fork server imports their modules in advance."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
 from experiments.training.trainer import ShouldContinue, run_trial
+from tests.experiments.drivers import PATIENCE
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
@@ -28,7 +29,7 @@ _import_deepspeed(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL from within: before a step of training, or when a checkpoint's file or folder is written out."""
+    """A worker kills itself before a training step, or when it writes the file or folder of a checkpoint to disk."""
 
     what: str
     """`step` or `write`."""
@@ -44,22 +45,22 @@ def start(
     body: Callable[..., None] | None = None,
     should_continue: ShouldContinue | None = None,
 ) -> list[BaseProcess]:
-    """Starts the workers of a trial; the last of them gets killed. `body` is called in each before training."""
+    """Starts the workers of a trial and kills the last one. Each worker calls `body` before training."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     workers: list[BaseProcess] = []
     for rank in range(world):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        its_kill = kill if rank == world - 1 else None
-        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, its_kill, body, should_continue)
+        worker_kill = kill if rank == world - 1 else None
+        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, worker_kill, body, should_continue)
         workers.append(SERVER.Process(target=_work, args=arguments, daemon=True))
         workers[-1].start()
     return workers
 
 
-def ended(workers: list[BaseProcess], seconds: float = 120) -> list[int | None]:
-    """Waits for the workers and returns their exit codes; when one fails the others are killed, as a launcher does it."""
+def ended(workers: list[BaseProcess], seconds: float = PATIENCE) -> list[int | None]:
+    """Waits for the workers and returns their exit codes. If one fails, the others are killed, as by a launcher."""
     limit = time.monotonic() + seconds
     while any(worker.is_alive() for worker in workers):
         if any(worker.exitcode for worker in workers) or time.monotonic() > limit:
@@ -72,14 +73,14 @@ def ended(workers: list[BaseProcess], seconds: float = 120) -> list[int | None]:
 
 
 def weights(workspace: Workspace, rank: int = 0) -> dict[str, torch.Tensor]:
-    """What a worker ended with."""
+    """The weights that a worker had at its end."""
     return torch.load(workspace.runs / f"rank{rank}.pt", weights_only=True)
 
 
 def reports(workspace: Workspace, rank: int = 0) -> list[dict[str, float]]:
-    """What a worker has told until its end."""
-    told: list[dict[str, float]] = json.loads((workspace.runs / f"told{rank}.json").read_text())
-    return told
+    """The reports of a worker."""
+    sent: list[dict[str, float]] = json.loads((workspace.runs / f"reports{rank}.json").read_text())
+    return sent
 
 
 def _work(
@@ -94,16 +95,16 @@ def _work(
     if kill is not None:
         place: Any = Engine if kill.what == "step" else os
         name = "train_step" if kill.what == "step" else "fsync"
-        setattr(place, name, _deadly(getattr(place, name), kill.when))
+        setattr(place, name, _killing(getattr(place, name), kill.when))
     if body is not None:
         body()
-    told: list[Mapping[str, float]] = []
-    model = run_trial(workspace, trial, told.append, should_continue)
-    (workspace.runs / f"told{group['RANK']}.json").write_text(json.dumps(told))
+    sent: list[Mapping[str, float]] = []
+    model = run_trial(workspace, trial, sent.append, should_continue)
+    (workspace.runs / f"reports{group['RANK']}.json").write_text(json.dumps(sent))
     torch.save(model.state_dict(), workspace.runs / f"rank{group['RANK']}.pt")
 
 
-def _deadly(function: Callable[..., object], when: int) -> Callable[..., object]:
+def _killing(function: Callable[..., object], when: int) -> Callable[..., object]:
     calls = 0
 
     def counted(*arguments: object) -> object:

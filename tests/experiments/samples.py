@@ -1,4 +1,4 @@
-"""Small values that several tests need: an epoch's metrics, checkpoints."""
+"""Small values for several tests: the metrics of an epoch, finished cells and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 
+from experiments.grids.grid import Trial
 from experiments.runs.store import LocalStore, Lock
 from experiments.runs.summary import Epoch
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
+from experiments.training.job import Job
 from experiments.training.metrics import RunningEpoch
+from san import Complexity
 
 EPOCH = Epoch(epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0)
 ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
@@ -20,8 +23,16 @@ ALWAYS = ("reliability.check_every_n_steps=1", "reliability.checkpoint_every_n_m
 """A checkpoint after every step."""
 
 
+def finish_cell(job: Job, trial: Trial, top1: float) -> None:
+    """Creates the finished MLflow run of a cell with one epoch."""
+    tracked = job.tracker.open(trial)
+    tracked.describe(trial, Complexity(1, 2, 3, ()))
+    tracked.log([replace(EPOCH, top1=top1)], {0: 1000})
+    tracked.finish()
+
+
 def silent(metrics: Mapping[str, float]) -> None:
-    """Reports nothing."""
+    """Ignores reports."""
 
 
 def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, key: str = "abc") -> Checkpoint:
@@ -32,14 +43,14 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
 
 
 def opened_checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
-    """The checkpoints of a cell in a folder, as a new attempt opens them."""
+    """The checkpoints of a cell, opened as by a new attempt."""
     checkpoints = Checkpoints(LocalStore(folder), "checkpoints/abc", "abc", Lock(), keep, 600)
     checkpoints.load()
     return checkpoints
 
 
 def flip_a_bit(content: bytes) -> bytes:
-    """Damages the weights of `of_step(..., value=1.0)`."""
+    """Flips one bit in the weights of `of_step(..., value=1.0)`."""
     at = content.index(b"\x00\x00\x80\x3f" * 100) + 40
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 

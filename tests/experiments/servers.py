@@ -124,7 +124,7 @@ class ObjectStore:
     def _answers(self, path: str, method: str = "GET", data: bytes | None = None) -> bool:
         try:
             request = urllib.request.Request(f"{self.address}/{path}", data, {"Content-Type": "text/plain"}, method=method)
-            urllib.request.urlopen(request, timeout=5).close()
+            urllib.request.urlopen(request, timeout=PATIENCE).close()
         except OSError:
             return False
         return True
@@ -143,7 +143,7 @@ def postgres_folder() -> Path:
         try:
             pwd.getpwnam("postgres")
         except KeyError:
-            pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+            pytest.skip("PostgreSQL cannot run as root, and the user postgres does not exist")
     return found[-1].parent if found else Path(on_path or "").resolve().parent
 
 
@@ -180,6 +180,6 @@ def commands() -> str:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return "\n".join(lines)

@@ -28,7 +28,7 @@ from tests.experiments.servers import ObjectStore
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_database: Path) -> Iterator[S3Store]:
-    """An empty bucket, and a tracker's database."""
+    """An empty bucket, and an MLflow database."""
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}", "SAN_SCRATCH": str(tmp_path / "scratch")}
     for name, value in (ObjectStore.KEYS | environment).items():
@@ -38,23 +38,22 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_database: Path
     server.end()
 
 
-def everything(bucket: S3Store) -> list[str]:
+def all_files(bucket: S3Store) -> list[str]:
     return [name for name in bucket._ask(lambda s3: bucket._list(s3, "")) if name and not name.endswith("/")]
 
 
 def on_node(folder: str) -> None:
-    """Puts a worker on a node of its own, where locks expire soon."""
+    """Gives a worker its own scratch folder, as on another node, and lets locks expire soon."""
     stores.LIFE, stores.RENEWAL, stores.POLL = 3.0, 0.8, 0.2
-    os.environ.update(ObjectStore.KEYS)  # the server that forks workers may be older than this test
+    os.environ.update(ObjectStore.KEYS)  # the process that forks workers may have started before this test
     os.environ["SAN_SCRATCH"] = f"{folder}-{os.environ['RANK']}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_killed_cell_resumes_on_another_node(
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_cell_resumes_on_another_node(
     world: int, bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each worker is on a node of its own. The result can be evaluated from anywhere."""
+    """Each worker has a separate scratch folder. `san evaluate` reads the result from the bucket."""
     job = open_job(SMALL_GRID, "digits", (*SHORT, *ALWAYS), bucket.address)
     job.tracker.prepare(job.grid, tmp_path / "artifacts")
     (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
@@ -78,14 +77,14 @@ def test_a_killed_cell_resumes_on_another_node(
 
 
 @pytest.mark.slow
-def test_san_run_needs_no_shared_folder(
+def test_grid_runs_without_a_shared_folder(
     bucket: S3Store,
     write_grid: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """All its files are in the bucket, and the credentials are nowhere."""
+    """All files are in the bucket, and no file contains the credentials."""
     grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
     job = (str(grid), *SHORT[1:], "recipe.epochs=1")
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
@@ -103,14 +102,14 @@ def test_san_run_needs_no_shared_folder(
         output = "".join(capfd.readouterr())
         assert expected in output
         assert secret not in output
-    kept = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in everything(bucket)}
-    assert kept == {
+    stored = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in all_files(bucket)}
+    assert stored == {
         *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv")),
         f"logs/pairwise_3-KEY-{socket.gethostname()}.log",
         *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
     }
     page = (bucket.read("small-digits/report.html") or b"").decode()
     assert "pairwise attention, subtraction" in page and "No picture" not in page  # the checkpoint was read from the bucket
-    assert not [name for name in everything(bucket) if secret.encode() in (bucket.read(name) or b"")]
+    assert not [name for name in all_files(bucket) if secret.encode() in (bucket.read(name) or b"")]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert not list((tmp_path / "scratch").rglob("epoch-*"))

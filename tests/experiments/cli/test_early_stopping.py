@@ -1,9 +1,8 @@
-"""Early stopping: who may have it, how a cell ends that is stopped, and what becomes of it."""
+"""Early stopping: its settings, how a stopped cell ends, and how it resumes."""
 
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from cluster import Node, Resources
 from cluster.halving import Halving, Rungs
 from cluster.session import available_cpus
-from cluster.sweep import Outcome
+from cluster.sweep import Observer
 from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run
-from experiments.runs.summary import summary_csv
+from experiments.grids.grid import Trial
+from experiments.runs.summary import Epoch, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, known_results, open_job
+from tests.experiments.conftest import TrainCell
 from tests.experiments.drivers import Driver
-from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.processes import ended, reports, start
 from tests.experiments.samples import EPOCH
 
@@ -64,38 +64,36 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
         ),
     ],
 )
-def test_rejects_early_stopping_that_makes_no_sense(
-    text: str, message: str | list[str], write_grid: Callable[[str], Path]
-) -> None:
+def test_rejects_invalid_early_stopping(text: str, message: str | list[str], write_grid: Callable[[str], Path]) -> None:
     path = write_grid(f"{{question: q, {text}}}")
     messages = [message] if isinstance(message, str) else message
-    assert told(lambda: expand(path)) == "\n".join(f"{path}: {line}" for line in messages)
+    assert error_message(lambda: expand(path)) == "\n".join(f"{path}: {line}" for line in messages)
 
 
-def test_early_stopping_is_no_part_of_a_key(write_grid: Callable[[str], Path]) -> None:
+def test_key_does_not_depend_on_early_stopping(write_grid: Callable[[str], Path]) -> None:
     plain = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=""))).items()}
     stopping = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=STOPPING))).items()}
     assert plain == stopping
 
 
-def until_the_second(key: str, top1: Sequence[float]) -> bool:
+def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
     assert all(0 <= value <= 100 for value in top1)
     return len(top1) < 2
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_cell_that_is_stopped_ends_well_and_can_go_on(
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stopped_cell_resumes_without_early_stopping(
     world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
-    """Its run and checkpoints have all epochs, its lock is free; without early stopping it trains the rest."""
+    """A stopped cell has its run and checkpoints, and frees its lock. Without early stopping, it trains the other epochs."""
     trial = open_small_job(*SHORT, f"placement.workers={world}").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
-    assert ended(start(workspace, trial, world, should_continue=until_the_second)) == [0] * world
+    assert ended(start(workspace, trial, world, should_continue=stop_after_two_epochs)) == [0] * world
 
     result = tracker.results()[trial.key]
     assert (result.finished, result.stopped_at) == (False, 2)
-    assert Tracker(workspace.tracking_uri, trial.grid, "other").results().get(trial.key) is None, "others have not stopped it"
+    assert Tracker(workspace.tracking_uri, trial.grid, "other").results().get(trial.key) is None, "only this grid stopped it"
     (listed,) = list_runs(workspace.tracking_uri, None)
     assert (listed.state, listed.epoch, listed.epochs) == ("stopped", 2, 3)
     for rank in range(world):
@@ -119,58 +117,42 @@ TOP1 = {"good": 60.0, "bad": 20.0, "fair": 55.0}
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cells that were trained, by a cluster that trains nothing: each has top-1 of `TOP1` after each of its epochs."""
+def trained(replace_cluster: Callable[[TrainCell], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces training: each cell has its top-1 from `TOP1` after each epoch. Lists the cells that were trained."""
     names: list[str] = []
-
-    @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
-        yield Resources((Node(cpus=2, gpus=0),))
 
     @contextmanager
     def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
         yield Rungs(halving, known).should_continue
 
-    def sweep(train: functools.partial[object], trials: Mapping[str, object], *_: object, observer: object, **__: object):  # type: ignore[no-untyped-def]
+    def train_cell(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
         (workspace,), should_continue = train.args, train.keywords["should_continue"]
-        for key, trial in trials.items():
-            names.append(trial.name)
-            observer.started(key)
-            run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-            history = []
-            while len(history) < 9 and (
-                should_continue is None or not history or should_continue(key, [e.top1 for e in history])
-            ):
-                history.append(replace(EPOCH, epoch=len(history), top1=TOP1[trial.row]))
-            ended = {epoch.epoch: 1_000 for epoch in history}
-            workspace.checkpoints(trial).mkdir(parents=True, exist_ok=True)
-            workspace.store.write(workspace.summary(trial), summary_csv(history, ended))
-            run.log(history, ended)
-            stopped = {} if len(history) == 9 else {"stopped": 1}
-            observer.progress(key, {"epoch": len(history), "epochs": 9} | stopped | history[-1].metrics())
-            if stopped:
-                run.stop(f"{trial.grid}-{trial.profile}", len(history))
-            else:
-                run.finish()
-            observer.finished(Outcome(key))
-        return {key: Outcome(key) for key in trials}
+        names.append(trial.name)
+        run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+        history: list[Epoch] = []
+        while len(history) < 9 and (
+            should_continue is None or not history or should_continue(trial.key, [epoch.top1 for epoch in history])
+        ):
+            history.append(replace(EPOCH, epoch=len(history), top1=TOP1[trial.row]))
+        ended = {epoch.epoch: 1_000 for epoch in history}
+        workspace.checkpoints(trial).mkdir(parents=True, exist_ok=True)
+        workspace.store.write(workspace.summary(trial), summary_csv(history, ended))
+        run.log(history, ended)
+        stopped = {} if len(history) == 9 else {"stopped": 1}
+        observer.progress(trial.key, {"epoch": len(history), "epochs": 9} | stopped | history[-1].metrics())
+        if stopped:
+            run.stop(f"{trial.grid}-{trial.profile}", len(history))
+        else:
+            run.finish()
 
-    for name, fake in (("session.session", session), ("halving.judge", judge), ("sweep.sweep", sweep)):
-        monkeypatch.setattr(f"cluster.{name}", fake)
+    monkeypatch.setattr("cluster.halving.judge", judge)
+    replace_cluster(train_cell)
     return names
 
 
-def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
-    write_grid: Callable[..., Path],
-    tmp_path: Path,
-    empty_database: Path,
-    trained: list[str],
-    capsys: pytest.CaptureFixture[str],
+def test_stopped_cells_are_trained_again_only_without_early_stopping(
+    write_grid: Callable[..., Path], runs: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
-
     def open_it(last: str, name: str = "which.yaml") -> Job:
         return open_job(write_grid(GRID.format(last=last), name), "digits", (), runs)
 
@@ -196,7 +178,7 @@ def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
     }
     assert plan_in_words(stopping, cells, None) == ["grid which, profile digits: 3 cells, 0 to train"]
 
-    other = open_it(STOPPING, "other.yaml")  # what one grid has stopped is another's to judge
+    other = open_it(STOPPING, "other.yaml")  # another grid judges the stopped cells itself
     assert run(other, None)
     assert trained[3:] == ["bad", "fair"]
     assert known_results(stopping)[stopping.trials[1].key].stopped_at == 1
@@ -207,9 +189,9 @@ def test_what_was_stopped_is_not_trained_again_but_by_who_wants_it_whole(
     assert run(stopping, None) and len(trained) == 7
 
 
-@pytest.mark.long
-def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: Path) -> None:
-    """Real cells, two at a time: two that learn, then two that do not."""
+@pytest.mark.slow
+def test_grid_stops_the_cells_that_do_not_learn(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+    """Trains four cells, two at a time: two that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?
         base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
@@ -220,10 +202,10 @@ def test_a_grid_stops_what_is_behind(write_grid: Callable[..., Path], tmp_path: 
     given = (f"placement.cpus={max(available_cpus() // 2, 1)}",)
     first = Driver(path, tmp_path / "runs", given)
     assert first.finish() == 0, first.said
-    behind = [f"lr1e-9{seed}" for seed in ("", "-seed1")]
-    for name in behind:
+    stopped = [f"lr1e-9{seed}" for seed in ("", "-seed1")]
+    for name in stopped:
         assert f"{name} stopped at epoch 2 of 4 by early stopping" in first.said, first.said
-    assert f"stopped early: {', '.join(behind)}" in first.said
+    assert f"stopped early: {', '.join(stopped)}" in first.said
     again = Driver(path, tmp_path / "runs", given)
     assert again.finish() == 0, again.said
     assert "4 cells, 2 already finished, 2 already stopped early, 0 to train" in again.said

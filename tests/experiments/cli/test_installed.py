@@ -1,4 +1,4 @@
-"""The project installed among other packages: what it writes lies in the current folder."""
+"""The packages installed in site-packages, outside of a checkout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from experiments.cli.submit import PACKAGES
 from experiments.grids.config import PROJECT_DIR
 from experiments.training.job import open_job
 from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.drivers import PATIENCE
 
 
-def test_data_and_runs_of_an_installed_project_lie_in_the_current_folder(tmp_path: Path) -> None:
+def test_installed_project_writes_to_the_current_folder(tmp_path: Path) -> None:
     site, here = tmp_path / "site-packages", tmp_path / "here"
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -30,7 +31,9 @@ from experiments.training.job import open_job
 job = open_job(Path({str(SMALL_GRID)!r}), "digits", ())
 print(json.dumps([job.trials[0].config.data.root, job.trials[0].key, str(job.workspace.runs)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     root, key, runs = json.loads(done.stdout)
     assert (root, runs) == (str(here / "data" / "digits"), str(here / "runs"))

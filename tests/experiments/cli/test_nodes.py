@@ -1,4 +1,4 @@
-"""A grid on three nodes, one of which is lost in the middle of a cell."""
+"""Grids on three nodes. One node fails during a cell."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from experiments.runs.store import S3Store
 from experiments.training.checkpoint import Checkpoint, last_of
 from experiments.training.job import Job, open_job
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
-from tests.experiments.drivers import Driver
+from tests.experiments.drivers import PATIENCE, Driver
 from tests.experiments.samples import without_times
 from tests.experiments.servers import LOOPBACK, ObjectStore, Server
 from tests.faults.witness import Step, steps_of
 
-LOOK = 5
+CHECK_EVERY = 5
 """Steps between two checkpoints."""
 EPOCHS, STEPS = 3, 12
-LONE = (
+ONE_WORKER = (
     *(f"recipe.epochs={EPOCHS}", "recipe.batch_size=20", "data.train_per_class=24"),
-    *(f"reliability.check_every_n_steps={LOOK}", "reliability.checkpoint_every_n_minutes=1e-9"),
+    *(f"reliability.check_every_n_steps={CHECK_EVERY}", "reliability.checkpoint_every_n_minutes=1e-9"),
 )
-OVERRIDES = (*LONE, "placement.workers=2")
-GRID = """
-question: What does a grid survive?
+TWO_WORKERS = (*ONE_WORKER, "placement.workers=2")
+TWO_CELLS = """
+question: Which failures does a grid survive?
 rows:
   - {id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}
   - {id: resnet26_3, model: {name: resnet26, footprint: 3}}
 """
-WITH_A_THIRD = f"{GRID}  - {{id: patchwise_3, model: {{name: san10_patchwise, footprint: 3}}}}\n"
+THREE_CELLS = f"{TWO_CELLS}  - {{id: patchwise_3, model: {{name: san10_patchwise, footprint: 3}}}}\n"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
 
 
-def _pair_at(number: int, runs: Path, driver: Driver, seconds: float = 120) -> dict[int, Step]:
-    """The latest step of each worker, once the first has done so many."""
-    limit = time.monotonic() + seconds
+def _wait_for_step(number: int, runs: Path, driver: Driver) -> dict[int, Step]:
+    """Waits until the first worker has reached a step; returns the latest step of each worker."""
+    limit = time.monotonic() + PATIENCE
     while True:
         latest = {step.rank: step for step in steps_of(runs)}
         if 0 in latest and latest[0].number >= number:
@@ -48,30 +48,26 @@ def _pair_at(number: int, runs: Path, driver: Driver, seconds: float = 120) -> d
         time.sleep(0.05)
 
 
-def _lose_a_node_of(pair: dict[int, Step], several: Nodes) -> None:
-    places = [several.of(step.pid) for step in pair.values()]
+def _kill_a_node(pair: dict[int, Step], cluster: Nodes) -> None:
+    places = [cluster.of(step.pid) for step in pair.values()]
     assert len(places) == len(set(places)) == 2, "the workers are not on two nodes"
-    several.kill(next(place for place in places if place is not None))
+    cluster.kill(next(lost_node for lost_node in places if lost_node is not None))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_proc
-def test_a_lost_node_costs_a_checkpoint_interval_at_most(tmp_path: Path) -> None:
-    """Nodes have addresses of their own where that can be had."""
+def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None:
+    """The nodes have separate addresses if network namespaces are available."""
     runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
-    grid.write_text(GRID)
-    with separate_addresses() as network, nodes(1, network) as several:
-        several.add()
-        several.add()
-        given = (*OVERRIDES, "--address", several.address)
-        driver = Driver(grid, runs, given, {"WITNESS_PAUSE": "0.1"}, "tests.faults.witness")
-        try:
-            _lose_a_node_of(_pair_at(EPOCHS * STEPS // 2, runs, driver), several)
+    grid.write_text(TWO_CELLS)
+    with separate_addresses() as network, nodes(1, network) as cluster:
+        cluster.add()
+        cluster.add()
+        options = (*TWO_WORKERS, "--address", cluster.address)
+        with Driver(grid, runs, options, {"WITNESS_PAUSE": "0.1"}, "tests.faults.witness") as driver:
+            _kill_a_node(_wait_for_step(EPOCHS * STEPS // 2, runs, driver), cluster)
             lost_at = time.monotonic()
             code = driver.finish()
-        finally:
-            driver.process.kill()
-            driver.process.wait()
     assert code == 0, driver.said
     assert driver.said.count("resumes after a failure") == 1, driver.said
 
@@ -79,13 +75,13 @@ def test_a_lost_node_costs_a_checkpoint_interval_at_most(tmp_path: Path) -> None
     twice = len(numbers) - 2 * EPOCHS * STEPS
     print(f"{twice} steps trained twice; the grid was complete {time.monotonic() - lost_at:.0f} s after the node was lost")
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
-    assert 0 <= twice <= LOOK
+    assert 0 <= twice <= CHECK_EVERY
 
-    _assert_complete(open_job(grid, "digits", OVERRIDES, runs))
+    _assert_complete(open_job(grid, "digits", TWO_WORKERS, runs))
 
 
 def _assert_complete(job: Job) -> None:
-    """Every cell is finished, and MLflow has it once, with each epoch once."""
+    """Checks that every cell is finished, and that MLflow has one run for it, with each epoch once."""
     results, client = job.tracker.results(), job.tracker.client
     assert [results[trial.key].finished for trial in job.trials] == [True] * len(job.trials)
     experiment = client.get_experiment_by_name(job.name)
@@ -97,7 +93,7 @@ def _assert_complete(job: Job) -> None:
 
 @contextmanager
 def _bucket_and_tracker(folder: Path, host: str) -> Iterator[tuple[S3Store, Server]]:
-    """A store and a tracking server that nodes reach at this address of the machine."""
+    """An object store and a tracking server that nodes reach at this address of the machine."""
     store = ObjectStore(folder / "store.log", host)
     server = Server(folder, f"sqlite:///{folder / 'mlflow.db'}", host=host)
     try:
@@ -109,35 +105,31 @@ def _bucket_and_tracker(folder: Path, host: str) -> Iterator[tuple[S3Store, Serv
         store.end()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_proc
-def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each node, and the driver, has a folder of its own. The bits are those of an undisturbed grid in a shared folder."""
-    grid, whole = tmp_path / "three.yaml", tmp_path / "whole"
-    grid.write_text(WITH_A_THIRD)
-    assert Driver(grid, whole, LONE).finish() == 0
+def test_cell_of_a_lost_node_resumes_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes and the driver share no folder. The weights equal those of an undisturbed grid in a shared folder."""
+    grid, undisturbed = tmp_path / "three.yaml", tmp_path / "undisturbed"
+    grid.write_text(THREE_CELLS)
+    assert Driver(grid, undisturbed, ONE_WORKER).finish() == 0
     for name, value in {**ObjectStore.KEYS, "SAN_SCRATCH": str(tmp_path / "driver")}.items():
         monkeypatch.setenv(name, value)
 
     with separate_addresses() as network:
         with _bucket_and_tracker(tmp_path, network.HOST if network else LOOPBACK) as (bucket, server):
             monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-            job = open_job(grid, "digits", LONE, bucket.address)
-            with nodes(0, network) as several:
-                folders = {several.add(environment={"SAN_SCRATCH": str(path)}): path for path in map(tmp_path.joinpath, "abc")}
+            job = open_job(grid, "digits", ONE_WORKER, bucket.address)
+            with nodes(0, network) as cluster:
+                folders = {cluster.add(environment={"SAN_SCRATCH": str(path)}): path for path in map(tmp_path.joinpath, "abc")}
                 environment = {"WITNESS_PAUSE": "0.2", "MLFLOW_TRACKING_URI": server.uri}
-                given = (*LONE, "--address", several.address)
-                driver = Driver(grid, tmp_path / "driver", given, environment, "tests.faults.witness", bucket.address)
-                try:
-                    step = _pair_at(EPOCHS * STEPS // 2, job.workspace.runs, driver)[0]
-                    place = several.of(step.pid)
-                    assert place is not None
-                    several.kill(place)
+                options = (*ONE_WORKER, "--address", cluster.address)
+                with Driver(grid, tmp_path / "driver", options, environment, "tests.faults.witness", bucket.address) as driver:
+                    step = _wait_for_step(EPOCHS * STEPS // 2, job.workspace.runs, driver)[0]
+                    lost_node = cluster.of(step.pid)
+                    assert lost_node is not None
+                    cluster.kill(lost_node)
                     lost_at = time.monotonic()
                     code = driver.finish()
-                finally:
-                    driver.process.kill()
-                    driver.process.wait()
             seconds = time.monotonic() - lost_at
             assert code == 0, driver.said
             (trial,) = (trial for trial in job.trials if trial.key == step.cell)
@@ -150,13 +142,14 @@ def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypat
             twice = lost[-1].number - again.number + 1
             print(f"{twice} steps trained twice; the grid was complete {seconds:.0f} s after the node was lost")
             assert len(steps) == len(job.trials) * EPOCHS * STEPS + twice
-            assert 0 <= twice <= LOOK
-            assert {node for node, path in folders.items() if list(path.rglob("epoch-*.pt"))} == {place}
+            assert 0 <= twice <= CHECK_EVERY
+            # Only a node that is killed during an upload keeps a checkpoint.
+            assert {node for node, path in folders.items() if list(path.rglob("epoch-*.pt"))} <= {lost_node}
             _assert_complete(job)
             for trial in job.trials:
                 name = last_of(Path("checkpoints") / trial.key, EPOCHS)
                 here, there = (
-                    Checkpoint.read(whole / name),
+                    Checkpoint.read(undisturbed / name),
                     Checkpoint.of_bytes(bucket.read(str(name)) or b""),
                 )
                 assert without_times(here.history) == without_times(there.history)
@@ -165,25 +158,24 @@ def test_a_cell_of_a_lost_node_goes_on_from_the_bucket(tmp_path: Path, monkeypat
             assert [bucket.names(f"locks{folder}") for folder in ("", "/cells", "/grids")] == [[], [], []]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_proc
-def test_a_node_that_is_cut_off_lets_go_of_its_cell(tmp_path: Path) -> None:
-    """Its processes live on, and hold the lock of the cell's folder, which all nodes share: no two train it at a time."""
+def test_node_without_a_network_releases_its_cell(tmp_path: Path) -> None:
+    """Its processes keep the lock of the cell's folder, which all nodes share, so two nodes never train the cell at once."""
     runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
-    grid.write_text(GRID)
+    grid.write_text(TWO_CELLS)
     with separate_addresses() as network:
         if network is None:
-            pytest.skip("only a node with a network of its own can be cut off")
-        with nodes(0, network) as several:
+            pytest.skip("needs network namespaces")
+        with nodes(0, network) as cluster:
             for _ in range(3):
-                several.add()
-            given = (*LONE, "--address", several.address)
-            driver = Driver(grid, runs, given, {"WITNESS_PAUSE": "0.5"}, "tests.faults.witness")
-            try:
-                old = _pair_at(2 * LOOK, runs, driver)[0]
-                place = several.of(old.pid)
-                assert place is not None
-                several.cut_off(place)
+                cluster.add()
+            options = (*ONE_WORKER, "--address", cluster.address)
+            with Driver(grid, runs, options, {"WITNESS_PAUSE": "0.5"}, "tests.faults.witness") as driver:
+                old = _wait_for_step(2 * CHECK_EVERY, runs, driver)[0]
+                lost_node = cluster.of(old.pid)
+                assert lost_node is not None
+                cluster.cut_off(lost_node)
                 cut_at = time.monotonic()
                 driver.wait_for("resumes after a failure")
                 missed = time.monotonic() - cut_at
@@ -192,9 +184,6 @@ def test_a_node_that_is_cut_off_lets_go_of_its_cell(tmp_path: Path) -> None:
                     time.sleep(0.05)
                 ended = time.monotonic() - cut_at
                 code = driver.finish()
-            finally:
-                driver.process.kill()
-                driver.process.wait()
     assert code == 0, driver.said
     steps = [step for step in steps_of(runs) if step.cell == old.cell]
     order = list(dict.fromkeys(step.pid for step in steps))
@@ -203,5 +192,5 @@ def test_a_node_that_is_cut_off_lets_go_of_its_cell(tmp_path: Path) -> None:
     print(f"missed after {missed:.0f} s, ended after {ended:.0f} s; {len(numbers) - EPOCHS * STEPS} steps trained twice")
     assert len(order) == 2
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
-    assert len(numbers) - EPOCHS * STEPS <= LOOK
-    _assert_complete(open_job(grid, "digits", LONE, runs))
+    assert len(numbers) - EPOCHS * STEPS <= CHECK_EVERY
+    _assert_complete(open_job(grid, "digits", ONE_WORKER, runs))

@@ -1,16 +1,13 @@
-"""A grid, from plan to table, on a cluster that trains nothing: what is trained, what is left alone, what is said."""
+"""`san run` and `san study` from plan to table, with a fake cluster that trains nothing."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import re
-import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -20,8 +17,7 @@ import pytest
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
-from cluster import Node, Resources
-from cluster.sweep import Outcome
+from cluster.sweep import Observer, Outcome
 from experiments.cli.options import duration
 from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run, study
@@ -33,6 +29,7 @@ from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
 from experiments.runs import retry
 from experiments.tracking.tracker import Tracker
 from experiments.training.job import Job, known_results, open_job
+from tests.experiments.conftest import TrainCell
 from tests.experiments.samples import EPOCH
 
 EQUAL_ROWS = """
@@ -45,11 +42,8 @@ EQUAL_ROWS = """
 
 
 @pytest.fixture
-def open_text(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
-    """A job on the text of a grid, with a tracker's database."""
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
+def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., Job]:
+    """Opens a job on the text of a grid."""
 
     def open_it(text: str, name: str = "first", **options: object) -> Job:
         return open_job(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
@@ -58,39 +52,22 @@ def open_text(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_data
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cells that the cluster was given, as `grid/name`; it finishes each at once, with a top-1 of its own."""
+def trained(replace_cluster: Callable[[TrainCell], None]) -> list[str]:
+    """Replaces training: each cell is finished at once, with its number as top-1. Lists the cells as `grid/name`."""
     names: list[str] = []
 
-    @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
-        yield Resources((Node(cpus=2, gpus=0),))
-
-    def sweep(
-        train: functools.partial[object],
-        trials: Mapping[str, Trial],
-        placement: object,
-        *,
-        storage: object,
-        observer: object,
-        progress: object,
-        non_retryable: object,
-        fatal: object,
-    ) -> dict[str, Outcome]:
+    def train_cell(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
         (workspace,) = train.args
-        for trial in trials.values():
-            names.append(f"{trial.grid}/{trial.name}")
-            tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-            tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
-            tracked.finish()
-        return {key: Outcome(key) for key in trials}
+        names.append(f"{trial.grid}/{trial.name}")
+        tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
+        tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
+        tracked.finish()
 
-    monkeypatch.setattr("cluster.session.session", session)
-    monkeypatch.setattr("cluster.sweep.sweep", sweep)
+    replace_cluster(train_cell)
     return names
 
 
-def test_equal_rows_are_trained_once_and_both_are_shown(
+def test_equal_rows_are_trained_once_and_shown_twice(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = open_text(EQUAL_ROWS)
@@ -109,7 +86,7 @@ def test_equal_rows_are_trained_once_and_both_are_shown(
     assert "3 cells, 3 already finished, 0 to train" in capsys.readouterr().err
 
 
-def test_a_cell_of_another_grid_is_not_trained_again(
+def test_cell_of_another_grid_is_not_trained_again(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(open_text(EQUAL_ROWS), None)
@@ -122,7 +99,7 @@ def test_a_cell_of_another_grid_is_not_trained_again(
 
 
 def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
-    """The description of a grid's experiment, the grid's own run, and what that keeps: files by name, as text."""
+    """The description of a grid's experiment, the parent run, and the text of its files by name."""
     client = job.tracker.client
     experiment = client.get_experiment_by_name(job.name)
     assert experiment is not None
@@ -133,7 +110,7 @@ def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
     return experiment.tags["mlflow.note.content"].replace("&nbsp;", ""), parent, kept
 
 
-def test_what_is_finished_stays_on_mlflows_page_while_more_is_trained(
+def test_mlflow_page_shows_finished_cells_while_others_train(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
@@ -141,12 +118,12 @@ def test_what_is_finished_stays_on_mlflows_page_while_more_is_trained(
     told: list[tuple[str, str]] = []
     sweep = importlib.import_module("cluster.sweep").sweep
 
-    def looking(*arguments: Any, **options: Any) -> dict[str, Outcome]:
+    def recording(*arguments: Any, **options: Any) -> dict[str, Outcome]:
         note, parent, _ = shown_by_mlflow(job)
         told.append((note, parent.info.status))
         return dict(sweep(*arguments, **options))
 
-    monkeypatch.setattr("cluster.sweep.sweep", looking)
+    monkeypatch.setattr("cluster.sweep.sweep", recording)
     assert run(job, None)
     ((before, status),) = told
     assert status == "RUNNING"
@@ -156,22 +133,22 @@ def test_what_is_finished_stays_on_mlflows_page_while_more_is_trained(
     assert parent.info.status == "FINISHED"
 
 
-class Yesterday(datetime):
+class LongAgo(datetime):
     @classmethod
-    def now(cls, tz: tzinfo | None = None) -> Yesterday:
+    def now(cls, tz: tzinfo | None = None) -> LongAgo:
         return cls(2000, 1, 1, tzinfo=tz)
 
 
 WRITES = ("create_run", "log_artifact", "log_batch", "set_experiment_tag", "set_tag", "set_terminated", "update_run")
 
 
-def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
+def test_mlflow_pages_are_written_only_after_a_change(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `san run`, which has nothing else to do, and writes nothing where nothing differs, at any time."""
+    """A second `san run` of a finished grid makes no writing request to MLflow unless a result has changed."""
     job = open_text(EQUAL_ROWS)
     with monkeypatch.context() as patch:
-        patch.setattr("experiments.report.page.datetime", Yesterday)
+        patch.setattr("experiments.report.page.datetime", LongAgo)
         assert run(job, None)
     note, parent, kept = shown_by_mlflow(job)
     written: list[str] = []
@@ -192,7 +169,7 @@ def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
     assert shown_by_mlflow(job)[1].info.end_time == parent.info.end_time
 
     result = job.tracker.results()[job.trials[0].key]
-    job.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)  # as another version of the program might count
+    job.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)  # as another version might do
     written.clear()
     assert run(job, None)
     assert written.count("log_artifact") == len(kept)
@@ -201,54 +178,30 @@ def test_mlflows_pages_of_a_finished_grid_are_refreshed_where_they_differ(
     assert "77.0" in files["table.md"] and "77.0" in files["report.html"] != kept["report.html"]
 
 
-def test_a_grid_whose_cells_others_have_trained_has_a_page_too(open_text: Callable[..., Job], trained: list[str]) -> None:
-    assert run(open_text(EQUAL_ROWS), None)
-    job = open_text("{question: These too, rows: [{id: mine, model: {name: san10_pairwise, footprint: 5}}]}", "second")
-    assert run(job, None)
-    assert len(trained) == 2
-    note, parent, kept = shown_by_mlflow(job)
-    assert "| mine | 1.0 |" in note
-    first = job.tracker.client.get_experiment_by_name("first")
-    assert first is not None
-    place = f"#/experiments/{first.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
-    assert note.startswith(f"Cells: 1 of 1 in [first]({place}). **These too** Ours: ")
-    assert parent.info.status == "FINISHED"
-    assert kept.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
-
-
-def test_mlflows_page_tells_where_cells_are_that_others_have_trained(open_text: Callable[..., Job], trained: list[str]) -> None:
-    """In several grids, and equal ones; nothing of its own, and nothing where all are its own."""
+def test_page_of_a_grid_links_to_the_grids_that_trained_its_cells(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """Also if the grid has trained no cell itself."""
     first = open_text(EQUAL_ROWS)
     second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
     assert run(first, None) and run(second, None)
     for job in (first, second):
         assert "Cells: " not in shown_by_mlflow(job)[0]
-    more = "      - {id: mine, model: {name: resnet26}}\n      - {id: new, model: {name: resnet38}}\n"
-    third = open_text(EQUAL_ROWS + more, "third")
+    third = open_text(EQUAL_ROWS + "      - {id: mine, model: {name: resnet26}}\n", "third")
     assert run(third, None)
-    assert len(trained) == 4
-    links = re.findall(r"(\d) of 5 in \[(\w+)\]\(#/experiments/(\d+)/", shown_by_mlflow(third)[0])
-    ids = {job.name: job.tracker.client.get_experiment_by_name(job.name) for job in (first, second)}
-    assert links == [("3", "first", ids["first"].experiment_id), ("1", "second", ids["second"].experiment_id)]  # type: ignore[union-attr]
+    assert len(trained) == 3
+    note, parent, files = shown_by_mlflow(third)
+    links = []
+    for job, cells in ((first, 3), (second, 1)):
+        experiment = job.tracker.client.get_experiment_by_name(job.name)
+        assert experiment is not None
+        place = f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
+        links.append(f"{cells} of 4 in [{job.name}]({place})")
+    assert note.startswith(f"Cells: {', '.join(links)}. **Is it the same?** Ours: ")
+    assert "| mine | 3.0 |" in note
+    assert parent.info.status == "FINISHED"
+    assert files.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
 
 
-def test_whoever_may_only_read_has_the_table_of_a_finished_grid(
-    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(open_text(EQUAL_ROWS), None)
-    job = open_text(EQUAL_ROWS.replace("Is it the same?", "Is it?"))
-    with sqlite3.connect(job.workspace.runs / "mlflow.db") as database:
-        refuse = "BEGIN SELECT RAISE(ABORT, 'you may only read'); END"
-        database.execute(f"CREATE TRIGGER refuse BEFORE INSERT ON experiment_tags {refuse}")
-        database.execute(f"CREATE TRIGGER refuse_too BEFORE UPDATE ON experiment_tags {refuse}")
-    capsys.readouterr()
-    assert run(job, None)
-    out, err = capsys.readouterr()
-    assert "Is it?" in out and "written_out" in out
-    assert re.search("MLflow's pages of the grid were not updated: cannot use MLflow at sqlite:.*: .*you may only read", err)
-
-
-def test_a_table_that_is_too_long_for_a_description_is_cut_between_rows(open_text: Callable[..., Job]) -> None:
+def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[..., Job]) -> None:
     rates = [round(0.001 * (i + 1), 3) for i in range(300)]
     job = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
     whole, short = tables(job, {})["markdown"].splitlines(), note(job, {}).splitlines()
@@ -258,7 +211,7 @@ def test_a_table_that_is_too_long_for_a_description_is_cut_between_rows(open_tex
     assert rest == f"{len(whole) - len(rows)} more rows are in `table.md`."
 
 
-def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_text: Callable[..., Job]) -> None:
+def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[..., Job]) -> None:
     first = open_text("{question: q, rows: [{id: cell, model: {name: san10_pairwise}}]}")
     (trial,) = first.trials
     first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
@@ -293,15 +246,15 @@ def test_a_plan_tells_hours_by_the_speed_of_finished_runs_that_are_alike(open_te
 
 
 def finish(job: Job, trial: Trial, **metrics: float) -> None:
-    """Marks a trial as finished, with what its run would tell."""
+    """Marks a trial as finished, with these metrics."""
     run = job.tracker.open(trial)
     params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
     run.client.log_batch(run.run_id, [Metric(key, value, 0, 0) for key, value in metrics.items()], params)
     run.finish()
 
 
-def test_what_takes_least_starts_first(open_text: Callable[..., Job], trained: list[str]) -> None:
-    """By FLOPs, images and epochs; where speeds were measured, by those."""
+def test_cheapest_cells_start_first(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """The cost is estimated from FLOPs, images and epochs, or from measured speeds."""
     rows = [
         "{id: large}",
         "{id: small, model: {footprint: 3}}",
@@ -314,7 +267,7 @@ def test_what_takes_least_starts_first(open_text: Callable[..., Job], trained: l
     planned = [cell.row for cell in plan(job)]
     assert planned == ["few_images", "small", "as_small", "large", "small_and_long"]
 
-    # Measured otherwise: small cells are slow, and the FLOPs of the others are taken for as slow as that.
+    # A finished run shows that small cells are slow; the speed of the others is scaled by their FLOPs.
     small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
     measured = open_text(f"{{question: q, rows: [{small}]}}", "measured")
     measured.tracker.prepare(measured.grid, measured.workspace.runs / "artifacts")
@@ -328,20 +281,20 @@ def test_what_takes_least_starts_first(open_text: Callable[..., Job], trained: l
     assert [cell.row for cell in plan(job)] == [trial.row for trial in job.trials]
 
 
-def test_a_plan_of_many_cells_builds_each_model_once(open_text: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[object] = []
+def test_plan_builds_each_model_once(open_text: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
 
-    def looking(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
-        looked.append(model)
+    def recording(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
+        built.append(model)
         return model_mistakes(model, size)
 
-    monkeypatch.setattr(expanding, "model_mistakes", looking)
+    monkeypatch.setattr(expanding, "model_mistakes", recording)
     axes = f"model.footprint: [3, 5], recipe.lr: {[0.01 * (i + 1) for i in range(50)]}"
     job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, product: {{{axes}}}}}")
-    assert (len(job.trials), len(looked)) == (100, 2)
+    assert (len(job.trials), len(built)) == (100, 2)
 
 
-def test_a_cell_that_another_process_trains_is_left_to_it(
+def test_cell_that_another_process_trains_is_skipped(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = open_text(EQUAL_ROWS)
@@ -369,20 +322,20 @@ with claimed_cells(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]: 
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_what_the_tracker_lacks_after_training_is_told(
+def test_reports_results_that_mlflow_did_not_accept(
     answers: bool,
     open_text: Callable[..., Job],
     trained: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The tracker was away at the trial's end, and is back, or still away, at the grid's."""
+    """MLflow was unavailable when a trial ended, and is available again, or still not, when the grid ends."""
     job = open_text(EQUAL_ROWS)
     database = job.workspace.runs / "mlflow.db"
 
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
         if not answers:
-            database.write_bytes(b"these bytes are no database" * 100)
+            database.write_bytes(b"not a database" * 100)
         return {key: Outcome(key) for key in trials}
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
@@ -397,7 +350,7 @@ def test_what_the_tracker_lacks_after_training_is_told(
         run(job, None)
 
 
-def test_cells_that_failed_are_not_counted_as_trained(
+def test_failed_cells_are_not_counted_as_trained(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
@@ -409,7 +362,7 @@ def test_cells_that_failed_are_not_counted_as_trained(
     assert "trained 1 of 2 cells in " in capsys.readouterr().err
 
 
-def test_a_question_without_a_table_has_no_numbers_of_the_paper(
+def test_grid_without_a_table_shows_no_numbers_of_the_paper(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = open_text(EQUAL_ROWS)
@@ -421,7 +374,7 @@ def test_a_question_without_a_table_has_no_numbers_of_the_paper(
     assert [line.paper_top1 for line in rows_of(job, known_results(job))] == [None] * 3
 
 
-def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
+def test_seeds_option_replaces_the_seeds_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
     text = "{question: q, seeds: [7], rows: [{id: a, model: {name: resnet26}}]}"
     assert [trial.name for trial in open_text(text).trials] == ["a-seed7"]
     job = open_text(text, seeds=3)
@@ -431,13 +384,9 @@ def test_seeds_replace_those_of_the_grid(open_text: Callable[..., Job], trained:
     assert (line.seeds, line.top1) == (3, 2.0)
 
 
-@pytest.mark.long
-def test_the_study_trains_every_cell_once_and_writes_its_page(
-    trained: list[str], tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs, page = tmp_path / "runs", tmp_path / "docs" / "page.md"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
+@pytest.mark.slow
+def test_study_trains_every_cell_once_and_writes_its_page(trained: list[str], runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "page.md"
     assert study("study", 2, runs, None, page)
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())
@@ -452,7 +401,7 @@ def test_the_study_trains_every_cell_once_and_writes_its_page(
 
 
 @pytest.mark.parametrize("where", ["folder", "a/file/page.md"])
-def test_the_study_asks_for_its_page_before_it_trains(where: str, trained: list[str], tmp_path: Path) -> None:
+def test_study_checks_its_page_before_training(where: str, trained: list[str], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()

@@ -1,28 +1,31 @@
-"""`san ui`: ports, addresses, and our view of a grid in MLflow's pages."""
+"""`san ui`: its port and address, and the pages of a grid in MLflow."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from experiments.cli import main
 from experiments.cli.run import run
 from experiments.grids.config import PROJECT_DIR
 from experiments.training.job import Job, open_job
 from tests.browser import Browser, browser
-from tests.experiments.drivers import LEFT_OUT, PATIENCE, Driver
+from tests.experiments.conftest import San
+from tests.experiments.drivers import LEFT_OUT, PATIENCE
+from tests.experiments.samples import finish_cell
 from tests.experiments.servers import free_port
 
 GRID = """
@@ -37,15 +40,19 @@ rows:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two small cells that `san run` has trained, and another grid with the same cells."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "asked.yaml").write_text(GRID)
-    driver = Driver(folder / "asked.yaml", folder / "runs", ())
-    assert driver.finish() == 0, driver.said
-    (folder / "again.yaml").write_text(GRID.replace("Does", "On what else does"))
-    assert run(open_job(folder / "again.yaml", "digits", (), folder / "runs"), None)
-    return open_job(folder / "asked.yaml", "digits", (), folder / "runs")
+def finished(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Job:
+    """A finished grid of two cells, and another grid with the same cells, each with its page in MLflow."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "runs").mkdir()
+    shutil.copy(empty_database, folder / "runs" / "mlflow.db")
+    (folder / "first.yaml").write_text(GRID)
+    (folder / "again.yaml").write_text(GRID.replace("Does", "On which other data does"))
+    first, again = (open_job(folder / f"{name}.yaml", "digits", (), folder / "runs") for name in ("first", "again"))
+    first.tracker.prepare(first.grid, folder / "runs" / "artifacts")
+    for number, trial in enumerate(first.trials):
+        finish_cell(first, trial, 90.0 + number)
+    assert run(first, None) and run(again, None)
+    return first
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Server:
     address: str
     output: tuple[str, ...]
 
-    def page_of(self, grid: str) -> str:
+    def page_address(self, grid: str) -> str:
         (page,) = (line.split()[1] for line in self.output if line.startswith(f"{grid} "))
         return page
 
@@ -70,7 +77,7 @@ def server(finished: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         process = subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
             limit = time.monotonic() + PATIENCE
-            while (found := re.search(r"^(http://127\.0\.0\.1:\d+)  ", log.read_text(), re.MULTILINE)) is None or not answers(
+            while (found := re.search(r"^(http://127\.0\.0\.1:\d+)  ", log.read_text(), re.MULTILINE)) is None or not responds(
                 found[1]
             ):
                 assert process.poll() is None and time.monotonic() < limit, log.read_text()
@@ -80,7 +87,7 @@ def server(finished: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
             assert process.wait(timeout=PATIENCE) == 0
     assert "Traceback" not in log.read_text()
-    assert not answers(found[1])
+    assert not responds(found[1])
 
 
 def occupied(port: int) -> socket.socket:
@@ -95,7 +102,7 @@ def occupied(port: int) -> socket.socket:
     return listener
 
 
-def answers(address: str) -> bool:
+def responds(address: str) -> bool:
     try:
         urllib.request.urlopen(f"{address}/health", timeout=5).close()
     except OSError:
@@ -104,44 +111,32 @@ def answers(address: str) -> bool:
 
 
 @pytest.fixture
-def run_ui(
-    finished: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs `san ui` in this process; returns exit code, output and errors."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["san", "ui", "--runs", str(finished.workspace.runs), *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as exit:
-            code = int(str(exit.code))
-        return code, *capsys.readouterr()
-
-    return call
+def run_ui(finished: Job, run_san: San) -> San:
+    """Runs `san ui` in this process."""
+    return functools.partial(run_san, "ui", "--runs", finished.workspace.runs)
 
 
 def test_uses_the_next_port_if_5000_is_in_use(server: Server) -> None:
     port = int(server.address.rpartition(":")[2])
     assert 5000 < port < 5100
     assert server.output[0] == f"{server.address}  (starting; press Ctrl-C to stop)"
-    assert server.page_of("asked").startswith(f"{server.address}/#/experiments/")
+    assert server.page_address("first").startswith(f"{server.address}/#/experiments/")
 
 
-def test_rejects_a_port_that_is_in_use(run_ui: Callable[..., tuple[int, str, str]]) -> None:
+def test_rejects_a_port_that_is_in_use(run_ui: San) -> None:
     port = free_port()
     with closing(occupied(port)):
         assert run_ui("--port", str(port)) == (2, "", f"san: port {port} is in use; choose another with --port\n")
 
 
-@pytest.mark.parametrize(("user", "how"), [(None, ""), ("ada", "; log in as ada")], ids=["without users", "with users"])
+@pytest.mark.parametrize(("user", "hint"), [(None, ""), ("ada", "; log in as ada")], ids=["without users", "with users"])
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_prints_the_pages_of_a_tracking_server_and_starts_no_other(
+def test_prints_the_pages_of_the_configured_server(
     user: str | None,
-    how: str,
+    hint: str,
     slash: str,
     server: Server,
-    run_ui: Callable[..., tuple[int, str, str]],
+    run_ui: San,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`test_server.py` has a server that checks passwords."""
@@ -153,23 +148,19 @@ def test_prints_the_pages_of_a_tracking_server_and_starts_no_other(
     code, out, err = run_ui()
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        f"{server.address}{slash}  (the server in MLFLOW_TRACKING_URI{how})",
-        f"again  {server.page_of('again')}",
-        f"asked  {server.page_of('asked')}",
+        f"{server.address}{slash}  (the server in MLFLOW_TRACKING_URI{hint})",
+        f"again  {server.page_address('again')}",
+        f"first  {server.page_address('first')}",
     ]
 
 
-def test_rejects_a_port_together_with_a_tracking_server(
-    server: Server, run_ui: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_a_port_together_with_a_tracking_server(server: Server, run_ui: San, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
     sentence = f"san: --port 5001: MLFLOW_TRACKING_URI already names a server, {server.address}; leave out --port\n"
     assert run_ui("--port", "5001") == (2, "", sentence)
 
 
-def test_reports_a_server_that_cannot_be_reached(
-    run_ui: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_a_server_that_cannot_be_reached(run_ui: San, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     code, out, err = run_ui()
@@ -194,19 +185,18 @@ def column(page: Browser, name: str) -> list[str]:
     )
 
 
-@pytest.mark.slow
-def test_mlflow_shows_our_columns_and_the_table_of_a_grid(finished: Job, server: Server, tmp_path: Path) -> None:
+def test_mlflow_shows_the_columns_and_the_table_of_a_grid(finished: Job, server: Server, tmp_path: Path) -> None:
     results = finished.tracker.results()
     best = {trial.row: results[trial.key].metrics["val/top1"] for trial in finished.trials}
     ranked = sorted(best, key=lambda row: -best[row])
     with browser(tmp_path) as page:
         page.show(1280, dark=False)
-        page.open(server.page_of("asked"))
+        page.open(server.page_address("first"))
         page.wait_for("document.body.innerText.includes('pairwise_3') && document.body.innerText.includes('Does attention')")
         page.wait_for(f"({HEADINGS}).includes('val/loss')")
         headings = page.evaluate(HEADINGS)
         assert headings[:8] == ["Run Name", "Created", "val/top1", "epoch", "val/top5", "model.name", "val/loss", "train/loss"]
-        assert [name.split()[-1] for name in column(page, "attributes.`Run Name`")] == [*ranked, "asked-digits"]
+        assert [name.split()[-1] for name in column(page, "attributes.`Run Name`")] == [*ranked, "first-digits"]
         top1 = list(map(float, column(page, "metrics.`val/top1`")[:2]))
         assert top1 == [pytest.approx(best[row]) for row in ranked]
         page.wait_for(
@@ -220,19 +210,18 @@ def test_mlflow_shows_our_columns_and_the_table_of_a_grid(finished: Job, server:
         row = f"[...{table}.rows].find(r => r.cells[0].innerText.trim() === 'pairwise_3')"
         values = page.evaluate(f"[...{row}.cells].slice(1, 3).map(c => c.innerText.trim())")
         assert values == ["75.3", f"{best['pairwise_3']:.1f}"]
-        asked = [address for address in page.requests if not address.startswith((server.address, "blob:"))]
-        assert asked == []  # works without a network
+        foreign = [address for address in page.requests if not address.startswith((server.address, "blob:"))]
+        assert foreign == []  # works without a network
 
 
-@pytest.mark.slow
 def test_mlflows_page_links_to_the_grid_that_trained_the_cells(finished: Job, server: Server, tmp_path: Path) -> None:
     with browser(tmp_path) as page:
         page.show(1280, dark=False)
-        page.open(server.page_of("again"))
-        link = "[...document.querySelectorAll('a')].find(a => a.innerText === 'asked' && a.hash.includes('/runs?'))"
+        page.open(server.page_address("again"))
+        link = "[...document.querySelectorAll('a')].find(a => a.innerText === 'first' && a.hash.includes('/runs?'))"
         page.wait_for(f"Boolean({link}) && document.body.innerText.includes('again-digits')")
-        assert "Cells: 2 of 2 in asked." in page.text()
+        assert "Cells: 2 of 2 in first." in page.text()
         assert "pairwise_3" not in column(page, "attributes.`Run Name`")
         page.open(page.evaluate(f"{link}.href"))
-        page.wait_for("document.body.innerText.includes('asked-digits') && document.body.innerText.includes('pairwise_3')")
+        page.wait_for("document.body.innerText.includes('first-digits') && document.body.innerText.includes('pairwise_3')")
         page.wait_for(f"({HEADINGS})[2] === 'val/top1'")

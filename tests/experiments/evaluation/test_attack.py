@@ -1,4 +1,4 @@
-"""The attack: as foolbox has it, exactly within its bound, with the gradients of the reference."""
+"""The attack agrees with foolbox, stays exactly within its bound, and uses the right gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from san import ops
 from tests.experiments.conftest import Trained
 
 LARGE = Attack(epsilon=64, step=32, steps=3)
-"""Succeeds with images on which two epochs of training are not fooled by eight levels of grey."""
+"""Succeeds also on images for which an attack by 8 gray levels fails after two epochs of training."""
 ATTACKS = [*(c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)), LARGE]
 
 
@@ -43,8 +43,10 @@ def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
-    """Success and accuracy within one point (one of the 120 images is 0.83), and nearly every pixel the same: where a gradient
-    is almost zero, a rounding may give it the other sign."""
+    """Success and accuracy agree within one point (one of 120 images is 0.83 points), and almost all pixels are equal.
+
+    Some pixels differ, because rounding can change the sign of a gradient that is almost zero.
+    """
     foolbox = pytest.importorskip("foolbox", reason="foolbox is not installed: it is in requirements.txt")
     network, pixels, labels, wanted = pixels_of(trained)
     how = transform(opened(trained).config.data)
@@ -60,7 +62,7 @@ def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
         agree = [100 * (predictions(network, images) == answer).double().mean().item() for images in (ours, found)]
         assert agree[0] == pytest.approx(agree[1], abs=1)
     if attack is LARGE:
-        assert (predictions(network, ours) == wanted).double().mean() > 0.3  # there is something to agree on
+        assert (predictions(network, ours) == wanted).double().mean() > 0.3  # the attack has an effect
 
 
 @settings(max_examples=60)
@@ -70,7 +72,7 @@ def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
     levels=st.booleans(),
 )
 def test_attacked_pixels_stay_in_range_and_within_epsilon(seed: int, attack: Attack, levels: bool) -> None:
-    """Exactly: differences of float32 are exact in float64."""
+    """The check is exact, because differences of float32 are exact in float64."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.rand(2, 3, 4, 4, generator=generator)
     pixels = (pixels * 255).round() * torch.tensor(1 / 255) if levels else pixels
@@ -117,7 +119,7 @@ def test_rejects_an_attack_out_of_range(fields: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
 def test_input_gradient_in_evaluation_matches_reference(name: str) -> None:
-    """With parameters that want no gradients, through the fused kernels."""
+    """The parameters need no gradients, so that the fused kernels run."""
     torch.manual_seed(0)
     model = san.create_model(name, num_classes=5, num_stages=2, width_mult=0.5).double().eval().requires_grad_(False)
     with torch.no_grad():

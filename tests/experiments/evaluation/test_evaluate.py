@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import pytest
 import torch
 
 import san
-from experiments.cli import main
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
 from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
-from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Trained
+from tests.experiments.conftest import HELD_OUT, SMALL_GRID, San, Trained
 from tests.experiments.samples import of_step, opened_checkpoints
 
 DIGITS = PROJECT_DIR / "data" / "digits"
@@ -65,51 +63,28 @@ def alias_of(trained: Trained) -> str:
     ],
     ids=["folder", "key", "run", "model", "alias"],
 )
-def test_every_name_of_a_trial_gives_its_best_epoch(
-    named: Callable[[Trained], str], trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["evaluate", named(trained), "--runs", str(trained.job.workspace.runs)]
+def test_every_name_of_a_trial_gives_its_best_epoch(named: Callable[[Trained], str], trained: Trained, run_san: San) -> None:
+    arguments = ["evaluate", named(trained), "--runs", trained.job.workspace.runs]
     metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
-    monkeypatch.setattr(sys, "argv", ["san", *arguments, "--json"])
-    main()
-    told = json.loads(capsys.readouterr().out)
+    found = json.loads(run_san(*arguments, "--json")[1])
     best = (metrics["summary/best_top1"], metrics["summary/best_top5"], metrics["summary/best_epoch"])
-    assert (told["top1"], told["top5"], told["epoch"]) == best
-    monkeypatch.setattr(sys, "argv", ["san", *arguments])
-    main()
-    out, err = capsys.readouterr()
-    assert out.startswith(f"{told['checkpoint']}: san10_pairwise, after epoch {told['epoch']}\ntop-1 {told['top1']:.4f} %")
-    assert err == ""
+    assert (found["top1"], found["top5"], found["epoch"]) == best
+    code, out, err = run_san(*arguments)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{found['checkpoint']}: san10_pairwise, after epoch {found['epoch']}\ntop-1 {found['top1']:.4f} %")
 
 
-@pytest.mark.parametrize(
-    ("save", "tells"), [(san.save_checkpoint, ()), (san.save_released_checkpoint, PAIRWISE)], ids=["ours", "the authors'"]
-)
-def test_saved_weights_give_the_accuracy_of_the_checkpoint(
-    save: Callable[..., None], tells: Sequence[str], trained: Trained, tmp_path: Path
+@pytest.mark.parametrize(("form", "model"), [("san", ()), ("released", PAIRWISE)])
+def test_converted_checkpoint_gives_the_same_accuracy(
+    form: str, model: Sequence[str], trained: Trained, tmp_path: Path, run_san: San
 ) -> None:
-    save(trained.best.model(), tmp_path / "weights.pt")
-    found = evaluated(tmp_path / "weights.pt", *HELD_OUT, *tells, profile="digits")
+    file = tmp_path / "weights.pt"
+    options = ("--to", form, "--runs", trained.job.workspace.runs)
+    _, out, _ = run_san("convert", trained.job.trials[0].key, file, *options)
+    assert out.startswith(f"{file}: san10_pairwise ")
+    found = evaluated(file, *HELD_OUT, *model, profile="digits")
     assert measured(found) == measured(evaluated(trained.folder))
     assert (found.epoch, found.own_images) == (None, None)
-
-
-@pytest.mark.parametrize(("form", "tells"), [("san", ()), ("released", PAIRWISE)])
-def test_converted_checkpoint_gives_the_same_accuracy(
-    form: str,
-    tells: Sequence[str],
-    trained: Trained,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    out = tmp_path / "weights.pt"
-    where = ["--runs", str(trained.job.workspace.runs)]
-    monkeypatch.setattr(sys, "argv", ["san", "convert", trained.job.trials[0].key, str(out), "--to", form, *where])
-    main()
-    assert capsys.readouterr().out.startswith(f"{out}: san10_pairwise ")
-    found = evaluated(out, *HELD_OUT, *tells, profile="digits")
-    assert measured(found) == measured(evaluated(trained.folder))
 
 
 @pytest.mark.parametrize(("split", "images", "own"), [("train", 1317, True), ("val-split", 120, True), ("val", 360, False)])
@@ -124,14 +99,11 @@ def test_folder_needs_only_the_evaluated_split(trained: Trained, tmp_path: Path)
     assert measured(found) == measured(evaluated(trained.folder, split="val"))
 
 
-def test_notes_that_images_differ_from_training(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notes_that_images_differ_from_training(trained: Trained, tmp_path: Path, run_san: San) -> None:
     (tmp_path / "train").symlink_to(DIGITS / "val")
     (tmp_path / "val").symlink_to(DIGITS / "val")
-    monkeypatch.setattr(sys, "argv", ["san", "evaluate", str(trained.folder), "data.source=folder", f"data.root={tmp_path}"])
-    main()
-    assert capsys.readouterr().err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
+    _, _, err = run_san("evaluate", trained.folder, "data.source=folder", f"data.root={tmp_path}")
+    assert err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
 
 
 def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
@@ -148,7 +120,7 @@ def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_validation_averages_batchnorm_statistics_of_workers(averaged: bool) -> None:
-    """Of the average of the weights where the recipe keeps one, else of the weights that are trained."""
+    """The statistics belong to the averaged weights if the recipe averages them, otherwise to the trained weights."""
     third, trained = torch.tensor([1 / 3]), [{"mean": torch.tensor([-9.0])}] * averaged
     means, counts = [torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([5.0])], [torch.tensor(7)] * 3
     validated = [{"mean": m, "var": third, "count": c} for m, c in zip(means, counts, strict=True)]
@@ -195,85 +167,72 @@ def store_of(trained: Trained) -> list[str]:
 
 
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "no file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
-    "no trial of that key": (
+    "missing file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
+    "unknown key": (
         lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
         "0123456789ab: no such file, and no cell with this key in ",
     ),
-    "no key": (lambda *_: ["ac2f"], "ac2f: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs`"),
-    "no such run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
-    "no store that could have a run": (
+    "not a key": (lambda *_: ["ac2f"], "ac2f: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs`"),
+    "unknown run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
+    "run in an empty store": (
         lambda _, tmp: [32 * "0", "--runs", str(tmp)],
         f"{32 * '0'}: no runs in sqlite:///",
     ),
-    "no such model": (
+    "unknown model": (
         lambda trained, _: ["models:/none/1", *store_of(trained)],
         "no such registered model; see the Models page of `san ui`",
     ),
-    "no such version": (
+    "unknown version": (
         lambda trained, _: [f"models:/{MODEL}/9", *store_of(trained)],
         f"models:/{MODEL}/9: MLflow at sqlite:///",
     ),
-    "no such alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such registered model"),
-    "a model without a version": (
+    "unknown alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such registered model"),
+    "model without a version": (
         lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
         f"models:/{MODEL}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS",
     ),
-    "a folder of something else": (
+    "folder without checkpoints": (
         lambda _, tmp: [str(tmp)],
         "no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder",
     ),
-    "a text": (lambda _, tmp: [str(SMALL_GRID)], "not a file written by torch.save, or damaged"),
-    "one flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
-    "a tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "expected a dict of weights, not Tensor"),
-    "no weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
-    "an older checkpoint": (
+    "text file": (lambda _, tmp: [str(SMALL_GRID)], "not a file written by torch.save, or damaged"),
+    "flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
+    "tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "expected a dict of weights, not Tensor"),
+    "dict without weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
+    "old checkpoint": (
         lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})],
         "checkpoint damaged or written by an older version (KeyError",
     ),
-    "a trial's model changed": (
+    "another model for a trial": (
         lambda trained, tmp: [str(trained.folder), "model.footprint=5"],
         "this checkpoint already stores its model; leave out model.footprint",
     ),
-    "our file's model changed": (
-        lambda trained, tmp: [ours(trained, tmp), "model.footprint=5"],
-        "ours.pt: this checkpoint already stores its model; leave out model.footprint",
-    ),
-    "a profile for a trial": (
+    "profile for a trial": (
         lambda trained, tmp: [str(trained.folder), "--profile", "digits"],
         "this checkpoint stores its own preprocessing; leave out --profile",
     ),
-    "an unknown profile": (
-        lambda trained, tmp: [ours(trained, tmp), "--profile", "x"],
-        "unknown profile 'x'; profiles: digits",
-    ),
-    "an override without a use": (
+    "override without effect": (
         lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
         "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for "
         "released files, model.*",
     ),
-    "an unknown override": (
-        lambda trained, tmp: [str(trained.folder), "data.rot=x"],
-        "data.rot: unknown key; did you mean `data.root`?",
-    ),
-    "an unknown field": (
+    "unknown model field": (
         lambda trained, tmp: [
             written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
             "model.path=x",
         ],
         "san10_pairwise has no field path; its fields: depths",
     ),
-    "a network of grey images": (
+    "model for grayscale images": (
         lambda trained, tmp: [grey(tmp)],
         "grey.pt: this model takes 1-channel images, but the dataset is RGB",
     ),
-    "images too small": (
+    "small images": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
         "model: stage 1 of san10_pairwise with images of 2 x 2 pixels: ",
     ),
-    "no images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], ": no such data folder; "),
-    "no such split": (lambda trained, tmp: [str(trained.folder), "--split", "test"], "has no folder test/"),
-    "another number of classes": (
+    "missing images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], ": no such data folder; "),
+    "wrong number of classes": (
         lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)],
         "ours.pt: the model has 10 classes, but ",
     ),
@@ -284,37 +243,23 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_rejects(
-    what: str, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments, sentence = MISTAKES[what]
-    monkeypatch.setattr(sys, "argv", ["san", "evaluate", *arguments(trained, tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("san: ")
-    assert sentence in err
-    assert len(err.splitlines()) == 1
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
+    arguments, message = MISTAKES[mistake]
+    code, out, err = run_san("evaluate", *arguments(trained, tmp_path))
+    assert (code, out) == (2, "")
+    assert err.startswith("san: ") and len(err.splitlines()) == 1
+    assert message in err
 
 
 @pytest.mark.parametrize("named", [run_of, lambda trained: f"models:/{MODEL}/1"], ids=["run", "model"])
 def test_rejects_runs_whose_checkpoints_are_elsewhere(
-    named: Callable[[Trained], str],
-    trained: Trained,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    named: Callable[[Trained], str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
-    name = named(trained)
+    name, key = named(trained), trained.job.trials[0].key
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.job.workspace.tracking_uri)
-    monkeypatch.setattr(sys, "argv", ["san", "evaluate", name, "--runs", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    (said,) = capsys.readouterr().err.splitlines()
-    key = trained.job.trials[0].key
-    assert said == f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs"
+    message = f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs\n"
+    assert run_san("evaluate", name, "--runs", tmp_path) == (2, "", message)
 
 
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
-"""The protocols for rotation and attack, in grids and for any checkpoints."""
+"""The protocols for rotation and attack, in grids and for single checkpoints."""
 
 from __future__ import annotations
 
 import functools
 import json
-import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +13,25 @@ import pytest
 import torch
 
 import san
-from cluster import Node, Resources
-from cluster.sweep import Outcome
-from experiments.cli import main
+from cluster.sweep import Observer
 from experiments.cli import run as grids
 from experiments.cli.run import run
 from experiments.errors import UserError
 from experiments.evaluation.attack import predictions
 from experiments.evaluation.cells import Work, measure
-from experiments.evaluation.evaluate import LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.evaluation.evaluate import LoadedModel, open_images
 from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.transform import transform
+from experiments.grids.grid import Trial
 from experiments.report.build import column_metrics as measured_metrics
 from experiments.report.build import measurements_of
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.job import Job, known_results, open_job
 from pipelines.transform import MANIPULATIONS
-from tests.experiments.conftest import Trained
+from tests.experiments.conftest import San, TrainCell, Trained
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 
 GRIDS = PROJECT_DIR / "experiments" / "grids"
@@ -116,39 +112,26 @@ GRID = """
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, process_group: None) -> list[tuple[str, object]]:
-    """A cluster that is this process; what it was given, as key and value. What a cell reports after `limit` is not heard."""
-    given: list[tuple[str, object]] = []
+def started(replace_cluster: Callable[[TrainCell], None], process_group: None) -> list[tuple[str, object]]:
+    """Runs cells in this process instead of a cluster. Lists their keys and values."""
+    cells: list[tuple[str, object]] = []
 
-    @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
-        yield Resources((Node(cpus=2, gpus=0),))
+    def run_cell(function: Callable[..., object], value: Trial | Work, observer: Observer) -> None:
+        key = value.trial.key if isinstance(value, Work) else value.key
+        cells.append((key, value))
+        function(value, functools.partial(observer.progress, key))
 
-    def sweep(
-        function: Callable[..., object], values: Mapping[str, object], placement: object, *, observer: Any, **_: object
-    ) -> dict[str, Outcome]:
-        for key, value in values.items():
-            given.append((key, value))
-            observer.started(key)
-            function(value, functools.partial(observer.progress, key))
-            observer.finished(Outcome(key))
-        return {key: Outcome(key) for key in values}
-
-    monkeypatch.setattr("cluster.session.session", session)
-    monkeypatch.setattr("cluster.sweep.sweep", sweep)
-    return given
+    replace_cluster(run_cell)
+    return cells
 
 
 @pytest.fixture
-def job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Job:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    shutil.copy(empty_database, runs / "mlflow.db")
+def job(write_grid: Callable[[str, str], Path], runs: Path) -> Job:
     return open_job(write_grid(GRID, "turned.yaml"), "digits", (), runs)
 
 
 def test_grid_measures_only_missing_conditions(
-    job: Job, here: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: Job, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = grids.Watch
 
@@ -161,17 +144,17 @@ def test_grid_measures_only_missing_conditions(
     monkeypatch.setattr(grids, "Watch", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
-    assert sorted(key for key, _ in here) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
+    assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
     unfinished = [cell for cell in measurements_of(job, known_results(job)) if cell.ours is None]
     assert {(cell.row, cell.condition) for cell in unfinished} == {
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
 
     monkeypatch.setattr(grids, "Watch", watch)
-    here.clear()
+    started.clear()
     capsys.readouterr()
     assert run(job, None)
-    (work,) = (value for _, value in here)
+    (work,) = (value for _, value in started)
     assert isinstance(work, Work) and work.missing == ("cw180", "cw270", "upside_down")
     out, err = capsys.readouterr()
     assert "robustness (rotation): 1 cells to measure, 1 at a time, 1 worker with 1 CPU per cell" in err
@@ -192,9 +175,9 @@ def test_grid_measures_only_missing_conditions(
     ]  # fmt: skip
     assert len(out.splitlines()) == 5 + 10 + 1
 
-    here.clear()
+    started.clear()
     assert run(job, None)
-    assert here == []
+    assert started == []
     assert capsys.readouterr().out == out
     run_of_grid = job.tracker.client.search_runs(
         [job.tracker.client.get_experiment_by_name("turned").experiment_id], "tags.`san.role` = 'grid'"
@@ -225,24 +208,20 @@ def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path
 
 def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.evaluation.cells.SECONDS_BETWEEN_LINES", 0.0)
-    told: list[Mapping[str, float]] = []
+    sent: list[Mapping[str, float]] = []
     job = trained.job
-    measure(Work(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), told.append)
-    assert [metrics.get("done") for metrics in told] == [64 / 120, 1.0, None] * 2
-    assert [metrics["condition"] for metrics in told] == [0, 0, 0, 1, 1, 1]
-    assert set(told[2]) == {"condition", "robustness/none/top1"}
-    assert set(told[5]) == {f"robustness/pgd-epsilon8-step2-n4/{number}" for number in ("success", "top1")} | {"condition"}
+    measure(Work(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), sent.append)
+    assert [metrics.get("done") for metrics in sent] == [64 / 120, 1.0, None] * 2
+    assert [metrics["condition"] for metrics in sent] == [0, 0, 0, 1, 1, 1]
+    assert set(sent[2]) == {"condition", "robustness/none/top1"}
+    assert set(sent[5]) == {f"robustness/pgd-epsilon8-step2-n4/{number}" for number in ("success", "top1")} | {"condition"}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_command_accepts_keys_run_ids_and_registered_models(
-    protocol: Any, trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_accepts_keys_run_ids_and_registered_models(protocol: Any, trained: Trained, run_san: San) -> None:
     run_id = trained.job.tracker.results()[trained.job.trials[0].key].run_id
     arguments = [run_id, trained.folder.name, "models:/small-digits-pairwise_3/1", "--protocol", protocol]
-    monkeypatch.setattr(sys, "argv", ["san", "robustness", *arguments, "--runs", str(trained.job.workspace.runs), "--json"])
-    main()
-    out, err = capsys.readouterr()
+    _, out, err = run_san("robustness", *arguments, "--runs", trained.job.workspace.runs, "--json")
     cells = json.loads(out)
     by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == row] for row in arguments[:3]}
     assert by_row[run_id] == by_row[trained.folder.name] == by_row[arguments[2]]
@@ -250,52 +229,21 @@ def test_command_accepts_keys_run_ids_and_registered_models(
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
 
 
-def test_command_accepts_released_files(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "released.pth"
-    san.save_released_checkpoint(trained.best.model(), file)
-    told = ["model.name=san10_pairwise", "model.footprint=3", "data.split=val-split", "data.val_split_per_class=12"]
-    monkeypatch.setattr(sys, "argv", ["san", "robustness", str(file), *told, "--profile", "digits"])
-    main()
-    out, _ = capsys.readouterr()
-    wanted = evaluate_checkpoint(
-        open_checkpoint(trained.folder), open_images(opened(trained)), transform(opened(trained).config.data)
-    )
-    none = next(line.split() for line in out.splitlines() if line.startswith("none"))
-    assert none == ["none", str(file), f"{wanted.top1:.1f}", "-", f"{wanted.top5:.1f}", "-"]
-
-
-def test_profile_applies_only_to_files_without_preprocessing(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trial and a file of its weights, beside each other."""
-    file = tmp_path / "weights.pt"
-    san.save_checkpoint(trained.best.model(), file)
-    both = [str(trained.folder), str(file), "data.split=val-split", "data.val_split_per_class=2"]
-    monkeypatch.setattr(sys, "argv", ["san", "robustness", *both, "--profile", "digits", "--json"])
-    main()
-    found = json.loads(capsys.readouterr().out)
-    of_trial, of_file = ([cell["ours"] for cell in found if cell["row"] == name] for name in both[:2])
-    assert of_trial == of_file and len(of_trial) == 10
-
-
 @pytest.mark.parametrize(
-    "told", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
+    "model", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
 )
-def test_model_overrides_apply_only_to_released_files(
-    told: list[str], trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trial, a file with its weights, and a released file; only the released file lacks its model."""
-    names = [str(trained.folder), str(tmp_path / "ours.pt"), str(tmp_path / "authors.pth")]
+def test_model_overrides_apply_only_to_released_files(model: list[str], trained: Trained, tmp_path: Path, run_san: San) -> None:
+    """Of a trial, a file with its weights and a released file, only the last one does not store its model.
+
+    The profile applies only to the two files, because the trial stores its preprocessing.
+    """
+    names = [str(trained.folder), str(tmp_path / "own.pt"), str(tmp_path / "released.pth")]
     san.save_checkpoint(trained.best.model(), names[1])
     san.save_released_checkpoint(trained.best.model(), names[2])
-    overrides = [*told, "data.split=val-split", "data.val_split_per_class=2"]
-    monkeypatch.setattr(sys, "argv", ["san", "robustness", *names, *overrides, "--profile", "digits", "--json"])
-    main()
-    found = json.loads(capsys.readouterr().out)
-    of_trial, of_ours, of_authors = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
-    assert of_trial == of_ours == of_authors and len(of_trial) == 10
+    overrides = [*model, "data.split=val-split", "data.val_split_per_class=2"]
+    found = json.loads(run_san("robustness", *names, *overrides, "--profile", "digits", "--json")[1])
+    of_trial, of_own, of_released = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
+    assert of_trial == of_own == of_released and len(of_trial) == 10
 
 
 def weights(trained: Trained, tmp: Path) -> str:
@@ -308,9 +256,6 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
         lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
         "weights.pt: this checkpoint already stores its model; leave out model.footprint",
     ),
-    "a profile for a trial": (
-        lambda trained, _: [str(trained.folder), "--profile", "digits"], "this checkpoint stores its own preprocessing; ",
-    ),
     "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint given; expected a file or folder"),
     "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given more than once; give each checkpoint once"),
     "an invalid second checkpoint": (
@@ -319,22 +264,10 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_rejects(
-    what: str, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments, sentence = MISTAKES[what]
-    runs = ["--runs", str(trained.job.workspace.runs)]
-    monkeypatch.setattr(sys, "argv", ["san", "robustness", *arguments(trained, tmp_path), *runs])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    out, err = capsys.readouterr()
-    assert out == ""
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
+    arguments, message = MISTAKES[mistake]
+    code, out, err = run_san("robustness", *arguments(trained, tmp_path), "--runs", trained.job.workspace.runs)
+    assert (code, out) == (2, "")
     assert err.startswith("san: ") and len(err.splitlines()) == 1
-    assert sentence in err
-
-
-def test_rejects_an_unknown_protocol_in_a_grid(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_grid("{question: q, robustness: noise, rows: [{id: a, model: {name: resnet26}}]}")
-    with pytest.raises(UserError, match=r"robustness: must be 'rotation' or 'attack', not 'noise'"):
-        open_job(path, "digits", (), tmp_path)
+    assert message in err

@@ -1,4 +1,4 @@
-"""A key changes with the code of a relation that a user has added, and with nothing else."""
+"""The key of a cell depends on the code of relations that a user has added."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from experiments.grids.grid import Trial
 from san.models import model_spec
 from san.nn.mapping import MAPPINGS, Mapping
 from san.nn.relation import PAIRWISE, Relation
-from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.grids.test_grid import error_message, expand
 
 FILE = """
     import functools
@@ -67,7 +67,7 @@ HELPERS = """
 
 @pytest.fixture
 def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The key of a trial whose relation lies in a file of its own, after a change of that file or of one that it imports."""
+    """The key of a trial with a relation from a user's file, after a change in that file or in a module that it imports."""
     monkeypatch.setitem(PAIRWISE, "maximum", PAIRWISE["summation"])
 
     def of(old: str = "", new: str = "") -> str:
@@ -95,53 +95,53 @@ def _trial(relation: str = "subtraction") -> Trial:
 
 
 CHANGES = {
-    "the function": ("torch.maximum", "torch.minimum"),
-    "what it calls": ("ops.unfold(psi, footprint)", "ops.unfold(-psi, footprint)"),
-    "a constant": ("SCALE = 1.0", "SCALE = 2.0"),
-    "a set in a dict": ('"three"', '"four"'),
-    "a function in a dict": ("x + 1", "x + 2"),
-    "a tensor": ("arange(3.0)", "arange(4.0)"),
-    "a cached function": ("x - 1", "x - 2"),
-    "a callable object": ("self.twice(x) *", "self.twice(x) /"),
-    "its base class": ("2 * x", "3 * x"),
-    "a partial": ("alpha=3", "alpha=4"),
-    "a module's function": ("FACTOR * x", "FACTOR + x"),
-    "a module's constant": ("FACTOR = 3", "FACTOR = 4"),
+    "function": ("torch.maximum", "torch.minimum"),
+    "called function": ("ops.unfold(psi, footprint)", "ops.unfold(-psi, footprint)"),
+    "constant": ("SCALE = 1.0", "SCALE = 2.0"),
+    "set in a dict": ('"three"', '"four"'),
+    "function in a dict": ("x + 1", "x + 2"),
+    "tensor": ("arange(3.0)", "arange(4.0)"),
+    "cached function": ("x - 1", "x - 2"),
+    "callable object": ("self.twice(x) *", "self.twice(x) /"),
+    "base class": ("2 * x", "3 * x"),
+    "partial": ("alpha=3", "alpha=4"),
+    "function of a module": ("FACTOR * x", "FACTOR + x"),
+    "constant of a module": ("FACTOR = 3", "FACTOR = 4"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_code_is_another_key(change: str, key: Callable[..., str]) -> None:
+def test_changed_code_changes_the_key(change: str, key: Callable[..., str]) -> None:
     assert key() != key(*CHANGES[change])
 
 
-def test_code_that_is_not_used_changes_no_key(key: Callable[..., str]) -> None:
+def test_unused_code_does_not_change_the_key(key: Callable[..., str]) -> None:
     assert key() == key("return 1", "return 2")
 
 
-def test_the_paper_has_all_rows_and_they_need_no_source() -> None:
+def test_operators_of_the_paper_need_no_source() -> None:
     assert {field: {name for registry in registries for name in registry} for field, registries in REGISTRIES.items()} == OURS
     specs = [trial.config.model.spec() for path in GRIDS_DIR.glob("*.yaml") for trial in expand(path).values()]
     assert [custom_code(spec) for spec in specs] == [{}] * len(specs)
 
 
-def test_a_replaced_row_of_the_paper_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_operator_of_the_paper_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _trial().key
     monkeypatch.setitem(MAPPINGS, "LRL", Mapping(lambda hidden: (hidden // 2,), lambda R, G: (G,)))
     assert _trial().key != plain
 
 
-def test_code_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_code_without_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     exec("def typed(phi, psi, footprint): return phi", names)
     monkeypatch.setitem(PAIRWISE, "typed", Relation(lambda R, K: R, names["typed"]))  # type: ignore[arg-type]
-    said = told(lambda: _trial("typed"))
+    said = error_message(lambda: _trial("typed"))
     assert "cannot read the source of typed" in said
     assert custom_code(model_spec("resnet26")) == {}
 
 
-def test_a_key_is_the_same_in_every_process() -> None:
-    """Sets have another order there, and functions another address."""
+def test_key_is_the_same_in_every_process() -> None:
+    """Sets have another order in another process, and functions another address."""
     program = "from tests.experiments.grids import test_custom_code as t; print(t.key_here())"
     seeds = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
     runs = [subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True) for env in seeds]
@@ -154,13 +154,13 @@ def key_here() -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("def relate(phi, psi, footprint):\n    import helpers_of_nobody", "imports a module when it runs"),
         ("import threading\nLOCK = threading.Lock()\ndef relate(phi, psi, footprint): return LOCK", "cannot hash <"),
     ],
     ids=["an import inside", "a lock"],
 )
-def test_code_that_cannot_be_followed_is_refused(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_code_that_cannot_be_hashed(code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAIRWISE, "mine", Relation(lambda R, K: R, _module(tmp_path / "mine.py", code).relate))
-    assert said in told(lambda: _trial("mine"))
+    assert message in error_message(lambda: _trial("mine"))

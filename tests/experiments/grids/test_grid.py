@@ -16,7 +16,7 @@ from experiments.grids.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
 GRIDS = sorted((Path(__file__).parents[3] / "experiments" / "grids").glob("*.yaml"))
 
 
-def told(call: Callable[[], object]) -> str:
+def error_message(call: Callable[[], object]) -> str:
     with pytest.raises(UserError) as caught:
         call()
     return str(caught.value)
@@ -50,17 +50,17 @@ def test_layers_profile_base_row_override(write_grid: Callable[[str], Path]) -> 
     assert (a.config.model.overrides["footprint"], b.config.model.overrides["footprint"]) == (5, 3)
     assert (a.config.recipe.lr, b.config.recipe.lr) == (0.2, 0.4)
     assert a.config.recipe.momentum == b.config.recipe.momentum == 0.25
-    assert a.config.data.size == 24  # the profile's
+    assert a.config.data.size == 24  # from the profile
 
 
-def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
+def test_key_depends_only_on_what_affects_the_result(small_grid: Path) -> None:
     keys = {row: trial.key for row, trial in expand(small_grid).items()}
     assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
     assert len(set(keys.values())) == 3
     assert expand(small_grid, "data.source=shards", "data.root=elsewhere")["pairwise_3"].key == keys["pairwise_3"]
     places = ("data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
-    hows = ("placement.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
-    for same in (*places, *hows, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
+    settings = ("placement.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
+    for same in (*places, *settings, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
         assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
     for other in ("recipe.lr=0.01", "data.flip=true", "model.width_mult=1"):
         assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
@@ -75,11 +75,11 @@ def test_keys_are_stable_and_know_what_counts(small_grid: Path) -> None:
     ("one", "other"),
     [
         ("name: san10_pairwise", "name: san10_pairwise, footprint: 7, relation: subtraction, position: relative"),
-        ("name: resnet26, footprint: 3", "name: resnet26, footprint: '3', width_mult: 0.5, num_stages: 2"),  # the profile's
+        ("name: resnet26, footprint: 3", "name: resnet26, footprint: '3', width_mult: 0.5, num_stages: 2"),  # from the profile
         ("name: san10_patchwise, depths: [2, 1, 2, 4, 1]", "depths: [2, 1, 2, 4, 1], name: san10_patchwise, mapping: LRL"),
     ],
 )
-def test_equal_models_have_equal_keys_however_they_are_written(one: str, other: str, write_grid: Callable[[str], Path]) -> None:
+def test_equal_models_have_equal_keys(one: str, other: str, write_grid: Callable[[str], Path]) -> None:
     path = write_grid(f"{{question: q, rows: [{{id: a, model: {{{one}}}}}, {{id: b, model: {{{other}}}}}]}}")
     a, b = expand(path).values()
     assert a.key == b.key
@@ -101,7 +101,7 @@ def test_tables_share_their_cells() -> None:
         assert len(set(mine)) == len(mine), path
 
 
-def test_the_papers_setting() -> None:
+def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
     assert {path.stem for path in GRIDS} == {
         "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
         "rotation", "attack",
@@ -121,24 +121,25 @@ def test_the_papers_setting() -> None:
             assert trial.config.model.spec().num_stages is None and trial.config.model.spec().width_mult == 1
 
 
-def test_an_override_may_not_hide_a_product(write_grid: Callable[[str], Path]) -> None:
+def test_rejects_an_override_of_a_product_axis(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
-    text = told(lambda: expand(path, "recipe.lr=0.5"))
+    text = error_message(lambda: expand(path, "recipe.lr=0.5"))
     assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change the values in that file"
 
 
-def test_the_last_of_equal_overrides_wins(small_grid: Path) -> None:
+def test_last_override_of_a_key_is_used(small_grid: Path) -> None:
     trials = expand(small_grid, "recipe.epochs=1", "recipe.epochs=2", "recipe.epochs=1")
     assert {trial.config.recipe.epochs for trial in trials.values()} == {1}
 
 
-def test_an_override_of_a_section_is_blamed_for_itself(small_grid: Path) -> None:
-    assert told(lambda: expand(small_grid, "recipe=3")) == "override 'recipe=3': recipe: must be a mapping of keys, not 3"
+def test_rejects_an_override_of_a_section(small_grid: Path) -> None:
+    message = "override 'recipe=3': recipe: must be a mapping of keys, not 3"
+    assert error_message(lambda: expand(small_grid, "recipe=3")) == message
 
 
-def test_a_row_that_is_wrong_is_told_once(write_grid: Callable[[str], Path]) -> None:
+def test_invalid_row_is_reported_once(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
-    assert told(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
+    assert error_message(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
 
 
 def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
@@ -147,7 +148,7 @@ def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Pat
         plot: {x: model.footprint, series: model.name, label: footprint}
         rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
     """)
-    assert told(lambda: expand(path)) == (
+    assert error_message(lambda: expand(path)) == (
         f"{path}: plot: rows a and b would be at the same point; set plot.series to a key in which the rows differ"
     )
 
@@ -183,7 +184,7 @@ def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]
         ("model.name: [resnet26], model.num_stages: [1, 2]", ["nameresnet26-num_stages1", "nameresnet26-num_stages2"]),
     ],
 )
-def test_product_stands_without_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
+def test_product_needs_no_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
     assert list(expand(write_grid(f"{{question: q, product: {{{product}}}}}"))) == ids
 
 
@@ -204,9 +205,9 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
           model.width_facto: [0.5]
           recipe.batch_size: [0, 32]
     """)
-    lines = told(lambda: expand(path)).splitlines()
+    lines = error_message(lambda: expand(path)).splitlines()
     cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
-    wanted = [
+    expected = [
         "product.recipe.momentum: must be a list, not 0.9",
         'product.model: must be a list, not {"num_stages": [1, 2]}',
         "product.lr: not a key of section model, data, recipe; an example is recipe.lr",
@@ -218,9 +219,9 @@ def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], 
         "every row: model.width_facto: unknown key; did you mean `model.width_mult`?",
         f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
     ]
-    for start in wanted:
+    for start in expected:
         assert sum(line.startswith(f"{path}: {start}") for line in lines) == 1, start
-    assert len(lines) == len(wanted)
+    assert len(lines) == len(expected)
 
 
 def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> None:
@@ -234,7 +235,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
           - {id: d, model: {name: san10_pairwise, footprint: seven}}
           - {id: e, model: {name: resnet26}, recipe: {epoch: 3, lr: fast}, data: {source: cloud}}
     """)
-    lines = told(lambda: expand(path)).splitlines()
+    lines = error_message(lambda: expand(path)).splitlines()
     assert len(lines) == 7
     for line, parts in zip(
         lines,
@@ -266,8 +267,8 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
           - {id: a, model: {name: resnet26, footprnt: 3}}
           - {id: b, modl: {}}
     """)
-    lines = told(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
-    wanted = [
+    lines = error_message(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
+    expected = [
         "override 'recipe.lr': not KEY=VALUE; an example is recipe.epochs=3",
         f"{path}: foo: unknown key",
         f"{path}: rows[1].modl: unknown key; did you mean `rows[1].model`?",
@@ -276,7 +277,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
         "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0",
         f"{path}: row a: model.footprnt: unknown key",
     ]
-    for start in wanted:
+    for start in expected:
         assert sum(line.startswith(start) for line in lines) == 1, start
     assert len(lines) == 7
 
@@ -289,7 +290,7 @@ def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path
         ("table: rotation", "robustness: missing; table 'rotation' requires `robustness: rotation`"),
     ],
 )
-def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:
+def test_rejects_a_table_without_robustness_results(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:
     path = write_grid(f"{{question: q, {keys}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
     with pytest.raises(UserError, match=f"{path}: {message}"):
         expand(path)
@@ -299,16 +300,10 @@ def test_rejects_a_table_of_other_numbers(keys: str, message: str, write_grid: C
     ("row", "message"),
     [
         ("{name: resnet26, footprint: 4}", "the footprint must be odd and positive"),
-        ("{name: resnet26, footprint: -3}", "the footprint must be odd and positive"),
         ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: must be a number, not '0.5x'"),
-        ("{name: resnet26, width_mult: .inf}", "width_mult must be positive, not inf"),
-        ("{name: resnet26, num_stages: two}", "model.num_stages: must be an integer, not 'two'"),
         ("{name: resnet26, widths: 5}", "model.widths: must be a list, not 5"),
         ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* are not divisible by group_size=8"),
-        ("{name: san10_pairwise, r1: 0}", "r1 must be an integer of at least 1, not 0"),
-        ("{name: san10_pairwise, footprint: 4}", "must be odd and positive"),
         ("{}", "model.name: missing; this key is required"),
-        ("3", r"rows\[0\].model: must be a mapping of keys, not 3"),
     ],
 )
 def test_rejects_a_model_that_cannot_be_built(row: str, message: str, write_grid: Callable[[str], Path]) -> None:
@@ -317,7 +312,7 @@ def test_rejects_a_model_that_cannot_be_built(row: str, message: str, write_grid
         expand(path)
 
 
-def test_a_number_written_as_text_is_a_number(write_grid: Callable[[str], Path]) -> None:
+def test_number_may_be_written_as_text(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, table: footprint, rows: [{id: a, model: {name: resnet26, footprint: '5'}}]}")
     assert expand(path)["a"].config.model.spec().footprint == 5  # type: ignore[attr-defined]
 
@@ -328,17 +323,11 @@ def test_full_size_models_follow_row_and_override_not_profile(small_grid: Path) 
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("x", "model.footprnt"), ("x", "model.name"), ("series", "nowhere.at.all")])
-def test_rejects_a_plot_of_nothing(key: str, wrong: str, write_grid: Callable[[str], Path]) -> None:
+def test_rejects_an_unknown_plot_key(key: str, wrong: str, write_grid: Callable[[str], Path]) -> None:
     plot = {"x": "model.footprint", "series": "model.name", "label": "l"} | {key: wrong}
     path = write_grid(f"{{question: q, table: footprint, plot: {plot}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
     with pytest.raises(UserError, match=f"plot.{key}: row a has no .* at `{wrong}`"):
         expand(path)
-
-
-def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
-    text = told(lambda: expand(small_grid, "recipe.epochs=0"))
-    assert text.count("\n") == 0
-    assert text == "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0"
 
 
 @pytest.mark.parametrize(
@@ -359,13 +348,9 @@ def test_tells_a_mistake_of_every_row_once(small_grid: Path) -> None:
             "question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]",
             "each seed must be unique, but these occur more than once: 1",
         ),
-        ("question: q\ntable: t\nrows: []", "rows: .*at least 1"),
-        ("question: q\ntable: t\nrows: [{id: a, modl: {}}]", r"rows\[0\].modl: unknown key; did you mean `rows\[0\].model`\?"),
         ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),
         ("question: q\ntable: t\nrows: [{id: 'a b'}]", r"rows\[0\].id: .*'a b'"),
-        ("question: q\ntable: [t]\nrows: [{id: a}]", r"table: must be text, not \[\"t\"\]"),
         ("question: q", "rows: missing; give rows, a product, or both"),
-        ("question: q\nproduct: {}", "product: .*at least 1"),
         ("question: q\nproduct: [model.name]", "product: must be a mapping of keys, not "),
         ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
         (
@@ -382,7 +367,7 @@ def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
         expand(path)
 
 
-def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
+def test_merge_keys_follow_yaml(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("""
         question: Who repeats it?
         rows:
@@ -403,7 +388,7 @@ def test_merge_keys_are_yamls(write_grid: Callable[[str], Path]) -> None:
 
 
 def test_rejects_a_missing_file(tmp_path: Path) -> None:
-    assert "none.yaml: cannot read (No such file" in told(lambda: expand(tmp_path / "none.yaml"))
+    assert "none.yaml: cannot read (No such file" in error_message(lambda: expand(tmp_path / "none.yaml"))
 
 
 def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[..., Path]) -> None:
@@ -425,10 +410,10 @@ def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[.
 )
 def test_rejects_a_grid_that_cannot_be_extended(parent: str, message: str, write_grid: Callable[..., Path]) -> None:
     path = write_grid(f"extends: {parent}\nrows: [{{id: a, model: {{name: resnet26}}}}]", "child.yaml")
-    assert message in told(lambda: expand(path))
+    assert message in error_message(lambda: expand(path))
 
 
-def test_a_profile_extends_another(small_grid: Path) -> None:
+def test_profile_extends_another(small_grid: Path) -> None:
     paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
     assert one.data == paper.data
     assert (one.placement.workers, one.recipe.grad_accum_steps) == (1, 8)
@@ -439,13 +424,13 @@ def test_a_profile_extends_another(small_grid: Path) -> None:
 
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
-    text = told(lambda: expand(small_grid, profile=name))
+    text = error_message(lambda: expand(small_grid, profile=name))
     assert text == f"unknown profile {name!r}; profiles: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
 
 
 @pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])
 def test_rejects_a_broken_override(text: str) -> None:
-    assert text in told(lambda: parse_override(text))
+    assert text in error_message(lambda: parse_override(text))
 
 
 def test_override_values_are_yaml() -> None:
@@ -453,17 +438,17 @@ def test_override_values_are_yaml() -> None:
 
 
 @pytest.mark.parametrize("place", ["grid", "override"])
-def test_a_folder_of_images_must_be_named(place: str, write_grid: Callable[[str], Path]) -> None:
-    """Else the digits of the profile would be trained on without a word."""
+def test_folder_source_needs_a_root(place: str, write_grid: Callable[[str], Path]) -> None:
+    """Otherwise the digits of the profile would be used without a message."""
     base = "base: {data: {source: folder}}" if place == "grid" else ""
     path = write_grid(
         f"question: q\n{base}\nrows: [{{id: a, model: {{name: resnet26}}}}, {{id: b, model: {{name: resnet38}}}}]"
     )
-    asked = ["data.source=folder"] if place == "override" else []
-    (line,) = told(lambda: expand(path, *asked)).splitlines()
+    overrides = ["data.source=folder"] if place == "override" else []
+    (line,) = error_message(lambda: expand(path, *overrides)).splitlines()
     where = f"{path}: every row" if place == "grid" else "override 'data.source=folder'"
     assert (
         line
         == f"{where}: data.source: folder needs data.root; add the folder of your images, such as data.root=/path/to/images"
     )
-    assert expand(path, *asked, "data.root=/images")["a"].config.data.root == "/images"
+    assert expand(path, *overrides, "data.root=/images")["a"].config.data.root == "/images"

@@ -27,7 +27,7 @@ def record() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", OLD_KEYS)
-def test_an_old_key_is_an_error_that_names_the_new_one(key: str, tmp_path: Path) -> None:
+def test_error_for_an_old_key_names_the_new_one(key: str, tmp_path: Path) -> None:
     grid = tmp_path / "grid.yaml"
     grid.write_text("question: q\nrows: [{id: a, model: {name: san10_pairwise}}]")
     with pytest.raises(UserError, match=rf"override '{key}=1': {key}: renamed to `{new_key(key)}`; use the new name$"):
@@ -38,13 +38,13 @@ def old(values: Mapping[str, Any]) -> dict[str, Any]:
     return {section: with_old_keys(section, keys) if section in RENAMED else keys for section, keys in values.items()}
 
 
-def test_an_old_record_is_read_with_the_new_keys() -> None:
+def test_old_record_is_read_with_the_new_keys() -> None:
     before = old(record())
     assert all(key.partition(".")[2] in before[key.partition(".")[0]] for key in OLD_KEYS)
     assert with_new_keys(before) == record() == with_new_keys(record())
 
 
-def test_an_old_file_of_weights_is_loaded(tmp_path: Path) -> None:
+def test_old_weights_file_is_loaded(tmp_path: Path) -> None:
     model = san.create_model("san10_patchwise", 5, num_stages=2, width_mult=0.5, group_size=4)
     san.save_checkpoint(model, tmp_path / "new.pt")
     content = torch.load(tmp_path / "new.pt")
@@ -54,6 +54,6 @@ def test_an_old_file_of_weights_is_loaded(tmp_path: Path) -> None:
     assert san.load_checkpoint(tmp_path / "old.pt").spec == model.spec
 
 
-def test_the_library_names_the_new_field() -> None:
+def test_error_for_an_old_field_names_the_new_one() -> None:
     with pytest.raises(ValueError, match="san10_pairwise has no field width_factor; width_factor is now width_mult"):
         san.create_model("san10_pairwise", width_factor=0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,14 +47,11 @@ TOPS = {
 
 
 @pytest.fixture
-def finished_job(write_grid: Callable[[str, str], Path], tmp_path: Path, empty_database: Path) -> Callable[..., Job]:
+def finished_job(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., Job]:
     """Makes a job of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
     def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> Job:
-        runs = tmp_path / "runs"
-        runs.mkdir()
-        shutil.copy(empty_database, runs / "mlflow.db")
-        job = open_job(write_grid(grid, "asked.yaml"), profile, overrides, runs, seeds=2)
+        job = open_job(write_grid(grid, "invented.yaml"), profile, overrides, runs, seeds=2)
         job.tracker.prepare(job.grid, runs / "artifacts")
         for trial in job.trials:
             if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):

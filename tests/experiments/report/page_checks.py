@@ -1,4 +1,4 @@
-"""What may be wrong with the looks of a page, asked of the browser that shows it."""
+"""Checks of the layout and accessibility of a page in a browser."""
 
 from __future__ import annotations
 
@@ -65,21 +65,21 @@ MOVING = """
 """
 OUTSIDE = "[...document.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().right > {width}).map(s => s.outerHTML)"
 PROBES = {
-    "contrast below 4.5 of text, below 3 of marks and lines": CONTRAST,
-    "words of a chart that overlap": OVERLAPS,
-    "words of a chart that are shown in less than 12 pixels": SMALL,
-    "levels of headings that are left out": HEADINGS,
+    "contrast below 4.5 (text) or 3 (marks and lines)": CONTRAST,
+    "overlapping texts of a chart": OVERLAPS,
+    "texts of a chart smaller than 12 pixels": SMALL,
+    "skipped heading levels": HEADINGS,
     "tables without a caption or scopes": TABLES,
-    "pictures without words": WORDLESS,
-    "what scrolls, but not by keyboard, or has no name": UNREACHED,
-    "what moves": MOVING,
+    "pictures without a description": WORDLESS,
+    "scrolling areas without keyboard access or a name": UNREACHED,
+    "animations": MOVING,
 }
 
 
 def faults(page: Browser, width: int) -> dict[str, object]:
-    """What is wrong with the page in a window of that width, with everything unfolded; nothing where all is well."""
+    """The problems of the page in a window of this width with all details open."""
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    found = {what: page.evaluate(probe) for what, probe in PROBES.items()}
+    found = {problem: page.evaluate(probe) for problem, probe in PROBES.items()}
     found["outside of the window"] = page.evaluate(OUTSIDE.format(width=width))
     found["width"] = [wide] if (wide := page.evaluate("document.documentElement.scrollWidth")) > width else []
-    return {what: where for what, where in found.items() if where}
+    return {problem: places for problem, places in found.items() if places}

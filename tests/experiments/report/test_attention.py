@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
-from experiments.cli import main
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
 from experiments.report.attention import Attention, between_channels, in_words, look, open_image
 from experiments.report.attention_plot import save
 from pipelines import prepare_digits
 from san import ops
+from tests.experiments.conftest import San, captured_san
 
 KINDS = {"pairwise": "san10_pairwise", "patchwise": "san10_patchwise", "scalar": "san10_scalar"}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each kind of attention and one without any, with fresh weights, and a photograph's stand-in."""
+    """A checkpoint of each kind of attention and one without any, with random weights, and a picture."""
     folder = tmp_path_factory.mktemp("show")
     torch.manual_seed(0)
     for name in (*KINDS.values(), "resnet26"):
@@ -41,14 +40,9 @@ def opened(files: Path, kind: str) -> LoadedModel:
     return open_checkpoint(files / f"{KINDS[kind]}.pt", (), "digits")
 
 
-def looked(files: Path, kind: str, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None) -> Attention:
+def look_at(files: Path, kind: str, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None) -> Attention:
     network = opened(files, kind)
     return look(network, open_image(network, str(files / "colours.png")), pixel, grid, layer)
-
-
-def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["san", "show", *arguments])
-    main()
 
 
 @pytest.mark.parametrize(
@@ -58,29 +52,22 @@ def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_weights_and_describes_them(
-    kind: str,
-    where: Sequence[str],
-    whose: str,
-    files: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, where: Sequence[str], whose: str, files: Path, tmp_path: Path, run_san: San
 ) -> None:
-    out = tmp_path / "seen.png"
-    asked = (str(files / f"{KINDS[kind]}.pt"), str(files / "colours.png"), "--profile", "digits", "--out", str(out), *where)
-    shown(monkeypatch, *asked)
-    told = capsys.readouterr().out
+    out = tmp_path / "picture.png"
+    options = ("--profile", "digits", "--out", out, *where)
+    _, text, _ = run_san("show", files / f"{KINDS[kind]}.pt", files / "colours.png", *options)
     with Image.open(out) as picture:
-        assert picture.info["Description"] == told.removeprefix(f"{out}: ").rstrip("\n")
+        assert picture.info["Description"] == text.removeprefix(f"{out}: ").rstrip("\n")
         assert picture.width == 1200 and picture.height > 800
         assert len(np.unique(np.asarray(picture.convert("L")))) > 100
     for words in (f"san10_{kind} predicts class ", f"{kind} attention", whose, "variance of"):
-        assert words in told
+        assert words in text
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixel_selects_weights_of_the_layer(kind: str, files: Path) -> None:
-    everywhere, one = looked(files, kind, grid=6), looked(files, kind, pixel=(9, 20))
+    everywhere, one = look_at(files, kind, grid=6), look_at(files, kind, pixel=(9, 20))
     assert everywhere.map == (6, 6)
     assert one.pixels == ((2, 5),)
     np.testing.assert_array_equal(one.weight_GKn[:, :, 0], everywhere.weight_GKn[:, :, 2 * 6 + 5])
@@ -89,9 +76,9 @@ def test_pixel_selects_weights_of_the_layer(kind: str, files: Path) -> None:
 
 
 def test_footprints_are_reflected_like_those_of_the_operators(files: Path) -> None:
-    seen = looked(files, "pairwise", grid=6)
-    patches, outside = seen.footprints()
-    image_13HW = torch.from_numpy(seen.image_HW3).permute(2, 0, 1)[None]
+    attention = look_at(files, "pairwise", grid=6)
+    patches, outside = attention.footprints()
+    image_13HW = torch.from_numpy(attention.image_HW3).permute(2, 0, 1)[None]
     pooled_13HW = torch.nn.functional.avg_pool2d(image_13HW, 4)
     expected = ops.unfold(pooled_13HW, 7)[0].permute(2, 1, 0).unflatten(1, (7, 7))
     np.testing.assert_allclose(patches.mean((3, 4)), expected, atol=1e-6)
@@ -102,7 +89,7 @@ def test_footprints_are_reflected_like_those_of_the_operators(files: Path) -> No
 
 
 def test_image_is_preprocessed_as_in_validation(files: Path, tmp_path: Path) -> None:
-    """A number of the split is the image of that number, treated as in validation."""
+    """A number selects the image at this place of the split. Files and numbers are preprocessed alike."""
     root = prepare_digits(tmp_path / "digits")
     network = open_checkpoint(files / "san10_pairwise.pt", (f"data.root={root}",), "digits")
     images = open_image(network, "40")
@@ -123,7 +110,7 @@ def test_image_format_does_not_matter(name: str, options: dict[str, Any], files:
         picture.save(tmp_path / name, **options)
     network = opened(files, "pairwise")
     image_HW3 = look(network, open_image(network, str(tmp_path / name))).image_HW3
-    np.testing.assert_array_equal(image_HW3, looked(files, "pairwise").image_HW3)
+    np.testing.assert_array_equal(image_HW3, look_at(files, "pairwise").image_HW3)
 
 
 def test_number_means_an_image_even_if_a_folder_has_that_name(
@@ -135,22 +122,22 @@ def test_number_means_an_image_even_if_a_folder_has_that_name(
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("layer", "name"),
     [(None, "stage2.blocks.0"), ("0", "stage1.blocks.0"), ("stage1.blocks.1.attention", "stage1.blocks.1")],
 )
-def test_layer_by_default_number_and_name(asked: str | None, name: str, files: Path) -> None:
-    assert looked(files, "pairwise", layer=asked).layer == f"{name}.attention"
+def test_layer_by_default_number_and_name(layer: str | None, name: str, files: Path) -> None:
+    assert look_at(files, "pairwise", layer=layer).layer == f"{name}.attention"
 
 
 def test_layer_with_one_channel(files: Path, tmp_path: Path) -> None:
-    attention = looked(files, "pairwise", layer="0")
+    attention = look_at(files, "pairwise", layer="0")
     save(attention, tmp_path / "one.png")
     assert "attention, 1 weight channel) " in in_words(attention)
     assert in_words(attention).endswith("There is only one channel, so all value channels share one map of weights.")
 
 
 def test_draws_only_some_of_many_channels(files: Path, tmp_path: Path) -> None:
-    """And a layer whose weights are all alike, as of a fresh network."""
+    """All weights of the layer are equal here, as after zero initialization."""
     torch.manual_seed(0)
     san.save_checkpoint(
         san.create_model("san10_patchwise", 10, num_stages=2, group_size=1, width_mult=2.0), tmp_path / "wide.pt"
@@ -172,7 +159,7 @@ def test_variance_between_channels(G: int, K: int, P: int, seed: int) -> None:
     assert found == pytest.approx(between_channels(weight_GKP.flip(0)))
     assert found == pytest.approx(between_channels(3 * weight_GKP + 1))
     assert between_channels(weight_GKP[:1].expand(5, K, P)) == pytest.approx(0, abs=1e-9)
-    mirrored = torch.cat((weight_GKP, 2 / K - weight_GKP))  # every channel has one that undoes it
+    mirrored = torch.cat((weight_GKP, 2 / K - weight_GKP))  # every channel has an opposite one
     assert between_channels(mirrored) == pytest.approx(100)
 
 
@@ -208,82 +195,80 @@ def colours(files: Path, *arguments: str) -> list[str]:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
-    "no picture of that name": (
+    "missing file": (
         lambda files, tmp: pairwise(files, str(tmp / "none.png")),
         "{tmp}/none.png: no such file; expected one JPEG or PNG image\n",
     ),
-    "a text": (
+    "text file": (
         lambda files, tmp: pairwise(files, written(tmp / "a.png", b"a text")),
         "{tmp}/a.png: not a JPEG or PNG image; give a valid JPEG or PNG file\n",
     ),
-    "a picture that DALI does not know": (
+    "format that DALI cannot decode": (
         lambda files, tmp: pairwise(files, gif(files, tmp)),
         "{tmp}/a.gif: a GIF image, which DALI cannot decode; give a valid JPEG or PNG file\n",
     ),
-    "a folder": (
+    "folder": (
         lambda files, tmp: pairwise(files, str(tmp)),
         "{tmp}: a folder; expected one JPEG or PNG image\n",
     ),
-    "no file": (
+    "device file": (
         lambda files, tmp: pairwise(files, "/dev/null"),
         "/dev/null: not a regular file; expected one JPEG or PNG image\n",
     ),
-    "a name that is too long": (
+    "name that is too long": (
         lambda files, tmp: pairwise(files, 300 * "x"),
         "xxx: no such file; expected one JPEG or PNG image\n",
     ),
-    "an empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: empty file; give"),
-    "a PNG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: damaged: "),
-    "a JPEG cut off": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: damaged: "),
-    "a number beyond the split": (
+    "empty file": (lambda files, tmp: pairwise(files, written(tmp / "a.png", b"")), "{tmp}/a.png: empty file; give"),
+    "truncated PNG": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.png")), "{tmp}/cut.png: damaged: "),
+    "truncated JPEG": (lambda files, tmp: pairwise(files, cut(files, tmp, "cut.jpg")), "{tmp}/cut.jpg: damaged: "),
+    "number outside the split": (
         lambda files, _: pairwise(files, "360"),
         "digits/val has 360 images; give a number from 0 to 359, or a file",
     ),
-    "a pixel outside": (
+    "pixel outside the image": (
         lambda files, _: colours(files, "--pixel", "3,24"),
         "--pixel 3,24: outside the model's input of 24 x 24 pixels; give a row and a column from 0 to 23",
     ),
-    "no pixel": (
+    "invalid pixel": (
         lambda files, _: colours(files, "--pixel", "3"),
         "--pixel 3: not ROW,COL; give two integers, for example 12,8",
     ),
-    "a pixel and a grid": (
+    "pixel and grid": (
         lambda files, _: colours(files, "--pixel", "3,3", "--grid", "2"),
         "both `--pixel` and `--grid`; give only one of these options",
     ),
-    "a grid finer than the map": (
+    "grid finer than the feature map": (
         lambda files, _: colours(files, "--grid", "7"),
         "--grid 7: the feature map of stage2.blocks.0.attention has 6 x 6 pixels; give at most 6",
     ),
-    "an unknown layer": (
+    "unknown layer": (
         lambda files, _: colours(files, "--layer", "3"),
         "--layer 3: no such attention layer in san10_pairwise; "
         "give a number or one of these names: 0 stage1.blocks.0.attention, 1 stage1.blocks.1.attention, 2 stage2.blocks",
     ),
-    "a network without attention": (
+    "network without attention": (
         lambda files, _: [str(files / "resnet26.pt"), str(files / "colours.png")],
         "resnet26.pt: resnet26 has no attention layers; give a checkpoint of a self-attention network",
     ),
-    "no PNG": (
+    "output file that is not a PNG": (
         lambda files, tmp: colours(files, "--out", str(tmp / "a.jpg")),
         "--out {tmp}/a.jpg: the picture is a PNG; give a file name that ends in .png",
     ),
-    "a place that cannot be written": (
+    "output folder that does not exist": (
         lambda files, tmp: colours(files, "--out", str(tmp / "none" / "a.png")),
         "{tmp}/none/a.png: cannot write this file (No such file or directory); choose another file with --out",
     ),
 }
 
 
-@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_show_command_rejects(
-    what: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mistake: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, sentence = MISTAKES[what]
-    with pytest.raises(SystemExit, match="2"):
-        shown(monkeypatch, *arguments(files, tmp_path), "--profile", "digits")
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("san: ")
-    assert sentence.format(tmp=tmp_path) in err
-    assert len(err.splitlines()) == 1
+    """Captures file descriptors, because DALI could print its own messages."""
+    arguments, message = MISTAKES[mistake]
+    code, out, err = captured_san(monkeypatch, capfd, "show", *arguments(files, tmp_path), "--profile", "digits")
+    assert (code, out) == (2, "")
+    assert err.startswith("san: ") and len(err.splitlines()) == 1
+    assert message.format(tmp=tmp_path) in err

@@ -1,4 +1,4 @@
-"""The attention weights on a page: which cells are chosen, and errors instead of weights."""
+"""The attention samples of a page: the selection of cells, and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.experiments.report.conftest import GRID, save_untrained
 def test_samples_the_best_cell_of_each_kind_of_attention(
     rows: dict[str, dict[str, str]], chosen: list[str], write_grid: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Later cells are better here."""
+    """Later cells are better in this test."""
     content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
     job = open_job(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2)
     finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(job.trials)]
@@ -48,31 +48,31 @@ def damaged(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def of_two_classes(path: Path) -> None:
+def with_two_classes(path: Path) -> None:
     found = Checkpoint.read(path)
     path.write_bytes(replace(found, origin=replace(found.origin, classes=("cat", "dog"))).as_bytes())
 
 
-def of_a_field_of_later(path: Path) -> None:
+def with_an_unknown_field(path: Path) -> None:
     found = Checkpoint.read(path)
     path.write_bytes(replace(found, origin=replace(found.origin, record={**found.origin.record, "late": 1})).as_bytes())
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (Path.unlink, "epoch-0003-step-0000000.pt: cannot read this file (No such file or directory)"),
         (damaged, "epoch-0003-step-0000000.pt: not a file written by torch.save, or damaged"),
-        (of_two_classes, "size mismatch"),
-        (of_a_field_of_later, "late: "),
+        (with_two_classes, "size mismatch"),
+        (with_an_unknown_field, "late: "),
     ],
-    ids=["gone", "damaged", "another network", "of another version"],
+    ids=["missing", "damaged", "other network", "other version"],
 )
 def test_unreadable_checkpoint_becomes_an_error_message(
-    change: Callable[[Path], None], told: str, write_grid: Callable[[str], Path], tmp_path: Path
+    change: Callable[[Path], None], message: str, write_grid: Callable[[str], Path], tmp_path: Path
 ) -> None:
     job = open_job(write_grid(GRID), "digits", (), tmp_path)
     trial = next(trial for trial in job.trials if trial.row == "patchwise_3")
     change(save_untrained(job, trial))
     (found,) = attention_samples(job.workspace, [(trial, Result("run", True, {"val/top1": 95.0}))])
-    assert found.attention is None and told in found.error and "\n" not in found.error
+    assert found.attention is None and message in found.error and "\n" not in found.error

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.cli import main
 from experiments.cli.plan import plan, plan_in_words
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
 from experiments.report.build import note, show
 from experiments.tracking import Result
 from experiments.training.job import Job, known_results, open_job
+from tests.experiments.conftest import San
 
 
 def test_names_rows_that_are_missing_in_the_papers_table(
@@ -23,49 +22,43 @@ def test_names_rows_that_are_missing_in_the_papers_table(
 ) -> None:
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
     job = open_job(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
-    told = "table `footprint` (which lacks a, b, c and 2 more rows)"
+    text = "table `footprint` (which lacks a, b, c and 2 more rows)"
     show(job, {})
-    assert f"Which rows? Paper: ImageNet, {told}. Ours: " in capsys.readouterr().out
-    assert f"compared with the paper's {told}" in plan_in_words(job, plan(job), None)
+    assert f"Which rows? Paper: ImageNet, {text}. Ours: " in capsys.readouterr().out
+    assert f"compared with the paper's {text}" in plan_in_words(job, plan(job), None)
 
 
 def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., Job], tmp_path: Path) -> None:
     job = finished_job()
     files, complete = show(job, known_results(job))
     job.tracker.log_report(files, complete)
-    experiment = job.tracker.client.get_experiment_by_name("asked")
+    experiment = job.tracker.client.get_experiment_by_name("invented")
     assert experiment is not None
     (parent,) = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
-    kept = {artifact.path for artifact in job.tracker.client.list_artifacts(parent.info.run_id)}
-    assert kept == {"table.md", "table.csv", "plot.png", "report.html"}
+    files = {artifact.path for artifact in job.tracker.client.list_artifacts(parent.info.run_id)}
+    assert files == {"table.md", "table.csv", "plot.png", "report.html"}
 
 
-def test_report_command_rejects(
-    finished_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_command_rejects(finished_job: Callable[..., Job], tmp_path: Path, run_san: San) -> None:
     finished_job()
-    asked = ["san", "report", str(tmp_path / "asked.yaml"), "--runs", str(tmp_path / "runs")]
 
-    def said(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", [*asked, *arguments])
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        out, err = capsys.readouterr()
-        assert out == ""
+    def error(*arguments: object) -> str:
+        code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", tmp_path / "runs", *arguments)
+        assert (code, out) == (2, "")
         return err
 
     nowhere = tmp_path / "nowhere" / "page.html"
-    assert f"san: {nowhere}: cannot write the page (No such file or directory); choose another file" in said(
+    assert f"san: {nowhere}: cannot write the page (No such file or directory); choose another file" in error(
         "--html", str(nowhere)
     )
-    assert "(Is a directory); choose another file" in said("--html", str(tmp_path))
+    assert "(Is a directory); choose another file" in error("--html", str(tmp_path))
     for form in (["--format", "latex"], ["--html", str(tmp_path / "page.html")]):
-        err = said("recipe.lr=0.01", *form)
-        assert "san: no finished cell of grid asked with profile digits in sqlite:///" in err
+        err = error("recipe.lr=0.01", *form)
+        assert "san: no finished cell of grid invented with profile digits in sqlite:///" in err
         assert "train the grid with `san run " in err and f"recipe.lr=0.01 --runs {tmp_path / 'runs'}`, or choose" in err
     assert not (tmp_path / "page.html").exists()
-    assert "'word' is not one of 'text', 'markdown', 'latex', 'csv'" in said("--format", "word")
-    assert "two output formats: `--json` and `--format csv`; give only one of these options" in said(
+    assert "'word' is not one of 'text', 'markdown', 'latex', 'csv'" in error("--format", "word")
+    assert "two output formats: `--json` and `--format csv`; give only one of these options" in error(
         "--format", "csv", "--json"
     )
 
@@ -75,26 +68,19 @@ def test_report_command_rejects(
     [("markdown", "| row | top-1 paper |"), ("latex", "% needs"), ("csv", "id,paper_top1,top1")],
 )
 def test_prints_every_table_format(
-    form: str,
-    start: str,
-    finished_job: Callable[..., Job],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    form: str, start: str, finished_job: Callable[..., Job], tmp_path: Path, run_san: San
 ) -> None:
     finished_job()
-    asked = ["san", "report", str(tmp_path / "asked.yaml"), "--seeds", "2", "--runs", str(tmp_path / "runs"), "--format", form]
-    monkeypatch.setattr(sys, "argv", asked)
-    main()
-    out = capsys.readouterr().out
+    options = ("--seeds", "2", "--runs", tmp_path / "runs", "--format", form)
+    _, out, _ = run_san("report", tmp_path / "invented.yaml", *options)
     assert out.startswith(start)
     assert "pairwise" in out
-    assert not (tmp_path / "runs" / "asked-digits").exists()
+    assert not (tmp_path / "runs" / "invented-digits").exists()
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
-    """Of the paper's grids with several seeds, which are another grid's cells."""
+    """For the grids of the paper with several seeds, whose cells another grid has trained."""
     job = open_job(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
     names = [
         metric
@@ -111,8 +97,8 @@ def test_mlflow_description_has_all_conditions_and_rows(name: Any, tmp_path: Pat
         )
         for trial in job.trials
     }
-    told = note(job, results)
-    assert "18 of 18 in [comparison](#/experiments/1234567890/" in told
+    text = note(job, results)
+    assert "18 of 18 in [comparison](#/experiments/1234567890/" in text
     for condition in PROTOCOLS[name].conditions:
         for row in job.grid.rows:
-            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in told
+            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in text

@@ -1,4 +1,4 @@
-"""The records of tables: means, intervals, and differences only where they mean something."""
+"""The rows of tables: means, intervals, and differences from the paper."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ COUNTED = [path for path in GRIDS if path.stem not in ("rotation", "attack")]
 def test_params_and_flops_match_the_paper(path: Path, tmp_path: Path) -> None:
     for line in tabled(open_job(path, "digits", (), tmp_path), {}):
         printed = "10.0 2.0" if line.id == "pairwise_phi_eq_psi" else f"{line.paper_params} {line.paper_flops}"
-        assert f"{line.params:.1f} {line.flops:.1f}" == printed, line.id  # that one counts 2.046, where the paper has 2.1
+        assert f"{line.params:.1f} {line.flops:.1f}" == printed, line.id  # its count is 2.046, but the paper prints 2.1
 
 
-def test_shows_a_difference_if_the_training_matches_the_papers(
-    small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
-) -> None:
+def test_difference_if_the_training_matches_the_paper(small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path) -> None:
     root = f"data.root={folder_of_1000_classes}"
     lines = tabled(open_job(small_grid, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
     assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
@@ -54,12 +52,12 @@ def test_shows_a_difference_if_the_training_matches_the_papers(
         ("imagenet", ("data.root={folder}", "recipe.epochs=10")),
     ],
 )
-def test_shows_no_difference_if_the_training_differs_from_the_papers(
+def test_no_difference_if_the_training_differs_from_the_paper(
     profile: str, overrides: tuple[str, ...], small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
 ) -> None:
-    open_job(small_grid, "digits", (), tmp_path)  # writes the digits where they are missing
-    given = [override.format(folder=folder_of_1000_classes) for override in overrides]
-    job = open_job(small_grid, profile, given, tmp_path)
+    open_job(small_grid, "digits", (), tmp_path)  # writes the digits if they are missing
+    filled = [override.format(folder=folder_of_1000_classes) for override in overrides]
+    job = open_job(small_grid, profile, filled, tmp_path)
     assert {line.difference for line in tabled(job, {"resnet26_3": 75.0})} == {None}
     first = PROTOCOLS["rotation"].conditions[0]
     metrics = {"val/top1": 1.0, "val/top5": 2.0} | first.metrics({"top1": 1.0, "top5": 2.0})
@@ -87,7 +85,7 @@ def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> No
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
     (line,) = table_rows(job.grid, job.trials, results, paper, counts)
     assert (line.top1, line.seeds) == (92.0, 2)
-    assert line.top1_half_width is None  # two seeds are shown as they are
+    assert line.top1_half_width is None  # two seeds are listed
     assert "| resnet26_3 | 76.0 | 92.0 (90.0, 94.0) | 2 |" in grid_table([line]).markdown()
     third = dataclasses.replace(job.trials[0], seed=2)
     results[third.key] = Result("c", True, {"val/top1": 98.0, "val/top5": 99.0})
@@ -117,7 +115,7 @@ def test_interval_of_a_difference() -> None:
     assert found is not None
     assert found.middle == pytest.approx(4.0)
     assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
-    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not mean certainty
+    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not prove certainty
 
 
 def test_overrides_change_flops(small_grid: Path, tmp_path: Path) -> None:
@@ -126,7 +124,7 @@ def test_overrides_change_flops(small_grid: Path, tmp_path: Path) -> None:
     assert [f"{line.flops:.1f}" for line in wide][::2] == ["3.0", "2.3"]
 
 
-def test_model_too_large_for_the_papers_images_has_no_counts(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
     path = write_grid("""
         question: Too large for the last stage?
         table: footprint
@@ -137,7 +135,7 @@ def test_model_too_large_for_the_papers_images_has_no_counts(write_grid: Callabl
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_papers_table_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
+def test_table_of_the_paper_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
     job = open_job(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
     assert job.grid.robustness == job.grid.table == name
     columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
@@ -167,7 +165,7 @@ def test_drop_uses_the_seeds_with_both_numbers() -> None:
 
 
 def test_drop_has_its_own_interval() -> None:
-    """By the differences seed by seed: here they are alike, though the seeds are not."""
+    """It is computed from the drop of each seed, which varies less than the accuracy here."""
     seeds = [
         {"none": {"top1": 60.0 + base, "top5": 90.0}, "cw90": {"top1": 40.0 + base - more, "top5": 80.0}}
         for base, more in ((0.0, 1.0), (10.0, 0.0), (20.0, 2.0))
@@ -180,14 +178,14 @@ def test_drop_has_its_own_interval() -> None:
     assert found["row", "none", "top1"].drop_half_width is None
     assert found["other", "cw90", "top1"].drop_half_width is None
 
-    told = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
+    numbers = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
     table = protocol_table(cells)
     texts = {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(cells)}
     lines = {form: text.splitlines() for form, text in texts.items()}
     (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
-    assert told[0] in line and told[1] in line
-    assert f"| cw90 | row | {told[0]} | {told[1]} |" in "\n".join(lines["markdown"])
-    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in told)) in "\n".join(lines["latex"])
+    assert numbers[0] in line and numbers[1] in line
+    assert f"| cw90 | row | {numbers[0]} | {numbers[1]} |" in "\n".join(lines["markdown"])
+    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in numbers)) in "\n".join(lines["latex"])
     (number,) = (
         row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,7 +12,6 @@ import pytest
 import yaml
 from mlflow.entities import Metric
 
-from experiments.cli import main
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
@@ -26,6 +24,7 @@ from experiments.report.page import commands_for_row, page
 from experiments.tracking import Result
 from experiments.training.job import Job, known_results, open_job
 from tests.browser import Browser, browser
+from tests.experiments.conftest import San
 from tests.experiments.report.conftest import QUESTION, save_untrained
 from tests.experiments.report.page_checks import faults
 
@@ -50,26 +49,19 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def cells(page: Browser, row: str, table: str = "section[aria-labelledby=results]") -> list[str]:
-    """What a row of a table shows, without its heading."""
+    """The texts of a row of a table, without its heading."""
     found = f"[...document.querySelectorAll('{table} tbody tr')].find(r => r.cells[0].innerText === '{row}')"
     return list(page.evaluate(f"[...{found}.cells].slice(1).map(c => c.innerText)"))
 
 
-def test_page_in_a_browser(
-    finished_job: Callable[..., Job],
-    shown: Browser,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_page_in_a_browser(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path, run_san: San) -> None:
     """The content does not depend on color or a network. Screenshots are in the test's folder."""
     job = finished_job()
     best = next(trial for trial in job.trials if trial.row == "pairwise_5")
     file = save_untrained(job, best)
-    asked = ["san", "report", str(tmp_path / "asked.yaml"), "--seeds", "2", "--runs", str(job.workspace.runs), "--json"]
-    monkeypatch.setattr(sys, "argv", [*asked, "--html", str(tmp_path / "page.html")])
-    main()
-    assert f"report: {tmp_path / 'page.html'}\n" in capsys.readouterr().err
+    options = ("--seeds", "2", "--runs", job.workspace.runs, "--json", "--html", tmp_path / "page.html")
+    _, _, err = run_san("report", tmp_path / "invented.yaml", *options)
+    assert f"report: {tmp_path / 'page.html'}\n" in err
     assert (tmp_path / "page.html").stat().st_size < 250_000
     for width in (1280, 400, 320):
         for dark in (False, True):
@@ -82,7 +74,7 @@ def test_page_in_a_browser(
 
     assert shown.evaluate("document.documentElement.lang") == "en"
     assert shown.evaluate("document.querySelector('h1').innerText") == QUESTION
-    assert shown.evaluate("document.title") == f"asked: {QUESTION}"
+    assert shown.evaluate("document.title") == f"invented: {QUESTION}"
     assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
     ended = max(result.ended for result in known_results(job).values())
     assert f"7 of 10 cells finished\nlast cell finished {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
@@ -106,18 +98,18 @@ def test_page_in_a_browser(
     assert marks >= 3  # families differ without color
 
     opened = open_checkpoint(file)
-    seen = look(opened, open_image(opened, "180"))
+    attention = look(opened, open_image(opened, "180"))
     pictures = "[...document.querySelectorAll('[aria-labelledby=attention-weights] svg')]"
-    assert shown.evaluate(f"{pictures}.map(s => s.ariaLabel)") == [in_words(seen)]
+    assert shown.evaluate(f"{pictures}.map(s => s.ariaLabel)") == [in_words(attention)]
     words = shown.evaluate(f"[...{pictures}[0].querySelectorAll('text')].map(t => t.textContent)")
     assert [word for word in words if word.startswith("channel")] == [f"channel {number}" for number in range(4)]
     assert shown.evaluate("[...document.querySelectorAll('image')].every(i => i.getBBox().width > 0)")
     looks = shown.evaluate("document.querySelector('section[aria-labelledby=attention-weights]').innerText")
-    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{seen.between:.0f} % of the variance" in looks
+    assert "pairwise_5: pairwise attention, subtraction" in looks and f"{attention.between:.0f} % of the variance" in looks
     assert "patchwise_3-seed1\n\nNo picture: " in looks and "epoch-0003-step-0000000.pt: cannot read this file" in looks
 
     reproduce = "section[aria-labelledby=reproduce]"
-    assert f"san run {tmp_path / 'asked.yaml'} --profile digits --seeds 2" in shown.text()
+    assert f"san run {tmp_path / 'invented.yaml'} --profile digits --seeds 2" in shown.text()
     first = job.trials[0]
     assert cells(shown, first.name, reproduce)[:2] == [first.key, known_results(job)[first.key].run_id]
     facts = shown.evaluate(f"document.querySelector('{reproduce} dl').innerText")
@@ -144,8 +136,8 @@ def test_large_grids_show_only_the_best_rows(
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
     report = Report(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
     text = page(report)
-    for what in ("labels, where there is room", "curves", "a command on this page"):
-        assert f"Only the best 3 of the 6 rows, by top-1, have {what}." in text
+    for element in ("labels, where there is room", "curves", "a command on this page"):
+        assert f"Only the best 3 of the 6 rows, by top-1, have {element}." in text
     assert re.findall("<summary>(.*?)</summary>", text) == kept
     assert re.findall('<g class="label"><text.*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
     assert "with the best top-1 have" not in page(replace(report, rows=lines[:3]))
@@ -242,25 +234,25 @@ def test_two_seeds_are_listed_instead_of_an_interval(finished_job: Callable[...,
     turned = "[...document.querySelectorAll('[aria-labelledby=results] tbody')][1].rows[1].cells"
     assert shown.evaluate(f"[...{turned}].map(c => c.innerText)")[1:5] == ["49.1", "79.5 (80.0, 79.0)", "24.5", "10.0"]
     assert "The interval of a drop" not in shown.text()
-    told = shown.evaluate(
+    labels = shown.evaluate(
         "[...document.querySelectorAll('[aria-labelledby=accuracy-that-remains] svg.chart')].map(c => c.ariaLabel)"
     )
-    assert told[0] == ("Top-1 under cw90 against top-1 on clean images, ours, digits. resnet: resnet26: 79.5 % of 89.5 %.")
-    assert told[1].startswith(
+    assert labels[0] == ("Top-1 under cw90 against top-1 on clean images, ours, digits. resnet: resnet26: 79.5 % of 89.5 %.")
+    assert labels[1].startswith(
         "Top-1 under cw90 against top-1 on clean images, paper, ImageNet. resnet: resnet26: 49.1 % of 73.6 %."
     )
-    assert len(told) == 5  # ours under one condition, the paper's under four
+    assert len(labels) == 5  # ours under one condition, the paper's under four
 
 
 def test_printed_page_is_light_and_not_cut_off(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
-    """Also for readers who prefer dark pages."""
+    """Also if the reader prefers dark pages."""
     job = finished_job()
     rotation = {
         metric: 40.0 for condition in PROTOCOLS["rotation"].conditions for metric in map(condition.metric, condition.numbers)
     }
     job.tracker.add(known_results(job)[job.trials[0].key].run_id, rotation)
     write_page(job, known_results(job), tmp_path / "page.html")
-    shown.show(718, dark=True)  # of A4
+    shown.show(718, dark=True)  # the width of A4
     shown.open((tmp_path / "page.html").as_uri())
     cut = "[...document.querySelectorAll('.scroll')].map(b => [b.scrollWidth - b.clientWidth, b.scrollHeight - b.clientHeight])"
     assert max(wide for wide, _ in shown.evaluate(cut)) > 100
@@ -274,7 +266,7 @@ def test_printed_page_is_light_and_not_cut_off(finished_job: Callable[..., Job],
         shown.call("Emulation.setEmulatedMedia", media="")
 
 
-def test_shows_a_difference_if_the_training_matches_the_papers(
+def test_shows_a_difference_if_the_training_matches_the_paper(
     finished_job: Callable[..., Job], folder_of_1000_classes: Path, shown: Browser, tmp_path: Path
 ) -> None:
     job = finished_job(f"data.root={folder_of_1000_classes}", "recipe.epochs=100", profile="imagenet")
@@ -287,12 +279,12 @@ def test_shows_a_difference_if_the_training_matches_the_papers(
 def test_links_runs_on_a_server(finished_job: Callable[..., Job], tmp_path: Path) -> None:
     job = finished_job()
     results = known_results(job)
-    asked = replace(job.workspace, tracking_uri="https://runs.example.org/")
+    workspace = replace(job.workspace, tracking_uri="https://runs.example.org/")
     tracker = job.tracker
     path = tmp_path / "page.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "tracker", property(lambda job: tracker))
-        write_page(replace(job, workspace=asked), results, path)
+        write_page(replace(job, workspace=workspace), results, path)
     result = results[job.trials[0].key]
     place = f"https://runs.example.org/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()

@@ -1,4 +1,4 @@
-"""Charts: colors that everybody can distinguish, labels that stay readable, and PNG files."""
+"""Charts: distinguishable colors, readable labels, and PNG files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from experiments.training.job import Job, open_job
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
-Colour = NDArray[np.float64]
+Color = NDArray[np.float64]
 
 
-# What readers see of linear RGB who lack a kind of cones altogether (Machado, Oliveira, Fernandes, 2009, severity 1).
+# Color blindness as a transformation of linear RGB (Machado, Oliveira, Fernandes, 2009, severity 1).
 VISIONS = {
     "all cones": np.eye(3),
     "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
@@ -51,11 +51,11 @@ OKLAB = np.array(
 )
 
 
-def seen(code: str, vision: Colour) -> Colour:
-    """A colour in Oklab, times 100: of two that touch, a difference of 2 is just noticed."""
+def oklab(code: str, vision: Color) -> Color:
+    """A color in Oklab, times 100. For adjacent areas, a difference of 2 is just noticeable."""
     values = np.array([int(code[place : place + 2], 16) / 255 for place in (1, 3, 5)])
     linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-    found: Colour = 100 * OKLAB @ np.cbrt(CONES @ np.clip(vision @ linear, 0, 1))
+    found: Color = 100 * OKLAB @ np.cbrt(CONES @ np.clip(vision @ linear, 0, 1))
     return found
 
 
@@ -63,7 +63,7 @@ def seen(code: str, vision: Colour) -> Colour:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_color_blind_readers_can_distinguish_series(theme: int, vision: str) -> None:
     """The first three colors differ even more, because most charts have at most three series."""
-    colors = [seen(COLORS[f"c{number}"][theme], VISIONS[vision]) for number in range(7)]
+    colors = [oklab(COLORS[f"c{number}"][theme], VISIONS[vision]) for number in range(7)]
     apart = {pair: np.linalg.norm(colors[pair[0]] - colors[pair[1]]) for pair in combinations(range(7), 2)}
     assert min(apart.values()) > 8, min(apart, key=lambda pair: apart[pair])
     assert min(distance for pair, distance in apart.items() if max(pair) < 3) > 12
@@ -87,9 +87,9 @@ def test_labels_avoid_lines() -> None:
 
 
 @pytest.mark.parametrize("is_plot", [True, False], ids=["plot", "rows"])
-@pytest.mark.parametrize("has_paper", [True, False], ids=["beside the paper", "alone"])
+@pytest.mark.parametrize("has_paper", [True, False], ids=["with the paper", "alone"])
 @pytest.mark.parametrize("half_width", [None, 0.5], ids=["one seed", "seeds"])
-def test_draws_ours_beside_the_paper(
+def test_draws_ours_next_to_the_paper(
     is_plot: bool, has_paper: bool, half_width: float | None, open_small_job: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = open_small_job()
@@ -116,7 +116,7 @@ def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
 
 
 def png_size(path: Path) -> tuple[int, int]:
-    """Width and height in pixels, from the file's header."""
+    """Width and height in pixels, from the header of the file."""
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])

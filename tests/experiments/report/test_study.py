@@ -1,4 +1,4 @@
-"""The study: the paper's claims are the paper's, verdicts follow from intervals alone, the page has everything."""
+"""The study: claims of the paper, verdicts, and the page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from experiments.grids.paper import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval
 from experiments.report.study import Finding, Section, findings, section_of, write_study
 from experiments.tracking import Result
-from experiments.training.images import open_data
 from experiments.training.job import Job, open_job
-from pipelines import DataError
 from tests.experiments.grids.test_grid import GRIDS
 
 TABLES = ("relation", "mapping", "transformation", "footprint", "position")
@@ -25,7 +23,7 @@ def opened(table: str, runs: Path, *overrides: str) -> Job:
 
 
 def invented(job: Job, tops: dict[str, list[float]]) -> Section:
-    """The section of a job whose named rows have finished with these top-1, seed by seed."""
+    """The section of a job whose rows have finished with this top-1 for each seed."""
     results = {
         trial.key: Result("run", True, {"val/top1": tops[trial.row][trial.seed], "val/top5": 99.0})
         for trial in job.trials
@@ -34,22 +32,12 @@ def invented(job: Job, tops: dict[str, list[float]]) -> Section:
     return section_of(job.grid, job.trials, results)
 
 
-def test_the_study_trains_on_few_images_and_judges_on_all(tmp_path: Path) -> None:
-    usual, few = (opened("position", tmp_path, *overrides).trials[0] for overrides in ((), ("data.train_per_class=30",)))
-    train, val = open_data(few.config.data)
-    assert (len(train), len(val)) == (300, 360)
-    assert set(train.paths) < set(open_data(usual.config.data)[0].paths)
-    assert few.data_digest != usual.data_digest and few.key != usual.key
-    with pytest.raises(DataError, match=r"data\.train_per_class: .*train: too few images for 200 per class: 0 has 142"):
-        opened("position", tmp_path, "data.train_per_class=200")
-
-
-def test_claims_are_about_the_papers_tables() -> None:
+def test_claims_exist_for_the_tables_of_the_paper() -> None:
     assert tuple(paper_claims()) == TABLES
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_claim_is_what_the_papers_numbers_say(table: str) -> None:
+def test_claims_agree_with_the_numbers_of_the_paper(table: str) -> None:
     rows, claims = paper_rows(table), paper_claims()[table]
     pairs = [(claim.better, claim.worse) for claim in claims]
     assert len(set(pairs)) == len(pairs) == len({claim.claim for claim in claims})
@@ -71,7 +59,7 @@ def test_every_claim_is_what_the_papers_numbers_say(table: str) -> None:
         (None, "inconclusive"),
     ],
 )
-def test_the_verdict_follows_from_the_interval(gap: Interval | None, verdict: str) -> None:
+def test_verdict_follows_from_the_interval(gap: Interval | None, verdict: str) -> None:
     assert Finding(Claim("a", "b", "A is better."), 1.0, gap).verdict == verdict
 
 
@@ -88,7 +76,7 @@ def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
     assert relative.gap is drop.gap is None  # one seed has no spread
 
 
-def test_the_page_has_every_table(tmp_path: Path) -> None:
+def test_page_has_every_table(tmp_path: Path) -> None:
     chance = random.Random(0)
     jobs = [opened(table, tmp_path / "runs") for table in TABLES]
     sections = [
@@ -112,8 +100,8 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
         for row in job.grid.rows:
             assert f"| {row.id} | {paper_rows(section.table)[row.id].top1} | " in page
         for finding in findings(section):
-            told = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
-            assert f"| {' | '.join(told)} | " in page
+            cells_of_row = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
+            assert f"| {' | '.join(cells_of_row)} | " in page
             assert f"- {section.table}: {finding.claim.claim} (" in page
     found = [finding.verdict for section in sections for finding in findings(section)]
     text = sum(claim.source == "text" for claims in paper_claims().values() for claim in claims)
@@ -124,7 +112,7 @@ def test_the_page_has_every_table(tmp_path: Path) -> None:
     assert max(map(len, page.split("## ")[0].splitlines())) <= 128
 
 
-def test_a_page_of_nothing_says_so(tmp_path: Path) -> None:
+def test_page_without_results(tmp_path: Path) -> None:
     job = opened("position", tmp_path)
     path = tmp_path / "study.md"
     assert write_study([invented(job, {})], path, 600, 360) == [path]

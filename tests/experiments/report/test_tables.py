@@ -57,10 +57,10 @@ def test_latex_escapes_special_characters() -> None:
 
 
 def test_latex_has_minus_signs_dashes_and_wraps_long_cells() -> None:
-    told = "stopped at epoch 6 of 18 by early stopping"
-    text = Table([("row", "difference", "drop", "note"), ("a-1", "-1.5", "-", told)]).latex().splitlines()
+    remark = "stopped at epoch 6 of 18 by early stopping"
+    text = Table([("row", "difference", "drop", "note"), ("a-1", "-1.5", "-", remark)]).latex().splitlines()
     assert text[1] == r"\begin{tabular}{lrrp{4cm}}"
-    assert text[5] == rf"a-1 & $-$1.5 & -- & {told} \\"
+    assert text[5] == rf"a-1 & $-$1.5 & -- & {remark} \\"
 
 
 def test_latex_groups_paper_and_ours_under_one_heading() -> None:
@@ -76,7 +76,7 @@ def test_latex_groups_paper_and_ours_under_one_heading() -> None:
 
 @given(st.lists(st.lists(st.text(st.characters(exclude_categories=["C", "Z"])), min_size=3, max_size=3), min_size=1))
 def test_latex_is_well_formed_for_any_text(rows: list[list[str]]) -> None:
-    """As many columns in each row as are declared, and every brace closed, whatever is in a cell."""
+    """Every row has as many columns as declared, and all braces are closed."""
     body = Table(rows).latex().splitlines()[3:-2]
     assert len(body) == len(rows) + 1 and body.pop(1) == r"\midrule"
     for line in body:
@@ -89,8 +89,8 @@ def test_latex_compiles(tmp_path: Path) -> None:
     program = shutil.which("pdflatex")
     if program is None:
         pytest.skip("LaTeX is missing: no pdflatex on PATH (Debian's package texlive-latex-recommended)")
-    told = "seed 0 stopped at epoch 6 of 18 by early stopping"
-    paired = [("row", "top-1 paper", "top-1 ours", "difference", "note"), ("a", "75.1", "75.0 ± 0.1", "-0.1", told)]
+    remark = "seed 0 stopped at epoch 6 of 18 by early stopping"
+    paired = [("row", "top-1 paper", "top-1 ours", "difference", "note"), ("a", "75.1", "75.0 ± 0.1", "-0.1", remark)]
     tables = f"{Table(ROWS).latex()}\n\n{Table(paired).latex()}"
     body = "\n".join([r"\documentclass{article}\usepackage{booktabs}\begin{document}", tables, r"\end{document}"])
     (tmp_path / "table.tex").write_text(body)

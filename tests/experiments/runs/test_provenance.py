@@ -1,4 +1,4 @@
-"""Where a result comes from."""
+"""The commit and the environment of a result."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import torch
 from experiments.runs import provenance
 
 
-def test_the_commit_is_the_checkouts() -> None:
+def test_commit_of_a_checkout() -> None:
     where = Path(provenance.__file__).parent
     head = subprocess.run(["git", "-C", where, "rev-parse", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:
-        pytest.skip("the project is no checkout here")
+        pytest.skip("this copy of the project is not a git checkout")
     assert provenance.git_commit().removesuffix("-dirty") == head.stdout.strip()
 
 
 @pytest.mark.parametrize(
-    ("told", "commit"), [({}, "unknown"), ({"SAN_GIT_COMMIT": "abc-dirty"}, "abc-dirty")], ids=["nothing", "told"]
+    ("variables", "commit"), [({}, "unknown"), ({"SAN_GIT_COMMIT": "abc-dirty"}, "abc-dirty")], ids=["unknown", "variable"]
 )
-def test_the_commit_of_a_copy_is_what_it_is_told(told: dict[str, str], commit: str, tmp_path: Path) -> None:
+def test_commit_of_a_copy_comes_from_the_environment(variables: dict[str, str], commit: str, tmp_path: Path) -> None:
     (tmp_path / "experiments" / "runs").mkdir(parents=True)
     shutil.copy(provenance.__file__, tmp_path / "experiments" / "runs")
     program = "from experiments.runs.provenance import git_commit; print(git_commit())"
-    said = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=told, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == commit
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == commit
 
 
-def test_the_environment_names_hardware_and_packages() -> None:
+def test_environment_lists_hardware_and_packages() -> None:
     lines = provenance.environment().splitlines()
     assert f"torch=={torch.__version__}" in lines
     assert any(" CPUs (" in line and " GiB of memory, " in line for line in lines[:4])

@@ -36,7 +36,7 @@ def best_of(job: Job, trial: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize("recipe", [(), ("recipe.ema_decay=0.5",)], ids=["trained", "averaged"])
-def test_the_best_weights_are_a_registered_model(
+def test_best_weights_are_registered(
     recipe: tuple[str, ...],
     open_small_job: Callable[..., Job],
     process_group: None,
@@ -88,11 +88,11 @@ def test_the_best_weights_are_a_registered_model(
 
 
 @pytest.mark.parametrize("call", ["create_registered_model", "create_model_version", "set_terminated"])
-@pytest.mark.parametrize("done", [True, False], ids=["answer lost", "request lost"])
-def test_a_trial_is_registered_once(
+@pytest.mark.parametrize("done", [True, False], ids=["response lost", "request lost"])
+def test_trial_is_registered_once(
     call: str, done: bool, open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tracker goes away in the middle of it; the thread asks again, and so does another start of the trial."""
+    """MLflow fails during the registration; the logger thread and another start of the trial try again."""
     job = open_small_job(*SHORT, "data.train_per_class=30")
     request, fails = getattr(MlflowClient, call), [True]
 
@@ -111,8 +111,8 @@ def test_a_trial_is_registered_once(
         assert [(version.name, version.version) for version in versions(job)] == [("small-digits-resnet26_3", 1)]
 
 
-def test_another_seed_is_another_version(open_small_job: Callable[..., Job], process_group: None) -> None:
-    for overrides in (SHORT, (*SHORT, "recipe.lr=0.1")):  # as a seed, another trial of the row
+def test_other_trial_of_a_row_is_another_version(open_small_job: Callable[..., Job], process_group: None) -> None:
+    for overrides in (SHORT, (*SHORT, "recipe.lr=0.1")):  # another trial of the row, like another seed
         job = open_small_job(*overrides, "data.train_per_class=30")
         run_trial(job.workspace, job.trials[1], silent)
     assert {(version.name, version.version) for version in versions(job)} == {
@@ -121,7 +121,7 @@ def test_another_seed_is_another_version(open_small_job: Callable[..., Job], pro
     }
 
 
-def test_a_store_without_a_registry_is_left_without(
+def test_store_without_a_registry_is_no_error(
     open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = open_small_job(*SHORT, "data.train_per_class=30")
@@ -133,7 +133,7 @@ def test_a_store_without_a_registry_is_left_without(
     assert "the model was not registered: " in job.workspace.log(job.trials[1]).read_text()
 
 
-def test_lost_checkpoints_leave_nothing_to_register(
+def test_lost_checkpoints_are_not_registered(
     open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = open_small_job(*SHORT, "data.train_per_class=30")
@@ -146,12 +146,12 @@ def test_lost_checkpoints_leave_nothing_to_register(
     run_trial(job.workspace, job.trials[1], lose)
     assert job.tracker.results()[job.trials[1].key].finished
     assert versions(job) == []
-    said = job.workspace.log(job.trials[1]).read_text()
-    assert "cannot read the checkpoint of the best epoch; registered instead: no checkpoint" in said
+    log = job.workspace.log(job.trials[1]).read_text()
+    assert "cannot read the checkpoint of the best epoch; registered instead: no checkpoint" in log
 
 
 @pytest.mark.parametrize(
     ("grid", "name"), [("mine", "mine-digits-a_b.3"), ("a b:c/d'e", "a-b-c-d-e-digits-a_b.3"), ("x" * 300, "x" * 250)]
 )
-def test_a_name_that_mlflow_takes(grid: str, name: str) -> None:
+def test_model_name_is_valid_in_mlflow(grid: str, name: str) -> None:
     assert model_name(Origin(grid, "digits", "a_b.3", 0, {}, "", ())) == name

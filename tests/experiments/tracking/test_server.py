@@ -1,4 +1,4 @@
-"""A tracking server as a group runs it: basic auth, PostgreSQL, cells that write at once; and no secret anywhere."""
+"""A tracking server with basic authentication and PostgreSQL, to which several cells write at once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from experiments.cli import main
 from experiments.grids.config import PROJECT_DIR
 from experiments.runs.summary import Epoch
 from experiments.training.job import open_job
-from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.conftest import SMALL_GRID, San
+from tests.experiments.drivers import PATIENCE
 from tests.experiments.servers import POOL, Server, commands, postgres
 
 OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
@@ -39,7 +39,7 @@ run_trial(job.workspace, job.trials[int(sys.argv[3])], lambda metrics: None)
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server that asks for a password."""
+    """A server that requires a password."""
 
     server: Server
     password: str
@@ -70,33 +70,42 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
             server.kill()
 
 
+@pytest.mark.parametrize("command", [("run", SMALL_GRID), ("ui",)], ids=["run", "ui"])
+def test_rejects_a_wrong_password(
+    command: tuple[object, ...], guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", guarded.server.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"not {guarded.password}")
+    code, _, err = run_san(*command, "--runs", tmp_path / "runs")
+    assert (code, err) == (
+        2,
+        f"san: MLflow at {guarded.server.uri} rejected the user name and password; check MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN\n",
+    )
+
+
 @pytest.mark.slow
-def test_two_cells_write_at_once_and_no_secret_is_kept(
-    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_two_cells_write_at_once_and_no_file_contains_a_secret(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
     uri, runs = guarded.server.uri, tmp_path / "runs"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
-
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"not {guarded.password}")
-    for command in (["run", str(SMALL_GRID)], ["ui"]):
-        monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", str(runs)])
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        assert capsys.readouterr().err.splitlines() == [
-            f"san: MLflow at {uri} rejected the user name and password; check MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        ]
-
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
     job = open_job(SMALL_GRID, "digits", OVERRIDES, runs)
     job.tracker.check()
     job.tracker.prepare(job.grid, runs / "artifacts")
-    main()  # `san ui`
-    told, page = capsys.readouterr().out.splitlines()
-    assert told == f"{uri}  (the server in MLFLOW_TRACKING_URI; log in as admin)"
+    shown, page = run_san("ui", "--runs", runs)[1].splitlines()
+    assert shown == f"{uri}  (the server in MLFLOW_TRACKING_URI; log in as admin)"
     assert page.startswith(f"small  {uri}/#/experiments/")
-    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, where a test has made one
+    group = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     environment = {key: value for key, value in os.environ.items() if key not in group}
     cells = range(2)
     with open(tmp_path / "cells.log", "w") as log:
@@ -114,8 +123,8 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
     while any(process.poll() is None for process in processes):
         seen += commands()
         time.sleep(0.5)
-    said = (tmp_path / "cells.log").read_text()
-    assert [process.returncode for process in processes] == [0, 0], said
+    output = (tmp_path / "cells.log").read_text()
+    assert [process.returncode for process in processes] == [0, 0], output
 
     results, client = job.tracker.results(), job.tracker.client
     assert results.keys() == {job.trials[cell].key for cell in cells}
@@ -138,23 +147,24 @@ def test_two_cells_write_at_once_and_no_secret_is_kept(
         model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}")
         assert model.predict(np.zeros((2, 3, 24, 24), np.float32)).shape == (2, 10)
 
-    assert f"--port {guarded.server.port}" in seen  # the list is read
-    kept = [path for folder in (tmp_path, guarded.server.folder) for path in folder.rglob("*") if path.is_file()]
-    assert {"config.yaml", "environment.txt", "server.log", "summary.csv"} <= {path.name for path in kept}
+    assert f"--port {guarded.server.port}" in seen  # checks that `commands` works
+    files = [path for folder in (tmp_path, guarded.server.folder) for path in folder.rglob("*") if path.is_file()]
+    assert {"config.yaml", "environment.txt", "server.log", "summary.csv"} <= {path.name for path in files}
     stored = [str((run.data.tags, run.data.params)) for run in client.search_runs([run.info.experiment_id])]
     for secret in guarded.secrets:
-        assert secret not in seen + said + "".join(stored)
-        assert not [path for path in kept if secret.encode() in path.read_bytes()]
+        assert secret not in seen + output + "".join(stored)
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
-def test_more_requests_at_once_than_a_pool_has_connections_are_answered(
+@pytest.mark.slow
+def test_server_answers_more_requests_than_the_default_pool_has_connections(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With MLflow's own pool of 15 each holds a connection and waits half a minute for the second one that MLflow takes."""
+    """With a pool of 15, MLflow's default, each request holds one connection and waits for a second one until it fails."""
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(PATIENCE)))
     client, threads = MlflowClient(guarded.server.uri), 25
     runs = [client.create_run("0").info.run_id for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, checked when they are read, and never another cell's."""
+"""Checkpoints are written atomically and checked when they are read."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def of_another_cell(path: Path) -> None:
         (of_another_cell, "a checkpoint of cell other, not of abc; move the file to the folder of cell other"),
     ],
 )
-def test_a_foreign_or_unreadable_checkpoint_is_an_error_and_stays(
-    create: Callable[[Path], None], reason: str, tmp_path: Path
-) -> None:
+def test_rejects_a_foreign_or_unreadable_checkpoint(create: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
     checkpoints = opened_checkpoints(tmp_path)
     checkpoints.save(of_step(1))
     create(Path(checkpoints.uri(of_step(2).name)))
@@ -76,7 +74,7 @@ def test_a_foreign_or_unreadable_checkpoint_is_an_error_and_stays(
 @pytest.mark.parametrize(
     "damage", [lambda content: b"", lambda content: b"not a checkpoint", lambda content: content[:-700], flip_a_bit]
 )
-def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_loaded(
+def test_damaged_checkpoint_is_renamed_and_the_previous_one_loaded(
     damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = opened_checkpoints(tmp_path)
@@ -108,7 +106,7 @@ def fill_the_disk(folder: Path) -> None:
     ("fault", "reason", "kept"),
     [(lose_the_folder, "No such file or directory", []), (fill_the_disk, "File too large", ["epoch-0001-step-0000000.pt"])],
 )
-def test_a_disk_fault_is_an_error_that_names_the_last_good_checkpoint(
+def test_disk_error_names_the_last_good_checkpoint(
     fault: Callable[[Path], None], reason: str, kept: list[str], tmp_path: Path
 ) -> None:
     checkpoints = opened_checkpoints(tmp_path)
@@ -127,7 +125,7 @@ def test_a_disk_fault_is_an_error_that_names_the_last_good_checkpoint(
     assert [path.name for path in tmp_path.rglob("epoch-*")] == kept
 
 
-def test_a_kill_during_a_write_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
+def test_kill_during_a_write_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     """Twenty writers, each killed at a random moment."""
     code = """
 import os, random, signal, sys, time
@@ -154,9 +152,9 @@ for round in range(20):
         rest += piece
     os.close(output)
     partials += len(list(folder.rglob("*.partial")))
-    acknowledged = int.from_bytes(rest[-4:], "big") if rest else written + 1
+    confirmed = int.from_bytes(rest[-4:], "big") if rest else written + 1
     loaded = checkpoints.load()
-    assert loaded.running.steps in (acknowledged, acknowledged + 1), (loaded.running, acknowledged)
+    assert loaded.running.steps in (confirmed, confirmed + 1), (loaded.running, confirmed)
     assert float(loaded.engine["model"]["w"][0]) == loaded.running.steps
     assert not list(folder.rglob("*.broken"))
     written = loaded.running.steps

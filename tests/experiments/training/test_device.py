@@ -1,4 +1,4 @@
-"""The device that a cell trains on, and what is said where it cannot be had. Torch and driver are stubs: no GPU is needed."""
+"""The device of a cell, and the error messages if it is not available. Torch and the driver are fakes, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def config(*overrides: str) -> TrialConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that sees two GPUs, with kernels for them."""
+    """Two fake GPUs, for which the kernels are available."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(library, "missing", lambda device: None)
 
 
-def test_without_gpus_a_cell_trains_on_the_cpu_of_a_machine_that_has_some(gpu: None) -> None:
+def test_cell_without_gpus_trains_on_the_cpu(gpu: None) -> None:
     assert training_device(config()) == torch.device("cpu")
     assert available_device() == torch.device("cuda", 0)
 
 
-def test_each_worker_has_the_gpu_of_its_local_rank(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_uses_the_gpu_of_its_local_rank(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert training_device(config("placement.gpus=1")) == torch.device("cuda", 1)
 
 
-def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_an_unusable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"placement.gpus=1: torch cannot use a GPU on .+; .+placement.gpus=0"):
         training_device(config("placement.gpus=1"))
 
 
-def test_reference_operators_on_a_gpu_must_be_asked_for(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_operators_on_a_gpu_need_an_option(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "missing", lambda device: "nvcc was not found")
     with pytest.raises(UserError, match=r"nvcc was not found\. .*engine\.reference_operators=true"):
         training_device(config("placement.gpus=1"))
@@ -80,76 +80,75 @@ def test_reference_operators_on_a_gpu_must_be_asked_for(gpu: None, monkeypatch: 
     ids=str,
 )
 def test_defaults_depend_on_the_device(engine: tuple[str, ...], where: str, tf32: str, channels_last: str, gpu: None) -> None:
-    told = computing(config(*engine).engine, torch.device(where))
-    assert (told["tf32"], told["channels_last"]) == (tf32, channels_last)
+    found = computing(config(*engine).engine, torch.device(where))
+    assert (found["tf32"], found["channels_last"]) == (tf32, channels_last)
 
 
-PROBLEMS: dict[str, tuple[str, str | None, str | None, str]] = {
-    # torch, its CUDA, the driver, what is said
-    "no_driver": ("2.13.0+cu130", "13.0", None, "no NVIDIA driver is installed; install driver 580 or newer"),
-    "cpu_build": ("2.13.0+cpu", None, "580.65.06", "was built without CUDA; run `pip install torch==2.13.0 --index-url"),
-    "old_driver": (
-        "2.13.0+cu130",
-        "13.0",
-        "550.54.15",
-        "torch 2.13.0+cu130 was built for CUDA 13.0, which needs driver 580 or newer, but the driver is 550.54.15; "
-        "update the driver, run `pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`",
-    ),
-    "ancient_driver": (
-        "2.13.0+cu126",
-        "12.6",
-        "470.82.01",
-        "needs driver 525 or newer, but the driver is 470.82.01; update the driver, or train",
-    ),
-    "something_else": ("2.13.0+cu130", "13.0", "580.65.06", "check the output of `nvidia-smi`"),
-}
-
-
-@pytest.mark.parametrize("case", PROBLEMS)
-def test_a_problem_names_versions_and_remedy(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    version, cuda, driver, said = PROBLEMS[case]
+@pytest.mark.parametrize(
+    ("version", "cuda", "driver", "visible", "message"),
+    [
+        ("2.13.0+cu130", "13.0", None, None, "no NVIDIA driver is installed; install driver 580 or newer"),
+        ("2.13.0+cpu", None, "580.65.06", None, "was built without CUDA; run `pip install torch==2.13.0 --index-url"),
+        (
+            "2.13.0+cu130",
+            "13.0",
+            "550.54.15",
+            None,
+            "torch 2.13.0+cu130 was built for CUDA 13.0, which needs driver 580 or newer, but the driver is 550.54.15; "
+            "update the driver, run `pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`",
+        ),
+        (
+            "2.13.0+cu126",
+            "12.6",
+            "470.82.01",
+            None,
+            "needs driver 525 or newer, but the driver is 470.82.01; update the driver, or train",
+        ),
+        ("2.13.0+cu126", "12.6", "550.54.15", "7", "CUDA_VISIBLE_DEVICES='7' selects no usable GPU"),
+        ("2.13.0+cu130", "13.0", "580.65.06", None, "check the output of `nvidia-smi`"),
+    ],
+    ids=["no driver", "build for CPUs", "old driver", "driver too old for all builds", "hidden GPUs", "other problem"],
+)
+def test_gpu_problem_names_versions_and_remedy(
+    version: str, cuda: str | None, driver: str | None, visible: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(device, "driver_version", lambda: driver)
-    assert said in gpu_problem()
+    assert message in gpu_problem()
     assert "placement.gpus=0" in gpu_problem()
 
 
-def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr(device, "driver_version", lambda: "550.54.15")
-    assert "CUDA_VISIBLE_DEVICES='7' selects no usable GPU" in gpu_problem()
-
-
 @pytest.mark.parametrize(("text", "version"), [(OPEN_MODULE, "580.65.06"), (OLD_MODULE, "550.54.15")], ids=["open", "old"])
-def test_the_driver_is_read_from_its_module(text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_version_of_the_kernel_module(text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DRIVER_FILE", tmp_path / "version")
     (tmp_path / "version").write_text(text)
     assert driver_version() == version
 
 
-def test_without_module_and_nvidia_smi_there_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_version_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DRIVER_FILE", tmp_path / "none")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert driver_version() is None
 
 
-@pytest.mark.parametrize(("asked", "allowed"), [(None, True), (True, True), (False, False)], ids=str)
-def test_tf32_is_set_for_products_and_convolutions(asked: bool | None, allowed: bool) -> None:
+@pytest.mark.parametrize(("wanted", "allowed"), [(None, True), (True, True), (False, False)], ids=str)
+def test_tf32_is_set_for_matmul_and_cudnn(wanted: bool | None, allowed: bool) -> None:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = not allowed
     try:
-        with arithmetic(EngineConfig(tf32=asked), torch.device("cuda")):
+        with arithmetic(EngineConfig(tf32=wanted), torch.device("cuda")):
             assert matmul.allow_tf32 == cudnn.allow_tf32 == allowed
             assert (matmul.fp32_precision == "tf32") == allowed, "what the kernels read"
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
-def test_a_copy_to_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_to_a_gpu_is_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
     monkeypatch.setattr(Tensor, "to", lambda self, where, non_blocking=False: calls.append(f"{where} {non_blocking}"))
@@ -168,19 +167,19 @@ def test_a_copy_to_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=["torch", "dali", "cuda", "cublas", "nccl"],
 )
-def test_a_full_gpu_is_an_error_with_numbers_and_remedies(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_names_numbers_and_remedies(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     properties: Any = type("Properties", (), {"total_memory": 24 * 2**30})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 22.5 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    asked = config("placement.gpus=1", "recipe.batch_size=256", "recipe.grad_accum_steps=2")
-    with pytest.raises(UserError) as told, enough_memory(asked, torch.device("cuda")):
+    wanted = config("placement.gpus=1", "recipe.batch_size=256", "recipe.grad_accum_steps=2")
+    with pytest.raises(UserError) as found, enough_memory(wanted, torch.device("cuda")):
         raise error
-    assert "22.5 of 24.0 GiB" in str(told.value)
-    assert "128 images of" in str(told.value)
-    assert "recipe.grad_accum_steps=4 (processes 64 images at a time" in str(told.value)
-    assert "recipe.precision=bfloat16" in str(told.value)
+    assert "22.5 of 24.0 GiB" in str(found.value)
+    assert "128 images of" in str(found.value)
+    assert "recipe.grad_accum_steps=4 (processes 64 images at a time" in str(found.value)
+    assert "recipe.precision=bfloat16" in str(found.value)
 
 
-def test_other_errors_pass(gpu: None) -> None:
+def test_other_errors_are_not_changed(gpu: None) -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"), enough_memory(config(), torch.device("cuda")):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,4 +1,4 @@
-"""The engine: each option computes what the recipe says, and its state can be saved and loaded."""
+"""The engine: its options, and saving and loading of its state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine(process_group: None) -> Engine:
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    # Large inputs make large gradients: clipping at 1.0, DeepSpeed's silent default, would show.
+    # Large inputs make large gradients, which show whether DeepSpeed clips them at 1.0, its default.
     return [(50 * torch.randn(8, 6, generator=generator), torch.arange(8) % 4) for _ in range(6)]
 
 
@@ -75,7 +75,7 @@ def test_deepspeed_does_not_synchronize_the_gpu(engine: Engine, monkeypatch: pyt
 
 
 def test_gradients_are_the_mean_over_the_workers(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker, which is only pretended, always has gradients of 1."""
+    """The other worker is fake and always has gradients of 1."""
 
     class TwoWorkers:
         def __getattr__(self, name: str) -> Any:
@@ -101,7 +101,7 @@ def test_gradients_are_the_mean_over_the_workers(process_group: None, monkeypatc
     for weight, old, its in zip(engine.module.parameters(), before, alone.parameters(), strict=True):
         assert its.grad is not None
         torch.testing.assert_close(weight, old - recipe.lr * (its.grad + 1) / 2)
-    assert not copies, "DeepSpeed averages them too"
+    assert not copies, "DeepSpeed averages the gradients too"
 
 
 def test_compile_excludes_hooks_and_compiles_for_each_batch_size(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_deepspeed_compiles_nothing_at_start(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_several_models_can_be_compiled_in_one_process(process_group: None) -> None:
-    """A process may have many cells; torch counts how often it compiles the same code."""
+    """A process may train many cells, and torch counts how often it compiles the same code."""
     x, labels = batches()[0]
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for model in (network(), nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 4))):
@@ -145,8 +145,8 @@ def test_ema_averages_weights_and_statistics(process_group: None) -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_accumulated_gradients_equal_those_of_the_whole_batch(parts: int, process_group: None) -> None:
-    """Without BatchNorm; three parts of eight images are of different sizes."""
+def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int, process_group: None) -> None:
+    """For a model without BatchNorm. Three parts of eight images have different sizes."""
     plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     whole, cut = (Engine(copy.deepcopy(plain), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, parts))
     for images, labels in batches():
@@ -184,9 +184,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero2_without_momentum": ({"momentum": 0.0}, {"zero_stage": 2}),
     "compile": ({}, {"compile": True}),
     "channels_last": ({}, {"channels_last": True}),
-    "much": ({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}),
+    "several": ({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}),
 }
-"""Options, of the recipe and of the engine."""
+"""Options of the recipe and of the engine."""
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -240,7 +240,7 @@ def test_deterministic_algorithms_are_disabled_after_the_block() -> None:
 
 
 def test_sync_batchnorm_replaces_every_layer() -> None:
-    """As far as can be seen without a GPU; each layer of a SAN too, which then runs operator by operator."""
+    """Checked as far as possible without a GPU."""
     config = expand(SMALL_GRID)["pairwise_3"].config
     model = nn.SyncBatchNorm.convert_sync_batchnorm(config.model.spec().build(10))
     kinds = {type(layer) for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}

@@ -1,5 +1,4 @@
-"""Which parts of a step a CUDA graph is captured for, and that a capture leaves no trace. The capture itself needs a GPU: there
-`python -m tests.gpu` compares graphs with eager steps."""
+"""Training with CUDA graphs, with a fake capture. On a GPU, `python -m tests.gpu` compares real graphs with eager steps."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ ON = EngineConfig(cuda_graphs=True)
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Stands in for CUDA: warms up like it, and replays by calling again. Counts the replays of each capture."""
+    """Replaces the capture of CUDA graphs: a replay calls the function again. Counts the replays of each capture."""
     counts: list[int] = []
 
     def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:

@@ -1,17 +1,16 @@
-"""The metric logger: training does not wait for MLflow, and in the end nothing is missing or duplicated."""
+"""The metric logger: training does not wait for MLflow, which gets every epoch exactly once."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
-import pynvml
 import pytest
-from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
 from experiments.cli.plan import plan
 from experiments.errors import UserError
@@ -24,6 +23,7 @@ from experiments.training.job import Job, open_job
 from experiments.training.trainer import run_trial
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import EPOCH, silent
 from tests.experiments.servers import Server
 
@@ -48,18 +48,19 @@ def steps(job: Job) -> list[tuple[str, list[int]]]:
     return [(status, [metric.step for metric in history]) for status, history in histories]
 
 
-@pytest.mark.slow
-def test_an_outage_of_the_server_loses_no_epoch(
+def test_outage_of_the_server_loses_no_epoch(
     server: Server, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in epoch 2, back in epoch 4, killed again in epoch 6 and away for longer than the trial's end waits."""
+    """The server is killed in epoch 2, back in epoch 4, and killed again in epoch 6 until after the end of the cell.
+
+    Training must continue meanwhile: the server is restarted by this process at the end of an epoch.
+    """
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setattr("experiments.training.trainer.PATIENCE", 1.0)
     monkeypatch.setattr(metric_logger, "PAUSE", 0.2)
     job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch_size=128"), tmp_path / "runs")
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
     trial = job.trials[1]
-    waited: dict[int, float] = {}
     epochs: list[int] = []
 
     def disturb(metrics: Mapping[str, float]) -> None:
@@ -71,16 +72,13 @@ def test_an_outage_of_the_server_loses_no_epoch(
         if epochs[-1] == 4:
             server.launch()
             server.wait()
-            limit = time.monotonic() + 30
-            while steps(job) != [("RUNNING", [0, 1, 2, 3])]:  # what it missed comes by itself
+            limit = time.monotonic() + PATIENCE
+            while steps(job) != [("RUNNING", [0, 1, 2, 3])]:  # the missing epochs are sent again
                 assert time.monotonic() < limit
                 time.sleep(0.2)
-        waited[epochs[-1]] = time.monotonic()
 
     run_trial(job.workspace, trial, disturb)
     assert epochs == list(range(1, 9))
-    with_server, without = waited[2] - waited[1], waited[3] - waited[2]
-    assert without < with_server + 5  # an epoch does not wait for the server
     with pytest.raises(UserError, match="cannot use MLflow"):
         plan(job)
 
@@ -104,21 +102,25 @@ def test_an_outage_of_the_server_loses_no_epoch(
     )
 
 
-def test_requests_to_a_server_that_is_away_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_an_unavailable_server_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_logger, "PAUSE", 0.02)
     trial = open_job(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0]
-    asked: list[float] = []
+    times: list[float] = []
+    enough = threading.Event()
 
-    def away() -> Tracker:
-        asked.append(time.monotonic())
-        raise TrackerError("nobody answers")
+    def unavailable() -> Tracker:
+        times.append(time.monotonic())
+        if len(times) == 7:
+            enough.set()
+        raise TrackerError("no answer")
 
-    waiting = metric_logger.AsyncMetricLogger(away, trial, Complexity(1, 2, 3, ()), {}, 10, resumed=False)
-    waiting.log([EPOCH], {EPOCH.epoch: 1000})
-    time.sleep(2)
-    assert not waiting.finish(None, seconds=0.0)
-    assert 6 <= len(asked) <= 20  # 100, at the first rhythm
-    assert asked[-1] - asked[-2] > 3 * (asked[1] - asked[0])
+    logger = metric_logger.AsyncMetricLogger(unavailable, trial, Complexity(1, 2, 3, ()), {}, 10, resumed=False)
+    logger.log([EPOCH], {EPOCH.epoch: 1000})
+    assert enough.wait(PATIENCE)
+    assert not logger.finish(None, seconds=0.0)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times[:7])]
+    for number, pause in enumerate(pauses):
+        assert pause >= 0.5 * 0.02 * min(2**number, metric_logger.LONGEST_PAUSE)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -131,21 +133,3 @@ def test_system_metrics(
     run_trial(job.workspace, job.trials[1], silent)
     metrics = job.tracker.results()[job.trials[1].key].metrics
     assert ("system/cpu_utilization_percentage" in metrics) == wanted
-
-
-def test_mlflow_can_read_the_load_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By MLflow, through `nvidia-ml-py`, of which it says nothing when missing file."""
-    answers = {
-        "nvmlInit": None,
-        "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": object(),
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=6e9, total=24e9),
-        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=87),
-        "nvmlDeviceGetPowerUsage": 300_000,
-        "nvmlDeviceGetEnforcedPowerLimit": 450_000,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
-    monitor = GPUMonitor()
-    monitor.collect_metrics()
-    assert monitor.aggregate_metrics()["gpu_0_utilization_percentage"] == 87

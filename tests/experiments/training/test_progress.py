@@ -1,4 +1,4 @@
-"""The progress of a sweep and of a count, on terminals and in logs."""
+"""Progress of a sweep and of a count, on terminals and in logs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_log_has_fewer_lines_as_a_cell_goes_on() -> None:
         clock.now += 10
         progress.progress("a", inside(0, step))
     clock.now += 20
-    progress.progress("a", whole(1))  # the end of an epoch does not wait for a full minute
+    progress.progress("a", whole(1))  # the end of an epoch is shown before a minute has passed
     clock.now += 9
     progress.progress("a", whole(2))
     progress.close()

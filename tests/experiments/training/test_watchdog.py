@@ -1,4 +1,4 @@
-"""A worker without progress is ended, whatever it hangs in."""
+"""The watchdog ends a worker without progress."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from experiments.grids.config import PROJECT_DIR
+from tests.experiments.drivers import PATIENCE
 
 
 @pytest.mark.parametrize(
     ("hang", "code", "log"),
     [
-        ("time.sleep(30)", 1, "Timeout (0:00:01)!"),
-        ("ctypes.PyDLL(None).sleep(30)", 1, "Timeout (0:00:01)!"),  # keeps the interpreter's lock
+        ("time.sleep(100_000)", 1, "Timeout (0:00:01)!"),
+        ("ctypes.PyDLL(None).sleep(100_000)", 1, "Timeout (0:00:01)!"),  # keeps the global interpreter lock
         ("os.kill(os.getpid(), signal.SIGSTOP)", -9, ""),
     ],
 )
@@ -31,6 +32,7 @@ with Watchdog(1, sys.stderr) as watchdog:
     print("steps", flush=True)
     {hang}
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT_DIR, capture_output=True, text=True, timeout=25)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=PROJECT_DIR, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr.partition("\n")[0]) == (code, "steps\n", log)
     assert ('File "<string>", line 11' in done.stderr) == bool(log)

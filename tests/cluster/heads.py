@@ -1,0 +1,56 @@
+"""Ray heads started by `ray start`, each with its own ports and folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.cluster.test_signals import MARK, marked
+from tests.experiments.drivers import PATIENCE
+from tests.experiments.servers import free_port
+
+RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+RAY = Path(sys.executable).parent / "ray"
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without settings for Ray, MLflow or `san`."""
+    left_out = (*RAY_VARIABLES, "MLFLOW_TRACKING_URI", "SAN_RUNS")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+@contextmanager
+def ray_head(port: int, *options: str, environment: Mapping[str, str] = {}) -> Iterator[Path]:
+    """A running head; yields its folder. All of its processes end with the block."""
+    folder = Path(tempfile.mkdtemp(prefix="san-"))  # a short path, because the paths of Ray's sockets must be short
+    command = [str(RAY), "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}", *options]
+    command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
+    variables = clean_environment() | {"PATH": f"{RAY.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+    variables |= {MARK: str(folder), **environment}
+    log = folder / "head.log"
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
+    try:
+        limit = time.monotonic() + PATIENCE
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < limit, log.read_text()
+            time.sleep(0.3)
+        yield folder
+    finally:
+        process.terminate()  # `ray start --block` ends the processes that it started
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for pid in marked(str(folder)):
+            with suppress(ProcessLookupError):  # it has ended in the meantime
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
