@@ -44,11 +44,11 @@ gallery: setup
 # otherwise the files with the fewest tests, which take longest, would be last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup lint
-	@$(STEP) "tests" $(PYTEST) -m "not slow and not long" --durations=20
+	@$(STEP) "tests" $(PYTEST) -m "not slow" --durations=20
 
 # The everyday tests, and then those with browsers, servers, compilers and long grids.
 test-all: test
-	@$(STEP) "slow tests" $(PYTEST) -m "slow or long" --durations=50
+	@$(STEP) "slow tests" $(PYTEST) -m slow --durations=50
 
 # Disturb `san run` at random for SOAK_MINUTES, with the random seed SOAK_SEED (see tests/faults/soak.py). Needs root.
 SOAK_MINUTES ?= 30

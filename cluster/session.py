@@ -4,6 +4,8 @@ import logging
 import os
 import signal
 import socket
+import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from ray.exceptions import AuthenticationError
 from cluster.errors import ClusterError
 from cluster.placement import Node, Resources
 from cluster.supervision import OnLost, adopt_orphans, kill_descendants, supervised
-from cluster.token import rejected, token
+from cluster.token import rejected, restrict_token, token
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +109,9 @@ def _connect(address: str | None) -> None:
             include_dashboard=False,
             logging_level=logging.CRITICAL,
             log_to_driver=False,
+            _temp_dir=str(_private_folder() / "ray"),
         )
+        restrict_token()
         return
     if address.startswith(("http://", "https://")):
         raise ClusterError(
@@ -132,6 +136,16 @@ def _connect(address: str | None) -> None:
             f"no Ray cluster answers at {address!r}; check the address. To run on this machine, leave --address out and "
             "unset RAY_ADDRESS"
         ) from error
+
+
+def _private_folder() -> Path:
+    """A folder that only this user can open: Ray lets everyone write to its own folder of sockets and logs."""
+    folder = Path(tempfile.gettempdir()) / f"san-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
+        return Path(tempfile.mkdtemp(prefix="san-"))  # another user created it
+    return folder
 
 
 def _send_token() -> None:

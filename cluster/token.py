@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.errors import ClusterError
@@ -27,6 +28,12 @@ def token() -> str | None:
             f"{_place()} does not hold a valid token (one word in ASCII); create one with `ray get-auth-token --generate`"
         )
     return found or None
+
+
+def restrict_token() -> None:
+    """Makes the token file readable only for the user, because Ray creates it with the default permissions."""
+    with suppress(OSError):
+        _file().chmod(0o600)
 
 
 def rejected(address: str) -> ClusterError:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from experiments.errors import UnavailableError, UserError
@@ -285,11 +286,11 @@ def who() -> str:
 
 
 @contextmanager
-def _locked_file(path: Path, busy: str, wait: float) -> Iterator[BinaryIO]:
+def _locked_file(path: Path, busy: str, wait: float) -> Iterator[FileIO]:
     """Opens a file that only one process can have open here; the kernel releases the lock when the process ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b")
+        file = open(path, "a+b", buffering=0)  # a buffer that cannot be written would fail again when the file is closed
     except OSError as error:
         raise UserError(f"{path}: cannot write ({error.strerror}); choose another folder with --runs") from None
     with file:
@@ -316,18 +317,20 @@ def _wait_or_give_up(place: str, busy: str, owner: _Owner, wait: float, give_up:
 
 
 class _FileLock(Lock):
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: FileIO) -> None:
         self.file = file
 
     def publish(self, notes: Sequence[str]) -> None:
         _rewrite(self.file, _Owner(who(), notes=list(notes)))
 
 
-def _rewrite(file: BinaryIO, owner: _Owner) -> None:
+def _rewrite(file: FileIO, owner: _Owner) -> None:
     """In place: a new file would not be locked."""
-    file.truncate(0)
-    file.write(owner.as_bytes())
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(owner.as_bytes())
+    except OSError as error:
+        raise StorageError(f"{file.name}: cannot write this file ({error.strerror}); {LocalStore.remedy}") from None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -422,3 +423,16 @@ def test_requests_to_an_unavailable_store_are_repeated(
         assert timer.finished.is_set()
     assert files(node("here")) == ["epoch-0001-step-0000000.pt"]
     assert not list(node("here").folder.rglob("epoch-*"))
+
+
+def test_lock_on_a_full_disk_is_an_error_for_users(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # every write fails
+    try:
+        with pytest.raises(StorageError) as caught, LocalStore(tmp_path).lock("lock", "busy", wait=1):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == f"{tmp_path}/lock: cannot write this file (File too large); check the disk"
+    with LocalStore(tmp_path).lock("lock", "busy", wait=1):
+        pass
