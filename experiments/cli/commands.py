@@ -37,6 +37,7 @@ from experiments.cli.options import (
     as_value,
     duration,
     named_address,
+    printable,
 )
 from experiments.errors import UserError
 
@@ -370,7 +371,8 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
 def _listed(run: Listed) -> str:
     epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
     top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
-    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {run.key}  {run.grid}-{run.profile} {run.name}"
+    name = printable(f"{run.key}  {run.grid}-{run.profile} {run.name}")
+    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {name}"
 
 
 @cli.command()
@@ -445,7 +447,8 @@ def main() -> None:
     except ValueError as error:
         if not isinstance(error, UserError) and not isinstance(error, _errors_below()):
             raise
-        click.echo(f"san: {error}", err=True)
+        lines = [printable(line) for line in f"san: {error}".splitlines()]
+        click.echo("\n".join(lines), err=True)
         sys.exit(2)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from experiments.cli.options import AS_JSON
+from experiments.cli.options import AS_JSON, printable
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     else:
         for result in results:
             for item in result["broken"]:
-                click.echo(f"{_printable(item['path'])}: {item['reason']}")
+                click.echo(f"{printable(item['path'])}: {item['reason']}")
         for result in results:
-            click.echo(_printable(_sentence(result)))
+            click.echo(printable(_sentence(result)))
     sys.exit(1 if any(result["broken"] for result in results) else 0)
 
 
@@ -225,7 +225,7 @@ def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bo
         click.echo(json.dumps(results))
         return
     for result in results:
-        click.echo(_printable(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}"))
+        click.echo(printable(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}"))
 
 
 @data.command()
@@ -281,7 +281,7 @@ def pack(
             f"({result['kept']} already existed), "
             f"{result['bytes']} bytes, {result['index']}, digest {result['digest']}"
         )
-        click.echo(_printable(line))
+        click.echo(printable(line))
 
 
 @data.command()
@@ -323,11 +323,4 @@ def order(
         click.echo(json.dumps([{"step": step, "worker": worker, "path": path} for step, worker, path in rows]))
         return
     for step, worker, path in rows:
-        click.echo(f"{step}\t{worker}\t{_printable(path)}")
-
-
-def _printable(name: str) -> str:
-    """Escapes characters that a terminal would interpret."""
-    if name.isprintable():
-        return name
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
+        click.echo(f"{step}\t{worker}\t{printable(path)}")

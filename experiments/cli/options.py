@@ -88,3 +88,12 @@ def duration(seconds: float) -> str:
 def as_value(value: object) -> str:
     """The value as written in an override."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def printable(text: str) -> str:
+    """Escapes characters that a terminal would interpret, which file names and servers may contain."""
+    return text if text.isprintable() else "".join(_visible(letter) for letter in text)
+
+
+def _visible(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode()

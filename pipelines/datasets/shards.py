@@ -219,7 +219,8 @@ def shards_in(lines: Sequence[str]) -> Iterator[Shard]:
     """The shards in the lines of an index. Other lines and incomplete lines are skipped."""
     for line in lines:
         parts = line.removeprefix(SHARD).rsplit(" ", 3)
-        if line.startswith(SHARD) and len(parts) == 4 and len(parts[3]) == 16 and is_number(parts[1]):
+        is_complete = len(parts) == 4 and len(parts[3]) == 16 and is_number(parts[1])
+        if line.startswith(SHARD) and is_complete and "/" not in parts[0]:  # a shard lies next to its index
             yield Shard(parts[0], int(parts[1]), parts[2], parts[3])
 
 

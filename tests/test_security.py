@@ -1,0 +1,84 @@
+"""Attempts of an attacker on the same machine or network, or with control over files that a user opens."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+import ray
+from PIL import Image
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+import cluster.session
+from cluster import token
+from cluster.session import session
+from experiments.cli import main
+from experiments.runs.store import LocalStore
+from pipelines import DataError, Dataset
+from pipelines.datasets.pack import pack
+from pipelines.datasets.shards import HEADER, _checksum, index_path
+
+
+def test_ray_head_of_a_local_session_requires_the_token() -> None:
+    with session():
+        channel = grpc.insecure_channel(ray.get_runtime_context().gcs_address)
+        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError) as refused:
+            head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30)  # type: ignore[attr-defined]
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        folder = cluster.session._private_folder()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "ray").is_dir()
+        assert stat.S_IMODE(token._file().stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("prepared", ["link", "open folder"])
+def test_folder_of_another_user_is_not_used(prepared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    planted = tmp_path / f"san-{os.getuid()}"
+    if prepared == "link":
+        (tmp_path / "elsewhere").mkdir()
+        planted.symlink_to(tmp_path / "elsewhere")
+    else:
+        planted.mkdir()
+        planted.chmod(0o777)
+    folder = cluster.session._private_folder()
+    assert folder != planted and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_deleting_a_folder_of_the_runs_leaves_the_target_of_a_link(tmp_path: Path) -> None:
+    store, outside = LocalStore(tmp_path / "runs"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "thesis.tex").write_text("five years of work")
+    (tmp_path / "runs" / "sweeps").mkdir(parents=True)
+    (tmp_path / "runs" / "sweeps" / "grid").symlink_to(outside)
+    store.delete_folder("sweeps/grid")
+    assert (outside / "thesis.tex").exists()
+
+
+def test_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "data/train/cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "data/train/cat/1.png")
+    for _ in pack(Dataset.scan(tmp_path / "data", "train"), tmp_path / "shards", 10**6, 1):
+        pass
+    index = index_path(tmp_path / "shards", "train")
+    _, shard, *rows = index.read_text().splitlines()
+    lines = [shard.replace("train-00000.tar", "../secret.tar"), *rows]
+    index.write_text("\n".join([f"{HEADER}{_checksum(lines)}", *lines, ""]))
+    (tmp_path / "shards/train-00000.tar").rename(tmp_path / "secret.tar")
+    with pytest.raises(DataError, match="does not point into its shards"):
+        Dataset.open_shards(tmp_path / "shards", "train")
+
+
+def test_names_cannot_control_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b]0;owned\x07\x1b[2Jgrid.yaml"
+    monkeypatch.setattr(sys, "argv", ["san", "plan", str(tmp_path / name)])
+    with pytest.raises(SystemExit):
+        main()
+    output = capsys.readouterr()
+    assert "\x1b" not in output.err + output.out and r"\x1b]0;owned\x07" in output.err
