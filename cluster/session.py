@@ -103,14 +103,18 @@ def _keep_sigterm_handler() -> Iterator[None]:
 def _connect(address: str | None) -> None:
     if address is None:
         # Without the dashboard, whose dozen processes take seconds to start.
-        ray.init(
-            address="local",
-            num_cpus=available_cpus(),
-            include_dashboard=False,
-            logging_level=logging.CRITICAL,
-            log_to_driver=False,
-            _temp_dir=str(_private_folder() / "ray"),
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=available_cpus(),
+                include_dashboard=False,
+                logging_level=logging.CRITICAL,
+                log_to_driver=False,
+                _temp_dir=str(_private_folder() / "ray"),
+            )
+        except Exception as error:  # Ray raises Exception itself
+            reason = str(error).partition("\n")[0]
+            raise ClusterError(f"Ray did not start on this machine: {reason} Run the same command again") from error
         restrict_token()
         return
     if address.startswith(("http://", "https://")):

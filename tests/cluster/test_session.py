@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster import Node, Resources
+from cluster import ClusterError, Node, Resources
 from cluster.session import _cgroup_quota, available_cpus, session
 
 
@@ -38,3 +38,14 @@ def test_nested_session_is_the_same(resources: Resources) -> None:
     with session() as inner:
         assert inner == resources
     assert ray.is_initialized()
+
+
+def test_failed_start_of_ray_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**settings: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because of a raylet.\nDetails")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    message = r"Ray did not start on this machine: The current node timed out .* raylet\. Run the same command again$"
+    with pytest.raises(ClusterError, match=message), session():
+        pass
