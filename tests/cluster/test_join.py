@@ -20,7 +20,7 @@ from cluster import ClusterError
 from cluster.session import session
 try:
     with session(*sys.argv[1:]) as resources:
-        print(resources)
+        print(repr(resources))
 except ClusterError as error:
     print("refused:", error)
 """
