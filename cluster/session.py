@@ -22,7 +22,7 @@ from ray._raylet import RAY_NODE_GROUP_KEY, Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, StartError
 from cluster.placement import Node, Resources
 from cluster.supervision import OnLost, adopt_orphans, kill_descendants, supervised
 from cluster.token import rejected, restrict_token, token
@@ -52,7 +52,7 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
 
     Joins the cluster at `address` (`auto`, `host:6379`) or at `RAY_ADDRESS`, which is set inside a Ray job. Without an
     address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. Inside
-    another session, that session is used. If Ray dies, calls `on_lost`; by default, this process ends with a message.
+    another session, that session is used. If Ray does not start or dies, calls `on_lost`; by default, this process ends.
     """
     if ray.is_initialized():
         yield resources()
@@ -63,8 +63,13 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
         adopt_orphans()
     others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     try:
-        with _keep_sigterm_handler():
-            _connect(address or os.environ.get("RAY_ADDRESS") or None)
+        try:
+            with _keep_sigterm_handler():
+                _connect(address or os.environ.get("RAY_ADDRESS") or None)
+        except StartError as error:
+            if on_lost is not None:
+                on_lost(str(error))
+            raise
         with supervised(local, on_lost):
             yield resources()
     finally:
@@ -114,7 +119,7 @@ def _connect(address: str | None) -> None:
             )
         except Exception as error:  # Ray raises Exception itself
             reason = str(error).partition("\n")[0]
-            raise ClusterError(f"Ray did not start on this machine: {reason} Run the same command again") from error
+            raise StartError(f"Ray did not start on this machine ({reason.rstrip('.')})") from error
         restrict_token()
         return
     if address.startswith(("http://", "https://")):

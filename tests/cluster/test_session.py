@@ -46,6 +46,8 @@ def test_failed_start_of_ray_is_an_error_for_users(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", fail)
-    message = r"Ray did not start on this machine: The current node timed out .* raylet\. Run the same command again$"
-    with pytest.raises(ClusterError, match=message), session():
+    message = r"Ray did not start on this machine \(The current node timed out .* raylet\)$"
+    lost: list[str] = []
+    with pytest.raises(ClusterError, match=message) as caught, session(None, lost.append):  # type: ignore[arg-type]
         pass
+    assert lost == [str(caught.value)]

@@ -7,6 +7,9 @@ grid is complete. It passes if no command hangs, prints a traceback or leaves pr
 run with each epoch once; the table equals that of an undisturbed run, and with one worker the weights are bit-identical; and
 the home folder and the project did not change. The same seed gives the same schedule. Results are appended to soak.jsonl in
 the folder; --only repeats one episode of the seed. Needs Linux and root, for the disk and for memory limits.
+
+The clock is not changed: this would affect the whole machine, and a clock that only differs within a process disagrees with
+the kernel's, so that waiting functions would never return.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ def schedule(seed: int, episode: int) -> tuple[str, list[Fault]]:
     """The setup and the faults of an episode."""
     rng = random.Random(f"{seed}-{episode}")
     setup = rng.choices(list(SETUPS), list(SETUPS.values()))[0]
-    kinds = ["kill"] * 5 + ["stop"] * 3 + ["clock", "slow disk", "memory limit", "second command", "corrupt file"]
+    kinds = ["kill"] * 5 + ["stop"] * 3 + ["slow disk", "memory limit", "second command", "corrupt file"]
     kinds += ["object store away"] * 3 if "bucket" in setup else ["full disk", "read-only disk"]
     kinds += ["tracking server killed"] * 3 if "server" in setup else []
     victims = ["command", "worker", "worker", *VICTIMS]
@@ -135,7 +138,7 @@ class Episode:
         self.environment = {MARK: str(folder), "HOME": str(self.home), "SOAK_CONTROL": str(self.control)}
         self.environment |= {"LD_PRELOAD": str(library), "WITNESS_PAUSE": "0.1", "MPLCONFIGDIR": str(library.parent / "fonts")}
         self.environment["SAN_CACHE"] = os.environ.get("SAN_CACHE", str(Path("~/.cache/san").expanduser()))
-        self.disturb(clock=0, delay=0)
+        self.disturb(0)
         self.store = self.server = None
         if "bucket" in result.setup:
             self.store = ObjectStore(folder / "store.log")
@@ -166,9 +169,10 @@ class Episode:
             return self.runs
         return next(iter(self.folder.glob("scratch/**/steps.txt")), self.folder / "scratch/none").parent
 
-    def disturb(self, clock: float, delay: float) -> None:
+    def disturb(self, delay: float) -> None:
+        """Makes every fsync take `delay` seconds longer."""
         with open(self.control, "r+b" if self.control.exists() else "wb") as file:  # in place, because it is mapped
-            file.write(struct.pack("dd", clock, delay))
+            file.write(struct.pack("d", delay))
 
     def start(self) -> None:
         if len(self.drivers) > RERUNS:
@@ -240,12 +244,9 @@ class Episode:
         os.kill(pid, signal.SIGSTOP)
         return functools.partial(_continue, pid)
 
-    def clock(self, fault: Fault, rng: random.Random) -> None:
-        self.disturb(clock=rng.choice([-86400, -3600, 3600, 86400]), delay=0)
-
     def slow_disk(self, fault: Fault, rng: random.Random) -> Lift:
-        self.disturb(clock=0, delay=rng.uniform(0.5, 3))
-        return functools.partial(self.disturb, clock=0, delay=0)
+        self.disturb(rng.uniform(0.5, 3))
+        return functools.partial(self.disturb, 0)
 
     def memory_limit(self, fault: Fault, rng: random.Random) -> Lift:
         used, limit = int((self.memory / "memory.usage_in_bytes").read_text()), self.memory / "memory.limit_in_bytes"
@@ -388,7 +389,6 @@ class Episode:
 INJECTIONS: dict[str, Callable[[Episode, Fault, random.Random], Lift | None]] = {
     "kill": Episode.kill,
     "stop": Episode.stop,
-    "clock": Episode.clock,
     "slow disk": Episode.slow_disk,
     "memory limit": Episode.memory_limit,
     "second command": Episode.second_command,
