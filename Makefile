@@ -9,7 +9,7 @@ STEP = ./.ci/step
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study faults soak figures docs gallery test test-all test-torch lint audit format setup gpu-check clean
+.PHONY: demo study faults soak figures docs gallery test test-all test-clients test-torch wheel lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -49,6 +49,20 @@ test: setup lint
 # The everyday tests, and then those with browsers, servers, compilers and long grids.
 test-all: test
 	@$(STEP) "slow tests" $(PYTEST) -m slow --durations=50
+	@$(MAKE) test-clients
+
+# Build a wheel with the CPU kernels into dist/; using it needs no compiler.
+wheel: setup
+	@$(BIN)/python -m cuda_ext.wheel dist
+
+# Tests with timm, torchvision and captum, which are installed next to the environment.
+CLIENTS := .clients
+test-clients: $(CLIENTS)/.installed
+	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
+
+$(CLIENTS)/.installed: requirements-clients.txt | setup
+	@$(BIN)/pip install -qq --no-deps --target $(CLIENTS) -r $<
+	@touch $@
 
 # Disturb `san run` at random for SOAK_MINUTES, with the random seed SOAK_SEED (see tests/faults/soak.py). Needs root.
 SOAK_MINUTES ?= 30

@@ -24,6 +24,8 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: C++",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: Scientific/Engineering :: Image Recognition",
         "Typing :: Typed",
@@ -34,7 +36,7 @@ setup(
     package_data={
         "san": ["py.typed"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
-        "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh"],
+        "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh", "prebuilt/*.so"],
         "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "grids/published/*.yaml", "report/*.html"],
     },
     install_requires=["torch>=2.11"],

@@ -24,9 +24,10 @@ OnLost = Callable[[str], NoReturn]
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 _TIMEOUT = 5.0
-_PATIENCE_LOCAL = 15.0
-_PATIENCE_REMOTE = 40.0
-"""How long the GCS may be unavailable, in seconds. After 60 s, Ray would end the process."""
+_PATIENCE_REFUSED = 15.0
+"""How long the head may refuse connections, in seconds. Then its process is dead."""
+_PATIENCE_SILENT = 50.0
+"""How long the head may not answer, in seconds. It may only be busy, but Ray would end this process after 60 s."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -87,14 +88,15 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         request = gcs_service_pb2.CheckAliveRequest(node_ids=[self.node])  # type: ignore[attr-defined]
-        patience, answered_at = _PATIENCE_LOCAL if self.local else _PATIENCE_REMOTE, time.monotonic()
+        answered_at = time.monotonic()
         with init_grpc_channel(self.head) as channel:
             head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
             while not self.ended.wait(_SECONDS_BETWEEN_CHECKS):
                 try:
                     reply = head.CheckAlive(request, timeout=_TIMEOUT)
-                except grpc.RpcError:
-                    if time.monotonic() - answered_at > patience:
+                except grpc.RpcError as error:
+                    is_refused = error.code() is grpc.StatusCode.UNAVAILABLE
+                    if time.monotonic() - answered_at > (_PATIENCE_REFUSED if is_refused else _PATIENCE_SILENT):
                         where = "on this machine" if self.local else f"at {self.head}"
                         self._lose(f"the Ray head {where} does not respond, perhaps because it was killed")
                     continue

@@ -30,6 +30,8 @@ import torch
 from cuda_ext import schemas
 
 SOURCE_DIR = Path(__file__).resolve().parent
+PREBUILT = SOURCE_DIR / "prebuilt"
+"""Libraries in a wheel of `make wheel`."""
 # By part, the sources to compile once.
 PARTS = {"cpu": "cpu/*.cpp", "resample": "resample.cpp", "cuda": "cuda/*.cu"}
 CUDA_ARCHITECTURES = ("80", "90")
@@ -263,6 +265,9 @@ def libraries() -> dict[str, Path | BuildError]:
     for part in PARTS:
         if part == "cuda" and refusal is not None:
             continue
+        if (prebuilt := PREBUILT / f"{part}.so").exists():
+            found[part] = prebuilt
+            continue
         try:
             toolchain = Toolchain.find(cuda=part == "cuda")
             library = folder / f"{part}-{toolchain.name()}.so"
@@ -338,6 +343,19 @@ def load() -> dict[str, str]:
         except OSError as error:
             missing[part] = f"cannot load the kernels: {error}; delete {library} to rebuild them"
     return missing
+
+
+def toolchains() -> dict[str, str]:
+    """The compilers and their versions, or why they cannot be used."""
+    found = {}
+    for name, find in (("g++", find_cxx), ("nvcc", find_nvcc)):
+        try:
+            path = find()
+            named = [line for line in version_text(path).splitlines() if name in line or "release" in line]
+            found[name] = f"{path} ({named[-1] if named else 'unknown version'})"
+        except BuildError as error:
+            found[name] = str(error)
+    return found
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ class _Commands(GroupedCommands):
     headings: ClassVar = {
         "Train": ("plan", "run", "report", "study"),
         "Checkpoints": ("evaluate", "robustness", "show", "convert"),
-        "Models": ("models", "complexity"),
+        "Models": ("models", "complexity", "doctor"),
         "Data": ("data",),
         "Cluster": ("submit",),
         "Runs": ("runs", "ui"),
@@ -63,6 +63,7 @@ class _Commands(GroupedCommands):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: san run experiments/grids/footprint.yaml",
 )
+@click.version_option(package_name="san-attention", prog_name="san")
 def cli() -> None:
     """Train and compare self-attention networks (SAN, CVPR 2020)."""
 
@@ -94,6 +95,30 @@ def models(pattern: str, as_json: bool) -> None:
     for record in records:
         name = record.pop("name")
         click.echo(" ".join([f"{name:16s}", *(f"{key}={as_value(value)}" for key, value in record.items())]))
+
+
+@cli.command()
+def doctor() -> None:
+    """Show which kernels run, and why others do not.
+
+    Also shows the versions of Python, the packages, the compilers and CUDA. The exit code is 1 if the CPU kernels do not run.
+
+    \b
+    Example: san doctor
+    """
+    import torch
+
+    from cuda_ext.build import libraries, load, toolchains
+    from experiments.runs.provenance import machine, versions
+
+    missing = load()
+    click.echo(f"{versions()}\n{machine()}\nCUDA of torch: {torch.version.cuda or 'none'}")
+    for name, found in toolchains().items():
+        click.echo(f"{name}: {found}")
+    for part, library in libraries().items():
+        state = f"not available: {missing[part]}" if part in missing else f"run from {library}"
+        click.echo(f"{part} kernels {state}")
+    sys.exit("cpu" in missing)
 
 
 @cli.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,23 @@ def named_address(_context: click.Context, _option: click.Parameter, value: str 
     return value
 
 
+class _Grid(click.ParamType[Path]):
+    """The path of a grid's file, or the name of a grid of this project."""
+
+    name = "grid"
+
+    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path, folder = Path(value), Path(__file__).parents[1] / "grids"
+        if path.exists() or path.name != str(value) or path.suffix:
+            return path
+        shipped = sorted(file.stem for file in folder.glob("*.yaml"))
+        if str(value) in shipped:
+            return folder / f"{value}.yaml"
+        near = difflib.get_close_matches(str(value), shipped, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"grids: {', '.join(shipped)}"
+        raise UserError(f"{value}: no such file or grid; {hint}")
+
+
 class GroupedCommands(click.Group):
     """A group whose help lists commands under headings."""
 
@@ -44,7 +62,7 @@ class GroupedCommands(click.Group):
                 formatter.write_dl([(f"{name:{width}s}", self.commands[name].get_short_help_str(limit)) for name in names])
 
 
-GRID = click.argument("grid", type=click.Path(path_type=Path))
+GRID = click.argument("grid", type=_Grid())
 PROFILE = click.option(
     "--profile",
     default="digits",

@@ -365,8 +365,10 @@ def _unknown(path: str, allowed: Sequence[str]) -> str:
     if new := new_key(path):
         return f"renamed to `{new}`; use the new name"
     section, dot, key = path.rpartition(".")
-    near = difflib.get_close_matches(key, allowed, n=1)
-    hint = f"did you mean `{section}{dot}{near[0]}`? Allowed" if near else "allowed"
+    near = [f"{section}{dot}{name}" for name in difflib.get_close_matches(key, allowed, n=1)]
+    if not section and not near:  # a key without its section, such as `lr` for `recipe.lr`
+        near = [full for full in flat_keys(TrialConfig) if full.endswith(f".{key}")]
+    hint = f"did you mean `{'` or `'.join(near)}`? Allowed" if near else "allowed"
     return f"unknown key; {hint}: {', '.join(sorted(allowed))}"
 
 
@@ -445,6 +447,11 @@ def _type_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Any:
         if found is None:
             return None
     return found
+
+
+def flat_keys(schema: type[BaseModel]) -> list[str]:
+    """All keys of the sections of a schema, such as `recipe.lr`."""
+    return [f"{section}.{key}" for section in schema.model_fields for key in keys_at(schema, (section,))]
 
 
 def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

@@ -438,3 +438,17 @@ def test_example_in_help_parses(path: tuple[str, ...]) -> None:
         expand(PROJECT_DIR / grid, profile or "digits", context.params.get("overrides", ()), table_names())
     if profile is not None:
         profile_path(profile)
+
+
+def test_grid_can_be_given_by_name(run_san: San) -> None:
+    code, out, err = run_san("plan", "footprint")
+    assert (code, "pairwise_3 " in out) == (0, True), err
+    assert run_san("plan", "footprnt") == (2, "", "san: footprnt: no such file or grid; did you mean footprint?\n")
+
+
+def test_doctor_shows_which_kernels_run(run_san: San) -> None:
+    code, out, _ = run_san("doctor")
+    assert code == 0
+    assert re.search(r"^cpu kernels run from .*\.so$", out, re.MULTILINE)
+    assert re.search(r"^cuda kernels (run from|not available: )", out, re.MULTILINE)
+    assert "g++: " in out and "torch " in out

@@ -1,0 +1,49 @@
+"""`make wheel`: the library with its CPU kernels in an environment without a compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from cuda_ext.build import SOURCE_DIR
+
+CODE = """
+import time, warnings
+import torch
+warnings.simplefilter("error")  # the reference operators would warn
+import san
+model, x = san.create_model("san10_pairwise", 10, width_mult=0.5).eval(), torch.randn(2, 3, 96, 96)
+def seconds():
+    begun = time.perf_counter()
+    model(x)
+    return time.perf_counter() - begun
+with torch.no_grad():
+    ours = min(seconds() for _ in range(5))
+    with san.ops.backend("reference"):
+        reference = min(seconds() for _ in range(5))
+print(san.__file__)
+print(f"speed-up over the reference: {reference / ours:.1f}")
+"""
+
+
+@pytest.mark.slow
+def test_wheel_runs_kernels_without_compiler_and_with_a_read_only_home(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "cuda_ext.wheel", str(tmp_path)]
+    wheel = subprocess.run(build, cwd=SOURCE_DIR.parent, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    assert not (SOURCE_DIR / "prebuilt").exists()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages, wheel], check=True)
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # torch, but not this project
+    home = tmp_path / "home"
+    home.mkdir(mode=0o555)
+    run = [tmp_path / "venv/bin/python", "-c", CODE]
+    done = subprocess.run(run, cwd=home, env={"HOME": str(home), "PATH": "/nowhere"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    place, speed = done.stdout.splitlines()
+    assert place.startswith(str(packages)) and not list(home.iterdir())
+    print(speed)
