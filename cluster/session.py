@@ -24,7 +24,7 @@ from ray.exceptions import AuthenticationError
 
 from cluster.errors import ClusterError, StartError
 from cluster.placement import Node, Resources
-from cluster.supervision import OnLost, adopt_orphans, kill_descendants, supervised
+from cluster.supervision import OnLost, adopt_orphans, kill_descendants, supervised, time_limit
 from cluster.token import rejected, restrict_token, token
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
     others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     try:
         try:
-            with _keep_sigterm_handler():
+            with _keep_sigterm_handler(), time_limit(local, on_lost):
                 _connect(address or os.environ.get("RAY_ADDRESS") or None)
         except StartError as error:
             if on_lost is not None:

@@ -24,6 +24,7 @@ OnLost = Callable[[str], NoReturn]
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 _TIMEOUT = 5.0
+_SECONDS_TO_START = 180.0
 _PATIENCE_REFUSED = 15.0
 """How long the head may refuse connections, in seconds. Then its process is dead."""
 _PATIENCE_SILENT = 50.0
@@ -43,6 +44,20 @@ def supervised(local: bool, on_lost: OnLost | None) -> Iterator[None]:
         yield
     finally:
         watch.ended.set()
+
+
+@contextmanager
+def time_limit(local: bool, on_lost: OnLost | None) -> Iterator[None]:
+    """Calls `on_lost` if Ray takes too long to start on this machine. If its processes die meanwhile, it waits forever."""
+    message = f"Ray did not start on this machine within {_SECONDS_TO_START:.0f} s"
+    timer = threading.Timer(_SECONDS_TO_START, on_lost or exit_lost, [message])
+    timer.daemon = True
+    if local:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def exit_lost(message: str) -> NoReturn:

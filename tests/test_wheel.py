@@ -16,7 +16,7 @@ import time, warnings
 import torch
 warnings.simplefilter("error")  # the reference operators would warn
 import san
-model, x = san.create_model("san10_pairwise", 10, width_mult=0.5).eval(), torch.randn(2, 3, 96, 96)
+model, x = san.create_model("san10_pairwise", 10, width_mult=0.5).eval(), torch.randn(2, 3, 128, 128)
 def seconds():
     begun = time.perf_counter()
     model(x)

@@ -1,10 +1,13 @@
+import threading
 from pathlib import Path
 
 import pytest
 import ray
+from ray.exceptions import RaySystemError
 
 from cluster import ClusterError, Node, Resources
 from cluster.session import _cgroup_quota, available_cpus, session
+from tests.experiments.drivers import PATIENCE
 
 
 def test_resources_add_up() -> None:
@@ -51,3 +54,13 @@ def test_failed_start_of_ray_is_an_error_for_users(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ClusterError, match=message) as caught, session(None, lost.append):  # type: ignore[arg-type]
         pass
     assert lost == [str(caught.value)]
+
+
+def test_ray_that_does_not_start_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = threading.Event()
+    monkeypatch.setattr("cluster.supervision._SECONDS_TO_START", 0.01)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: lost.wait(PATIENCE))
+    with pytest.raises(RaySystemError), session(None, lambda message: lost.set()):  # type: ignore[arg-type, return-value]
+        pass
+    assert lost.is_set()
