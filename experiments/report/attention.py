@@ -145,7 +145,7 @@ def look(
     with torch.no_grad():
         answer = model(batch.images_NCHW).softmax(1)[0]
         weight_GKP = attention_weights(model, batch.images_NCHW)[name][0]
-    size, reduction = config.data.size, model.reductions[int(name.split(".")[1])]
+    size, reduction = config.data.size, model.reductions[model.stage_names.index(name.partition(".")[0])]
     side = size // reduction
     pixels = [_map_pixel(pixel, size, reduction)] if pixel is not None else _grid(grid, side, name)
     weight_GKn = weight_GKP[:, :, [row * side + column for row, column in pixels]]

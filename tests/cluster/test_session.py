@@ -1,9 +1,9 @@
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import ray
-from ray.exceptions import RaySystemError
 
 from cluster import ClusterError, Node, Resources
 from cluster.session import _cgroup_quota, available_cpus, session
@@ -43,12 +43,20 @@ def test_nested_session_is_the_same(resources: Resources) -> None:
     assert ray.is_initialized()
 
 
-def test_failed_start_of_ray_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Hides the session that other tests share."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr("cluster.session.kill_descendants", lambda spared: None)
+    return monkeypatch
+
+
+def test_failed_start_of_ray_is_an_error_for_users(no_ray: pytest.MonkeyPatch) -> None:
     def fail(**settings: object) -> None:
         raise Exception("The current node timed out during startup. This could happen because of a raylet.\nDetails")
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", fail)
+    no_ray.setattr(ray, "init", fail)
     message = r"Ray did not start on this machine \(The current node timed out .* raylet\)$"
     lost: list[str] = []
     with pytest.raises(ClusterError, match=message) as caught, session(None, lost.append):  # type: ignore[arg-type]
@@ -56,11 +64,12 @@ def test_failed_start_of_ray_is_an_error_for_users(monkeypatch: pytest.MonkeyPat
     assert lost == [str(caught.value)]
 
 
-def test_ray_that_does_not_start_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_does_not_start_is_lost(no_ray: pytest.MonkeyPatch) -> None:
     lost = threading.Event()
-    monkeypatch.setattr("cluster.supervision._SECONDS_TO_START", 0.01)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **settings: lost.wait(PATIENCE))
-    with pytest.raises(RaySystemError), session(None, lambda message: lost.set()):  # type: ignore[arg-type, return-value]
+    no_ray.setattr("cluster.supervision._SECONDS_TO_START", 0.01)
+    no_ray.setattr("cluster.session.supervised", lambda local, on_lost: nullcontext())
+    no_ray.setattr("cluster.session.resources", lambda: None)
+    no_ray.setattr(ray, "init", lambda **settings: lost.wait(PATIENCE))
+    with session(None, lambda message: lost.set()):  # type: ignore[arg-type, return-value]
         pass
     assert lost.is_set()
