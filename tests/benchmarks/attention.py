@@ -1,6 +1,6 @@
 """What fused attention is worth: the network, its attention alone, what is left without it, memory, and the roofline.
 
-    python -m tests.benchmarks.attention [--threads 2] [--repeats 7] [--batch 4] [--json FILE]
+    python -m tests.benchmarks.attention [--threads 2] [--repeats 7] [--batch 4] [--only memory] [--json FILE]
 
 SAN10 at 224x224, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges. The other
 operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator). Each call is
@@ -208,15 +208,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", type=Path, help="also write all medians to this file")
+    parts = ("network", "yardsticks", "cores", "memory")
+    parser.add_argument("--only", choices=parts, help="measure only this part")
     options = parser.parse_args()
     bench = Bench(options.repeats, options.batch, options.threads)
+    wanted = (options.only,) if options.only else parts
     record = section(machine, bench)
-    for kind in KINDS:
+    for kind in KINDS if "network" in wanted else ():
         record |= section(network, bench, kind)
-    record |= section(yardsticks, bench)
+    if "yardsticks" in wanted:
+        record |= section(yardsticks, bench)
     for kind in KINDS:
-        record |= section(cores, bench, kind, record["peak_flops"], record["peak_bytes"])
-        record |= section(memory, bench, kind)
+        if "cores" in wanted:
+            record |= section(cores, bench, kind, record["peak_flops"], record["peak_bytes"])
+        if "memory" in wanted:
+            record |= section(memory, bench, kind)
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.instructions [--all] [--launches] [FILE.cu ...]
 
-Prints Markdown tables for sm_80 and sm_90: for the kernels of `ROWS`, registers, shared memory, blocks per SM and the predicted
+Prints Markdown tables for sm_80 and sm_90: for the kernels of `ROWS`, registers, blocks per SM, instructions and the predicted
 time at the sizes of SAN10's stages, then the sums for pairwise and patchwise training. A new kernel is a new row. With --all,
 also registers and instructions of each loop of every kernel. With --launches, counts the kernels that operators start, by
 running the CUDA sources on the CPU.
@@ -419,6 +419,23 @@ def compiled(source: Path, architecture: str, toolchain: build.Toolchain, nvdisa
         return parsed(log, output_of([nvdisasm, "-c", str(output)]))
 
 
+def find_nvdisasm(nvcc: str) -> str:
+    """Path of nvdisasm.
+
+    Looks on PATH, in CUDA_HOME, beside nvcc, in pip's packages, and in the usual folder.
+
+    Raises:
+        BuildError: it is missing.
+    """
+    home = os.environ.get("CUDA_HOME")
+    pip = sorted(map(str, Path(torch.__file__).parents[1].glob("nvidia/*/bin")))
+    folders = [None, f"{home}/bin" if home else "", str(Path(nvcc).resolve().parent), *pip, "/usr/local/cuda/bin"]
+    for folder in folders:
+        if folder != "" and (path := shutil.which("nvdisasm", path=folder)):
+            return path
+    raise build.BuildError("nvdisasm was not found; run `pip install nvidia-cuda-nvdisasm` or install the CUDA toolkit")
+
+
 def print_table(title: str, header: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
     print(f"\n### {title}\n")
     for row in (header, ["---"] * len(header), *rows):
@@ -522,8 +539,12 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every kernel's registers and loops")
     parser.add_argument("--launches", action="store_true", help="count the kernels that each operator starts")
     parser.add_argument("sources", nargs="*", type=Path, default=build.sources("cuda"))
-    arguments, toolchain = parser.parse_args(), build.Toolchain.find(cuda=True)
-    nvdisasm = shutil.which("nvdisasm") or str(Path(str(toolchain.nvcc)).resolve().with_name("nvdisasm"))
+    arguments = parser.parse_args()
+    try:
+        toolchain = build.Toolchain.find(cuda=True)
+        nvdisasm = find_nvdisasm(str(toolchain.nvcc))
+    except build.BuildError as error:
+        parser.exit(1, f"{error}\n")
     print("# Prediction, not measured\n\nAt full issue or full memory bandwidth, whichever takes longer; expect twice that.")
     for architecture, gpu in GPUS.items():
         found = {source.name: compiled(source, architecture, toolchain, nvdisasm) for source in arguments.sources}

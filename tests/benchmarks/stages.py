@@ -55,15 +55,16 @@ class Core:
             self.attention.attend(self.phi, self.psi, self.beta)
 
     def flops(self, training: bool) -> int:
-        """What the fused kernels compute, recomputation included; two FLOPs per multiply-accumulate of products alone."""
-        pixels, K = self.batch * self.side**2, self.footprint**2
-        d_to_E, E_to_G, M = self._products()
-        if isinstance(self.attention, PairwiseAttention):
-            once = d_to_E + E_to_G + M
-            passes = once + d_to_E + (d_to_E + 3 * E_to_G + 2 * M) + (3 * d_to_E + 2 * E_to_G + M)
-            return pixels * K * (passes if training else once)
-        once = d_to_E + E_to_G + K * M
-        return pixels * (once + 2 * d_to_E + 3 * E_to_G + 2 * K * M if training else once)
+        """FLOPs of the fused kernels' products, as in docs/explanation/operators.md; two per multiply-accumulate.
+
+        Pairwise training recomputes the product of the hidden layer once and computes the covariance of a1, symmetric in
+        forward. Patchwise training recomputes no product.
+        """
+        if not training or not isinstance(self.attention, PairwiseAttention):
+            return self.least_flops(training)
+        d, d_to_E = self.attention.gamma[2].weight.shape[1], self._products()[0]
+        pairs = self.batch * self.side**2 * self.footprint**2
+        return self.least_flops(training) + pairs * (d_to_E + d * (d + 1) + 2 * d**2)
 
     def least_flops(self, training: bool) -> int:
         """What any implementation computes that recomputes nothing: each product once, and in backward twice more."""
