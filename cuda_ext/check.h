@@ -1,5 +1,5 @@
-// What a kernel's host function checks before it touches memory. Users meet the friendlier checks of
-// san/ops/functional.py first; these protect direct callers of torch.ops.san.
+// Checks of the arguments before a kernel accesses memory. The functions of san/ops/functional.py check first, with
+// more helpful messages. The checks here protect direct callers of torch.ops.san.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -31,13 +31,13 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* names) {
   STD_TORCH_CHECK(a.device() == b.device(), names, " must be on one device");
 }
 
-// [N, C, K, P] over the footprint, as unfold, subtraction and the attention weights are.
+// x must be [N, C, K, P], like the results of unfold and subtraction and like attention weights.
 inline void check_unfolded(const Tensor& x, const Footprint& footprint, const char* name) {
   STD_TORCH_CHECK(x.dim() == 4 && x.size(2) == footprint.positions() && x.size(3) == footprint.pixels(), name,
                   " must be [N, C, ", footprint.positions(), ", ", footprint.pixels(), "]");
 }
 
-// phi and psi of dot, [N, R, H, W], whose channels fall into `groups` groups of equal size.
+// phi and psi of dot are [N, R, H, W], and R must be a multiple of `groups`.
 inline void check_dot(const Tensor& phi, const Tensor& psi, int64_t groups) {
   check_map(phi, "phi");
   check_same(phi, psi, "phi and psi");
@@ -54,7 +54,7 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
-// A vector or matrix beside `center`, of its type.
+// x must have this shape, and the type and device of `center`.
 inline void check_like_pairs(const Tensor& center, const Tensor& x, std::initializer_list<int64_t> shape,
                              const char* name) {
   STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit center's ", center.size(3),
@@ -63,7 +63,7 @@ inline void check_like_pairs(const Tensor& center, const Tensor& x, std::initial
                   " must have the dtype and the device of center");
 }
 
-// The maps of pairs (schemas.py).
+// The maps of the pair operators; see schemas.py.
 inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int64_t kernel_size, int64_t products) {
   STD_TORCH_CHECK(center.dim() == 4, "center must have 4 dimensions [N, H, W, d], not ", center.dim());
   STD_TORCH_CHECK(center.scalar_type() == ScalarType::Float || center.scalar_type() == ScalarType::Double,
@@ -76,7 +76,7 @@ inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int
   return footprint_of(center.size(1), center.size(2), kernel_size);
 }
 
-// The same, and the shift of their relation.
+// The maps and the shift of the pair operators.
 inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t kernel_size,
                              int64_t products) {
   const Footprint footprint = check_pair_maps(center, around, kernel_size, products);
@@ -84,7 +84,7 @@ inline Footprint check_pairs(const Tensor& center, const Tensor& around, const T
   return footprint;
 }
 
-// The layers after the relation; an empty weight1 means that there is no hidden layer.
+// The layers that follow the relation. Without a hidden layer, weight1 is empty.
 inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const Tensor& shift2,
                               const Tensor& weight2) {
   STD_TORCH_CHECK(weight1.dim() == 2 && weight2.dim() == 2, "weight1 and weight2 must be matrices");
@@ -104,7 +104,7 @@ inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const
                   "weight1 and weight2 must have the dtype of center, or a half type beside float32, and its device");
 }
 
-// The attention weights that the layers gave, and their gradient.
+// The result of pair_weights and its gradient.
 inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& weight2,
                                 const Footprint& footprint) {
   check_unfolded(w, footprint, "w");
@@ -114,7 +114,7 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
-// Inputs of patch_linear (schemas.py); the gradients of its backward operator have the shape of its result.
+// The inputs of patch_linear; see schemas.py.
 inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
                                const Tensor& weight, int64_t kernel_size) {
   STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
@@ -152,7 +152,7 @@ inline Footprint check_patches(const Tensor& center, const Tensor& around, const
 
 namespace san {
 
-// Half types are summed in float.
+// The type of sums: float for half types, otherwise the type itself.
 template <class scalar_t>
 struct Accumulate {
   using type = float;

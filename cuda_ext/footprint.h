@@ -1,5 +1,5 @@
-// The one geometry: a square, odd footprint with reflection at the border, stride 1. Shared by the CPU and the CUDA
-// kernels.
+// The geometry of all operators, on the CPU and on the GPU: a square footprint of odd size, stride 1, and reflection
+// padding.
 #pragma once
 #include <cstdint>
 
@@ -25,14 +25,16 @@ struct Footprint {
   }
 };
 
-// Coordinate of the map, 0..size-1, that a padded coordinate, -reach..size+reach-1, shows.
+// Maps a coordinate of the padded map, -reach..size+reach-1, to the coordinate of the map, 0..size-1, whose value it
+// has.
 SAN_HOST_DEVICE int64_t reflect(int64_t coordinate, int64_t size) {
   if (coordinate < 0) coordinate = -coordinate;
   return coordinate >= size ? 2 * (size - 1) - coordinate : coordinate;
 }
 
-// Calls visit(padded) for each padded coordinate that shows `coordinate`: itself and its mirror images, three at most.
-// Backward kernels gather with it where others scatter with atomics, which keeps them deterministic.
+// Calls visit(padded) for each padded coordinate with the value of `coordinate`: itself and its mirror images, at most
+// three. Backward kernels use it to gather gradients instead of scattering them with atomics, so they are
+// deterministic.
 template <class Visit>
 SAN_HOST_DEVICE void for_each_image(int64_t coordinate, int64_t size, int64_t reach, const Visit& visit) {
   visit(coordinate);

@@ -1,4 +1,5 @@
-// aggregation, forward and backward. Definition: san/ops/reference.py; the loops over pixels: simd/aggregation.cpp.
+// aggregation, forward and backward. The definition is in san/ops/reference.py, the loops over pixels are in
+// simd/aggregation.cpp.
 #include <tuple>
 
 #include "bands.h"
@@ -32,7 +33,7 @@ struct Problem {
     map_size = p.values * p.footprint.pixels(), w_size = p.weights * p.footprint.positions() * p.footprint.pixels();
     this->beta = in_order(beta);
   }
-  // A map as values of T, in the memory format of beta.
+  // Converts a map to T and to the memory format of beta.
   Tensor in_order(const Tensor& x) const {
     const Tensor map = as_type(x, kType<T>);
     return p.channels_last == is_channels_last(map) && (p.channels_last || map.is_contiguous())

@@ -1,5 +1,5 @@
-// What operators on the CPU share: work in bands of an image's rows, on as many threads as torch has, and the choice of
-// the instruction set.
+// Shared code of the CPU operators: it divides images into bands of rows, runs them on torch's threads, and chooses the
+// instruction set.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -25,8 +25,8 @@
 namespace san::cpu {
 namespace {
 
-// Fresh memory comes in pages that the system hands out, and zeroes, one by one as they are first written, which can
-// take longer than what is computed. Larger pages take a fraction of that.
+// The system zeroes each new page at its first write, which can take longer than the computation. Large pages are much
+// cheaper.
 inline void ask_for_large_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = uintptr_t(2) << 20;
@@ -37,7 +37,7 @@ inline void ask_for_large_pages(void* memory, size_t bytes) {
 }
 inline void ask_for_large_pages(const Tensor& x) { ask_for_large_pages(x.data_ptr(), x.numel() * x.element_size()); }
 
-// What a thread works in. It is kept for the thread's next operator, because fresh memory is slow.
+// The thread's scratch memory. The next operator of the thread reuses it, because writing to new memory is slow.
 inline void* scratch_of_thread(size_t bytes) {
   constexpr size_t kPage = size_t(2) << 20;
   struct Free {
@@ -68,14 +68,15 @@ void for_each_task(int64_t tasks, int64_t scratch_size, const Work& work) {
   });
 }
 
-// Rows of an image: what a task computes.
+// The rows of an image that one task computes.
 struct Band {
   int64_t image;
   Rows rows;
   bool is_odd;
 };
 
-// The even bands of all images, then the odd ones, of `wanted` rows or, the last ones, some more.
+// Divides the rows of each image evenly into bands of at least `wanted` rows, or into one band if it has fewer rows.
+// The even bands of all images come first, then the odd ones.
 inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int64_t wanted) {
   const int64_t count = std::max<int64_t>(1, f.height / wanted);
   std::vector<Band> bands;
@@ -86,13 +87,14 @@ inline std::vector<Band> bands_of(int64_t images, const Footprint& f, int64_t wa
   return bands;
 }
 
-constexpr int64_t kBandRows = 14;  // more would leave the second cache; fewer would read many rows twice
+constexpr int64_t kBandRows = 14;  // more exceed the L2 cache; fewer read many rows twice
 
-// Bands for sums over pixels and for gradients that reach beyond a band: at least a footprint's rows.
+// Bands for sums over pixels, and for gradients that also change rows outside the band. A band has at least as many
+// rows as the footprint.
 inline std::vector<Band> bands_apart(int64_t images, const Footprint& f) {
   return bands_of(images, f, std::max(kBandRows, f.kernel_size));
 }
-// Bands for what each pixel has by itself: enough for all threads.
+// Bands for results that depend on no other band: about two for each thread, so that all threads have work.
 inline std::vector<Band> bands_alone(int64_t images, const Footprint& f) {
   const int64_t tasks = 2 * torch::stable::get_num_threads();
   return bands_of(images, f, std::clamp<int64_t>(images * f.height / tasks, 1, kBandRows));
@@ -104,8 +106,9 @@ inline int64_t most_rows(const std::vector<Band>& bands) {
   return most;
 }
 
-// Calls work(task, band, scratch) for bands that add to their neighbours' pixels: first for the even ones, then for the
-// odd ones. Those of one parity lie apart by more than the footprint reaches over, so that threads change no sum.
+// Calls work(task, band, scratch) for bands that also add to the pixels of neighboring bands: first for the even bands,
+// then for the odd ones. Two even bands (or two odd ones) never add to the same pixel, so results do not depend on the
+// number of threads.
 template <class T, class Work>
 void for_each_band_apart(const std::vector<Band>& bands, int64_t scratch_size, const Work& work) {
   const auto is_odd = [](const Band& band) { return band.is_odd; };
@@ -115,7 +118,7 @@ void for_each_band_apart(const std::vector<Band>& bands, int64_t scratch_size, c
                      [&](int64_t task, T* scratch) { work(begin + task, bands[begin + task], scratch); });
 }
 
-// The sum over tasks of what each has written, in the order of tasks: [size].
+// Sums the results [size] of all tasks, in the order of tasks.
 template <class T>
 std::vector<double> sum_over_tasks(const std::vector<T>& partial, int64_t size) {
   std::vector<double> sum(size);
@@ -160,7 +163,7 @@ Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> si
 
 }  // namespace
 
-// What the sources in simd/ offer, as compiled for each instruction set.
+// The functions of the sources in simd/, one set for each instruction set.
 #define SAN_KERNELS(isa)                                      \
   namespace isa {                                             \
   extern const PairKernels<float> pairs_float;                \
@@ -182,7 +185,8 @@ SAN_KERNELS(v4)
 namespace {
 
 #if defined(__x86_64__)
-// The best that this machine can run; the environment's SAN_CPU (baseline, v3, v4) chooses a lesser one, for tests.
+// Chooses the largest instruction set that this machine supports. Tests choose a smaller one with the environment
+// variable SAN_CPU (baseline, v3 or v4).
 template <class Kernels>
 const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels& v4) {
   const char* wish = std::getenv("SAN_CPU");

@@ -1,5 +1,6 @@
-// Operators on the pairs of a pixel and a position of its footprint: no tensor has a footprint's size times a map's,
-// but the attention weights. Definitions: schemas.py; the loops over pairs, where the time goes: simd/pairs.cpp.
+// Operators on the pairs of a pixel and a position of its footprint. The attention weights are the only tensor with a
+// value for every pair. The definitions are in schemas.py. The loops over pairs, which take nearly all the time, are in
+// simd/pairs.cpp.
 #include <cmath>
 #include <tuple>
 
@@ -16,7 +17,7 @@ const PairKernels<T>& kernels() {
     return SAN_CHOOSE(pairs_float);
 }
 
-// The maps of all images and what the kernels need to know of pairs.
+// The maps of all images, and the sizes and parameters for the kernels.
 template <class T>
 struct Problem {
   Problem(const Tensor& center, const Tensor& around, const Tensor& shift1, int64_t kernel_size, int64_t products)
@@ -48,7 +49,7 @@ Tensor zeros_like(const Problem<T>& problem) {
   return map;
 }
 
-// Gradients of the maps, to which bands add, and of the parameters, with separate sums for each task.
+// The gradients of the maps, to which all bands add, and of the parameters, with separate sums for each task.
 template <class T>
 struct Gradients {
   Gradients(const Problem<T>& problem, size_t tasks)
@@ -76,7 +77,8 @@ struct Gradients {
   Tensor center, around;
 };
 
-// A value near the mean of delta + shift: that of the means of some pixels from all over the maps.
+// A value near the mean of delta + shift, so that sums of squared distances from it do not cancel: delta + shift of the
+// average of up to 64 pixels, spread over the maps.
 template <class T>
 std::vector<T> near_mean(const Problem<T>& problem) {
   const int64_t d = problem.d, pixels = problem.N * problem.P, some = std::min<int64_t>(pixels, 64);
@@ -96,7 +98,7 @@ std::vector<T> near_mean(const Problem<T>& problem) {
 template <class T>
 std::tuple<Tensor, Tensor> statistics(const Problem<T>& problem) {
   const int64_t d = problem.d;
-  const std::vector<T> origin = near_mean(problem);  // squares of distances from it do not cancel
+  const std::vector<T> origin = near_mean(problem);
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * 2 * d);
   for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
@@ -108,7 +110,7 @@ std::tuple<Tensor, Tensor> statistics(const Problem<T>& problem) {
   std::vector<double> total = sum_over_tasks(sums, 2 * d);
   for (int64_t c = 0; c < d; ++c) {
     const double mean = total[c] / problem.pairs, var = total[d + c] / problem.pairs - mean * mean;
-    total[c] = mean + origin[c], total[d + c] = var < 0 ? 0 : var;  // NaN stays
+    total[c] = mean + origin[c], total[d + c] = var < 0 ? 0 : var;  // NaN stays NaN
   }
   return {tensor_of<T>(total.data(), problem.center, {d}), tensor_of<T>(total.data() + d, problem.center, {d})};
 }
@@ -136,7 +138,7 @@ std::tuple<Tensor, Tensor> statistics_backward(const Problem<T>& problem, const 
 template <class T>
 std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
   const int64_t d = problem.d, size = d + d * d;
-  std::vector<T> origin = near_mean(problem);  // squares of distances from it do not cancel
+  std::vector<T> origin = near_mean(problem);
   for (T& value : origin) value = std::max(value, T(0));
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * size);
@@ -217,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(cons
           tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
 }
 
-// A shift that changes nothing.
+// A shift of zeros.
 Tensor no_shift(const Tensor& center) {
   Tensor shift = torch::stable::new_empty(center, {center.dim() == 4 ? center.size(3) : 0});
   return torch::stable::zero_(shift);

@@ -1,4 +1,4 @@
-// patch_linear, forward and backward. Definition: schemas.py; the loops over pixels: simd/patches.cpp.
+// patch_linear, forward and backward. The definition is in schemas.py, the loops over pixels are in simd/patches.cpp.
 #include <tuple>
 
 #include "bands.h"

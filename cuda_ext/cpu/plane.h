@@ -1,5 +1,5 @@
-// One channel of one image on the CPU: padded by reflection once, so that every inner loop runs over a row with no
-// border case and the compiler can vectorise it.
+// One channel of one image on the CPU. It is padded by reflection once, so inner loops run over whole rows without
+// special cases at the border, and the compiler can vectorize them.
 #pragma once
 #include <cstring>
 
@@ -13,7 +13,7 @@
 #define SAN_VECTOR
 #endif
 
-// Pointers that do not overlap: the compiler need not check before it vectorises.
+// Pointers that do not overlap, so the compiler can vectorize without a check.
 #define SAN_RESTRICT __restrict__
 
 namespace san::cpu {
@@ -32,7 +32,7 @@ void pad(const scalar_t* map, const Footprint& f, acc_t* padded) {
   }
 }
 
-// The adjoint of pad: every padded value is added to the pixel that it shows.
+// The adjoint of pad: adds each value of the padded plane to the pixel that it was copied from.
 template <class scalar_t, class acc_t>
 void fold(acc_t* padded, const Footprint& f, scalar_t* map) {
   const int64_t reach = f.reach(), padded_width = f.padded_width();

@@ -1,5 +1,5 @@
-// unfold, subtraction and dot, forward and backward. Definition: san/ops/reference.py. Parallel over images and
-// channels.
+// unfold, subtraction and dot, forward and backward. The definitions are in san/ops/reference.py. Threads divide the
+// images and channels among them.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch.h>
@@ -43,7 +43,8 @@ SAN_VECTOR void gather(const scalar_t* grad, acc_t sign, const Footprint& f, acc
   }
 }
 
-// out[o, i] = sum_c phi[c, i] * padded[c, i + o] over the `channels` of one group; phi's planes lie `stride` apart.
+// out[o, i] = sum_c phi[c, i] * padded[c, i + o] over the `channels` of one group. The planes of phi are `stride`
+// elements apart.
 template <class scalar_t, class acc_t>
 SAN_VECTOR void correlate(const scalar_t* phi, int64_t stride, int64_t channels, const acc_t* padded,
                           const Footprint& f, acc_t* sum, scalar_t* out) {

@@ -43,7 +43,8 @@ struct Sizes {
   int C, G;
 };
 
-// The image, pixel and first channel of a thread. Adjacent threads have adjacent channels if these are contiguous.
+// The image, the pixel and the first channel of a thread. Adjacent threads have adjacent channels if channels are
+// contiguous, otherwise adjacent pixels.
 struct Place {
   int64_t n;
   int i, h, w, c;
@@ -71,8 +72,9 @@ __device__ __forceinline__ void store_sums(const T (&sums)[kWidth], scalar_t* to
   rounded.store(to);
 }
 
-// out[c, i] = sum_o weight[c % G, o, i] * map[c, i + o], or with kGather for pixel j the sum over all (o, i) that show
-// it of weight[c % G, o, i] * map[c, i]. A thread has kWidth channels, of each of kSets sets with the same weights.
+// out[c, i] = sum_o weight[c % G, o, i] * map[c, i + o], or, with kGather, for pixel j the sum of weight[c % G, o, i] *
+// map[c, i] over all (o, i) for which position o of pixel i is j. A thread computes kWidth channels in each of kSets
+// sets of channels with the same weights.
 //
 // Predicted for SAN10's stage 2 at batch 32 (64 channels, 8 weight channels, 56x56, k = 7, float32) on an H100: reads
 // 26 MB of the map and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 constexpr int kShares = 8;  // channels that share a weight in SAN
 
 // out[g, o, i] = sum over the channels c of group g of center[c, i] * around[c, i + o]. With kKept, kShares channels
-// share a weight, and a thread keeps their values at the center.
+// share a weight, and a thread keeps their values of center in registers.
 //
 // Predicted for SAN10's stage 2 as above: reads 26 MB of center and of around, writes 157 MB of weights; 315 M
 // products; no shared memory; 0.07 ms, of memory bandwidth.
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   const Window& f = sizes.f;
   const int packs = sizes.G / kWidth, shares = sizes.C / sizes.G;
   const Place own(f, thread, packs * f.kernel_size, to.channel == 1 && to.pixel != 1);
-  // Of Place's channels, the slower index is the row of the footprint.
+  // Place's channels are [rows of the footprint, packs of channels].
   const int dh = own.c / packs, g = (own.c - dh * packs) * kWidth;
   const scalar_t* centers = center + own.n * from.image + g * from.channel + own.i * from.pixel;
   const scalar_t* values = around + own.n * in.image + g * in.channel;
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls run with the largest number of neighbours that `fits` allows.
+// Calls run with the largest number of adjacent channels that `fits` allows.
 template <class Fits, class Run>
 void with_width(const Fits& fits, const Run& run) {
   if (fits(4)) return run(std::integral_constant<int, 4>());
@@ -160,19 +162,19 @@ Sizes sizes_of(const Tensor& map, const Footprint& f, int64_t groups) {
   return {Window(f), static_cast<int>(map.size(1)), static_cast<int>(groups)};
 }
 
-// A map whose rows follow each other at the stride of its pixels.
+// x, or a copy in which all pixels of an image have a single stride.
 Tensor with_pixel_stride(const Tensor& x) {
   const bool has_one = x.size(2) <= 1 || x.size(3) <= 1 || x.stride(2) == x.size(3) * x.stride(3);
   return has_one ? x : torch::stable::contiguous(x);
 }
 
-// x with its channels beside each other where those of `like` are.
+// x in channels-last format if `like` has contiguous channels, otherwise contiguous.
 Tensor in_format_of(const Tensor& like, const Tensor& x) {
   using torch::headeronly::MemoryFormat;
   return torch::stable::contiguous(x, like.stride(1) == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
 }
 
-// out = weighted sum of a map; see weighted_sum_kernel.
+// Writes the weighted sums of a map; see weighted_sum_kernel.
 template <class scalar_t, bool kGather>
 void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& sizes, Tensor& out) {
   const Strides in(map), at(weight), to(out);
@@ -196,7 +198,7 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
   });
 }
 
-// out [N, G, K, P] = correlate of two maps.
+// Writes out [N, G, K, P]; see correlate_kernel.
 template <class scalar_t>
 void launch_correlation(const Tensor& center, const Tensor& around, const Sizes& sizes, Tensor& out) {
   const Strides from(center), in(around), to(out);

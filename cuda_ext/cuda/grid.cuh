@@ -1,6 +1,5 @@
-// Pixels of channels-last maps, pairs of a pixel and a position of its footprint, and maps with reflected borders: in
-// such a map all positions of a footprint are at the same distances from the pixel, so kernels do not compute with
-// reflection.
+// Pixels of channels-last maps, pairs of a pixel and a position of its footprint, and maps with reflected borders. In a
+// map with borders, every pixel has its footprint at the same offsets, so kernels do not compute reflected indices.
 #pragma once
 #include "mma.cuh"
 
@@ -41,12 +40,13 @@ struct Offset {
   }
 };
 
-// A pixel of the map; with kAround, of the padded map of its partners, whose partners are pixels of the map.
+// A pixel of center or, with kAround, of the padded map around. Its partners are the pixels of the other map that form
+// pairs with it.
 template <bool kAround>
 struct Pixel {
   int index;     // in its map; 0 if it does not exist
   int y, x;      // in its image
-  int partners;  // for kAround where the image of its partners begins, else its first partner
+  int partners;  // with kAround the first pixel of the partners' image, else the first partner
   bool exists;
 
   __device__ __forceinline__ Pixel(const Grid& grid, int64_t at) {
@@ -59,7 +59,8 @@ struct Pixel {
         kAround ? image * grid.height * grid.width : (image * grid.padded_height() + y) * grid.padded_width() + x;
   }
 
-  // The partner's index in its map. There may be none for a padded pixel; then it is any index.
+  // Index of the partner at this offset. A padded pixel may have none; then is_pair is false, and the index is valid
+  // but meaningless.
   __device__ __forceinline__ int partner(const Grid& grid, const Offset& o, bool& is_pair) const {
     if constexpr (kAround) {
       const int row = y - o.down, column = x - o.right;
@@ -103,7 +104,7 @@ struct PaddedMap {
   }
 };
 
-// padded [images, padded height, padded width, channels] -> [images, height, width, channels], each pixel with its
+// padded [images, padded height, padded width, channels] -> [images, height, width, channels]: adds to each pixel its
 // mirror images.
 //
 // Predicted for SAN10's stage 2 at batch 32 (16 channels) on an H100: reads 8 MB, writes 6 MB; no products, no shared

@@ -1,8 +1,8 @@
-// What every CUDA file needs around its kernels: launching one thread per output element, or blocks that share memory,
-// on the current stream.
+// Launches of kernels on the current stream, with one thread per output element or with blocks that have shared memory.
+// Predicted times in the comments of kernels assume the full rates of docs/results/instructions.md.
 //
-// With SAN_SHIM the same file is compiled by g++ and its kernels run on the CPU (shim/cuda_shim.h), so that tests cover
-// kernels and host code without a GPU; the operators are then registered in the library `san_shim` for CPU tensors.
+// With SAN_SHIM, g++ compiles the same files, and the kernels run on the CPU (shim/cuda_shim.h). So tests cover kernels
+// and host code without a GPU. The operators are then registered in the library `san_shim` for CPU tensors.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -40,8 +40,8 @@ inline cudaStream_t current_stream(const Tensor& x) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// The error of a launch or, if `waits`, of the finished kernel; null if there was none. Waiting is not possible while a
-// CUDA graph captures the stream.
+// The error of a launch or, if `waits`, of the finished kernel; null if there was none. It does not wait while a CUDA
+// graph captures the stream, which CUDA forbids.
 inline const char* launch_error(const char* kernel, cudaStream_t stream, bool waits) {
   cudaError_t status = cudaGetLastError();
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -50,7 +50,7 @@ inline const char* launch_error(const char* kernel, cudaStream_t stream, bool wa
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
-// The dynamic shared memory that a block of the current device can have.
+// Bytes of dynamic shared memory that a block can have on the current device.
 inline size_t shared_memory_limit() {
   int device = 0, bytes = 0;
   const bool known = cudaGetDevice(&device) == cudaSuccess &&
@@ -58,10 +58,10 @@ inline size_t shared_memory_limit() {
   return known ? static_cast<size_t>(bytes) : size_t(48) << 10;
 }
 
-// Bytes that one pass may take for what its blocks hand to the next; larger batches go through in parts.
+// Limit in bytes for the partial sums of one launch.
 inline int64_t workspace_limit() { return int64_t(256) << 20; }
 
-// A kernel must ask for more than 48 KB.
+// CUDA requires this call before a kernel may use more than 48 KB.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, size_t bytes) {
   const cudaError_t status =
@@ -83,9 +83,10 @@ __device__ __forceinline__ char* shared_memory_base() {
 namespace san::cuda {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = int64_t(1) << 20;  // larger outputs loop; all indices are int64
+constexpr int64_t kMaxBlocks = int64_t(1) << 20;  // for larger outputs, threads loop; all indices are int64
 
-// The operator that runs in this thread, which errors name, on the device of its maps.
+// Name of the operator that runs in this thread, for error messages. The guard also makes the device of its maps the
+// current device.
 inline thread_local const char* running_operator = "";
 struct OperatorGuard {
   OperatorGuard(const char* name, const Tensor& map) : device(map.get_device()) { running_operator = name; }
@@ -93,8 +94,8 @@ struct OperatorGuard {
   DeviceGuard device;
 };
 
-// Names the kernel that failed. A fault while a kernel runs shows at a later call, unless SAN_CUDA_SYNC=1 makes every
-// launch wait.
+// Throws an error that names the kernel if its launch failed. CUDA reports a fault inside a kernel only at a later
+// call, unless SAN_CUDA_SYNC=1 makes every launch wait.
 template <class Stream>
 void check_launch(const char* kernel, Stream stream) {
   static const char* asked = std::getenv("SAN_CUDA_SYNC");

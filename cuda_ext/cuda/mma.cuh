@@ -4,8 +4,8 @@
 //   of sum:    (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
 //   of left:   row g and row g + 8, each at 2t and 2t + 1 along the depth
 //   of right:  column g, at 2t and 2t + 1 along the depth
-// Tensor cores expect t and t + 4 along the depth; both factors use the other order, which changes no sum. A sum thus
-// is in the layout of a left factor, and products follow each other without shuffles or shared memory.
+// Tensor cores expect t and t + 4 along the depth. Both factors use the order above instead, which changes no sum. So a
+// sum has the layout of a left factor and can enter the next product without shuffles or shared memory.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -20,7 +20,7 @@ constexpr int kWarp = 32;
 #ifdef SAN_SHIM
 #define SAN_ROLLED
 #else
-#define SAN_ROLLED _Pragma("unroll 1")  // a loop whose copies would only take registers
+#define SAN_ROLLED _Pragma("unroll 1")  // unrolling would only take registers
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -37,7 +37,7 @@ __device__ __forceinline__ void mma_m8n8k4_f64(double& c0, double& c1, double a,
 }
 #endif
 
-// N neighbouring elements, read and written at once.
+// N adjacent elements that are loaded and stored in one instruction.
 template <int N, class T>
 struct alignas(N * sizeof(T)) Pack {
   T data[N];
@@ -46,12 +46,12 @@ struct alignas(N * sizeof(T)) Pack {
   __device__ __forceinline__ void store(T* to) const { *reinterpret_cast<Pack*>(to) = *this; }
 };
 
-// Two neighbours along the depth of a factor, ready for the product: a lane's part of a right factor, or of one of the
-// two rows of a left factor.
+// Two adjacent elements along the depth of a factor, converted for the product: a lane's part of a right factor, or of
+// one of the two rows of a left factor.
 //
-// float is rounded to TF32, whose 10 bits of mantissa hold float16 and bfloat16 without error. With kAccurate a value
-// is split into two TF32 numbers, x = big + small, and big * big + big * small + small * big is summed: the error is
-// that of float arithmetic (3xTF32).
+// float is rounded to TF32, whose 10 bits of mantissa hold float16 and bfloat16 without error. With kAccurate, a value
+// is split into two TF32 numbers, x = big + small, and a product is big * big + big * small + small * big. Its error is
+// about that of float arithmetic (this is known as 3xTF32).
 template <class T, bool kAccurate>
 struct Operand;
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply(double (&sum)[4], const Operand<double,
   }
 }
 
-// sum += left right, for the right factor's N tiles. Operands are read 8 bytes at once.
+// sum += left right, for N tiles of the right factor. Operands are loaded 8 bytes at a time.
 template <int N, class F, class T>
 __device__ __forceinline__ void multiply_all(T (&sum)[N][4], const F& upper, const F& lower, const F* right) {
   struct Words {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply_all(T (&sum)[N][4], const F& upper, con
   }
 }
 
-// max(x, 0), where NaN stays.
+// max(x, 0), where NaN stays NaN.
 __device__ __forceinline__ double rectified(double x) { return x < 0 ? 0 : x; }
 __device__ __forceinline__ float rectified(float x) {
 #ifdef SAN_SHIM

@@ -1,7 +1,7 @@
 // pair_covariance: mean and covariance of a1 over all pairs, forward and backward. Definition: tests/ops/oracle.py.
 //
-// Forward sums a1 - origin and its products in float32, with an origin near the mean so that nothing cancels, over the
-// pairs of one block, and over blocks in double. Backward is one product of a1 and a [d, d] matrix for each pair.
+// Forward sums a1 - origin and its products. The origin is near the mean, so the sums do not cancel. A block sums its
+// pairs in float32, and blocks are summed in double. Backward multiplies a1 of each pair with a [d, d] matrix.
 #include <tuple>
 
 #include "pair_gradients.cuh"
@@ -9,12 +9,12 @@
 namespace san::cuda {
 namespace {
 
-// Sums over pairs of (a1 - origin) (a1 - origin)^T and of a1 - origin. Each block leaves partial
-// [strips * 16 KM, chunks * 8 KD] and [chunks * 8 KD]; it works on one strip of the rows and one chunk of the columns.
-// With kWhole there is one of each, and the left factor is made of the right one's tiles.
+// Sums over pairs of (a1 - origin) (a1 - origin)^T and of a1 - origin. Each block computes one strip of the rows and
+// one chunk of the columns, and writes its part of the partial sums [strips * 16 KM, chunks * 8 KD] and [chunks * 8
+// KD]. With kWhole, there is one strip and one chunk, and the left factor reuses the tiles of the right one.
 //
-// SAN's second stage at batch 32, 4.9 million pairs, TF32: 6 mma and 100 instructions for 8 pairs, 14 KB of shared
-// memory; reads 20 MB. Predicted for an H100, at half of its issue rate: 135 us.
+// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 6 mma and 100 instructions for 8
+// pairs, 14 KB of shared memory; reads 20 MB; 0.066 ms, of instruction issue.
 template <class F, int KM, int KD, bool kWhole, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs<T> p, Plan plan, T* partial) {
   T* shared = reinterpret_cast<T*>(shared_memory_base());
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs<T> p, Plan plan
   for (int c = 0; c < KD; ++c) store_row_sums(mine, sums[4 * KM * KD + c], out + int64_t(rows) * pitch + 8 * c);
 }
 
-// gram [rows, pitch] and sums [pitch] over all pairs -> mean [d] and covariance [d, d].
+// Computes mean [d] and covariance [d, d] from gram [rows, pitch] and sums [pitch] over all pairs.
 //
 // Predicted for an H100: moves 10 KB; 0.003 ms, of the launch.
 template <class T>
@@ -138,7 +138,8 @@ __global__ void constant_kernel(const T* grad_mean, const T* grad_covariance, co
   }
 }
 
-// For which tiles, and whether they are all and some are products, kernels are compiled.
+// The template arguments of a kernel: tiles in a chunk, whether they are all tiles, and whether some channels are
+// products.
 template <int KD, bool kWhole, bool kProducts>
 struct Compiled {};
 

@@ -4,16 +4,17 @@
 // of around, whose gradients are sums over the pixels of center whose footprints contain them. Each sum stays in the
 // registers of one warp, without atomics. fold_kernel adds the gradients of reflected pixels.
 //
-// SAN's second stage at batch 32, 4.9 million pairs, TF32. For the covariance 9 mma and about 140 instructions for 16
-// pairs, for the weights 14 and 190; 3 KB of shared memory a warp; reads and writes 40 MB, and 157 MB of gz for the
-// weights. Predicted for an H100, at half of its issue rate: center 90 and 125 us, around 125 and 165 us.
+// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32, 3 KB of shared memory for each warp,
+// all limited by instruction issue. pair_covariance: 9 mma for 16 pairs, 145 instructions for center and 190 for
+// around; reads and writes 40 MB; 0.048 and 0.062 ms. pair_weights: 14 mma, 205 and 245 instructions; reads another 157
+// MB of gz; 0.068 and 0.081 ms.
 #pragma once
 #include "pairs.cuh"
 
 namespace san::cuda {
 namespace {
 
-// Sums [KD, 4] of all of the block's pixels, in a fixed order.
+// Sums [KD, 4] over all pixels of the block, in a fixed order.
 template <int KD, class T, int N>
 __device__ __forceinline__ void sum_rows(const Team& mine, T* shared, const T (&sums)[N], T* out) {
   SAN_UNROLL
@@ -30,8 +31,8 @@ __device__ __forceinline__ void sum_rows(const Team& mine, T* shared, const T (&
   }
 }
 
-// Stores the gradients of a team's pixels in KD tiles of channels, from sums of the gradients of a1's argument [KD, 4]
-// and, with kProducts, of their products with the partners [KD, 4].
+// Stores the gradients of a team's pixels in KD tiles of channels. `sums` are the gradients of the argument of a1's
+// ReLU [KD, 4] and, with kProducts, of its products with the partners [KD, 4].
 template <int KD, bool kProducts, bool kAround, int N, class T>
 __device__ __forceinline__ void store_gradients(const Rows<T, kAround>& rows, const Team& mine, int first_tile,
                                                 const T (&sums)[N], T* grad) {
@@ -46,16 +47,16 @@ __device__ __forceinline__ void store_gradients(const Rows<T, kAround>& rows, co
   }
 }
 
-// Blocks per multiprocessor that fit into its registers without spills, by the number of channel tiles.
+// Number of blocks per multiprocessor for which the compiler does not spill registers.
 template <class F, bool kAround>
 constexpr int resident_blocks(int tiles) {
   const bool is_accurate = sizeof(F) > 2 * sizeof(float);
   return tiles == 1 ? 3 : tiles == 3 && !(is_accurate && kAround) ? 2 : 1;
 }
 
-// `grad` is of the kernel's own map: [pixels, d], or with kAround [padded pixels, d]. to_shift [blocks, chunks * 8 KD]
-// are partial sums, only without kAround. A block works on one chunk of KD tiles of channels; with kWhole there is one
-// chunk, all tiles.
+// Writes the gradient of center [pixels, d] or, with kAround, of the padded map around [padded pixels, d]. Without
+// kAround, it also writes the partial sums to_shift [blocks, chunks * 8 KD]. A block computes one chunk of KD tiles of
+// channels. With kWhole, one chunk holds all tiles.
 template <class F, int KD, bool kWhole, bool kProducts, bool kAround, class Source, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, resident_blocks<F, kAround>(kWhole ? KD : 0))
     pair_gradient_kernel(Pairs<T> p, Source source, Plan plan, T* grad, T* to_shift) {
@@ -64,7 +65,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F, kAround>(kWhole ?
   const int chunk = job.chunk, first = chunk * KD;
   const Team mine(plan.split);
   Rows<T, kAround> rows(p, mine, int64_t(job.block) * plan.teams() + mine.team, shared);
-  // Of the gradients of a1's argument [KD, 4], with kProducts also of their products with the partners [KD, 4].
+  // Sums of the gradients of the argument of a1's ReLU [KD, 4] and, with kProducts, of its products with the partners
+  // [KD, 4].
   T sums[(kProducts ? 8 : 4) * KD] = {};
   Offset offset;
   offset.advance(mine.member, p.kernel_size);
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F, kAround>(kWhole ?
     SAN_UNROLL
     for (int c = 0; c < KD; ++c) {
       if (!kWhole && first + c >= p.tiles) break;
-      if constexpr (!kWhole) __syncwarp();  // else the compiler loads for all tiles at once, more than registers hold
+      if constexpr (!kWhole) __syncwarp();  // else the compiler loads all tiles at once and spills registers
       T a1[4];
       activation(first + c, a1);
       SAN_UNROLL
@@ -119,8 +121,8 @@ struct PairGradients {
         shift(torch::stable::new_zeros(shift, shift.sizes())) {}
 };
 
-// Writes the gradients of a non-empty problem. kWhole: KD tiles cover all channels. kProducts: some channels are
-// products instead of differences.
+// Writes the gradients of a non-empty problem. With kWhole, KD tiles cover all channels. With kProducts, some channels
+// are products instead of differences.
 template <int KD, bool kWhole, bool kProducts, class F, class Source>
 void pair_gradients(PairWork<F>& work, const Footprint& f, const Source& source, PairGradients& out) {
   using T = typename F::Value;

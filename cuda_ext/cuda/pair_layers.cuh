@@ -1,5 +1,4 @@
-// The layers behind a1, u = weight1 a1 + shift2 and z = weight2 relu(u), as forward and backward of pair_weights use
-// them.
+// The layers that follow a1, u = weight1 a1 + shift2 and z = weight2 relu(u), for forward and backward of pair_weights.
 #pragma once
 #include "pairs.cuh"
 
@@ -14,7 +13,7 @@ struct Layers {
   int chunks = 0;    // of KE tiles of hidden channels; 0 without a hidden layer
   int depth2 = 0;    // tiles of depth of the product with `weight2`
   const F* weight1;  // packed, see Workspace::pack
-  const F* weight2;  // packed; what for, the kernel decides
+  const F* weight2;  // packed; the layout depends on the kernel
   const T* shift2;   // [chunks * 8 KE]
 
   // u of 16 pairs in one chunk.
@@ -26,7 +25,8 @@ struct Layers {
   }
 };
 
-// One call of pair_weights. `G` weight channels of `depth` hidden ones, or without a hidden layer of relation channels.
+// One call of pair_weights. The last layer has `G` outputs and `depth` inputs: hidden channels or, without a hidden
+// layer, relation channels.
 template <class F>
 class LayerWork : public PairWork<F> {
  public:
@@ -54,12 +54,12 @@ class LayerWork : public PairWork<F> {
     }
     return layers;
   }
-  // Right factors whose rows are inputs of a layer.
+  // Weights as right factors whose rows are the inputs of a layer, for backward.
   const F* transposed1(int wide, int tiles) {
     return this->pack({weight1_, this->pairs.d, E, 1, this->pairs.d}, wide, tiles);
   }
   const F* transposed2(int wide, int tiles) { return this->pack({weight2_, depth, G, 1, depth}, wide, tiles); }
-  // Right factors whose rows are weight channels, times `factor`.
+  // weight2 times `factor`, as right factors whose rows are weight channels.
   const F* second_layer(double factor, int wide, int tiles) {
     return this->pack({weight2_, G, depth, depth, 1, 1, factor}, wide, tiles);
   }
@@ -69,7 +69,8 @@ class LayerWork : public PairWork<F> {
   const Tensor shift2_;
 };
 
-// Calls run with a zero of the type of the attention weights: the maps', or a half type beside float32.
+// Calls run with a zero whose type is that of the attention weights: the type of the maps or, with float32 maps,
+// possibly a half type.
 template <class T, class Run>
 void with_weight_type(ScalarType type, const Run& run) {
   if constexpr (std::is_same_v<T, float>) {

@@ -1,4 +1,5 @@
-// pair_weights, forward: the softmax over the footprint of the layers behind a1. Definition: tests/ops/oracle.py.
+// pair_weights, forward: the layers that follow a1, then the softmax over the footprint. Definition:
+// tests/ops/oracle.py.
 #include <limits>
 
 #include "pair_layers.cuh"
@@ -11,7 +12,7 @@ template <class T>
 struct Softmax {
   T most = std::numeric_limits<T>::lowest(), sum = 0;
 
-  // With one power instead of two: that of the smaller of z and `most`.
+  // Computes one power of 2 instead of two: only that of the smaller of z and `most`.
   __device__ __forceinline__ void add(T z, T count = 1) {
     const T gap = z - most;
     const bool is_most = gap > 0;
@@ -21,7 +22,7 @@ struct Softmax {
   }
 };
 
-// The maxima and sums of a team's warps become those of all its positions.
+// Combines the maxima and sums of a team's warps into those of all positions.
 template <int N, class T>
 __device__ __forceinline__ void merge_over_team(const Team& mine, T* shared, Softmax<T> (&softmax)[N]) {
   if (mine.split == 1) return;
@@ -41,7 +42,7 @@ __device__ __forceinline__ void merge_over_team(const Team& mine, T* shared, Sof
   }
 }
 
-// z of 16 pairs in KG tiles of weight channels.
+// Computes z of 16 pairs in KG tiles of weight channels.
 template <int KE, int KG, int KT, class F, class T, class Activation>
 __device__ __forceinline__ void logits_of(const Layers<F>& layers, const Team& mine, int chunk, int tiles,
                                           const Activation& activation, T (&z)[KG][4]) {
@@ -66,12 +67,11 @@ __device__ __forceinline__ void logits_of(const Layers<F>& layers, const Team& m
 }
 
 // Two passes over the pairs of 16 pixels: the first finds maxima and sums, the second computes the same z again and
-// writes w [pixels, K, G]. Computing twice costs less than writing z, reading it and writing w. weight2 carries
-// log2(e). A block computes one chunk of KG tiles of the weight channels.
+// writes w [pixels, K, G]. Computing z twice takes less time than writing z, reading it and writing w. weight2 contains
+// the factor log2(e), because powers are to base 2. A block computes one chunk of KG tiles of the weight channels.
 //
-// SAN's second stage at batch 32, 4.9 million pairs, TF32: 16 mma and about 280 instructions for 16 pairs, 24 KB of
-// shared memory; reads 20 MB, writes 157 MB (79 MB in half types). Predicted for an H100, at half of its issue rate:
-// 190 us.
+// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 16 mma and 290 instructions for 16
+// pairs, 24 KB of shared memory; reads 20 MB, writes 157 MB (79 MB in half types); 0.096 ms, of instruction issue.
 template <class F, int KE, int KG, int KT, class out_t, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs<T> p, Layers<F> layers, Plan plan, out_t* w) {
   T* shared = reinterpret_cast<T*>(shared_memory_base());

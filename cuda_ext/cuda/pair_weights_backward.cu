@@ -1,8 +1,9 @@
-// pair_weights, backward: from w and its gradient those of the maps, shifts and weights. Definition:
+// pair_weights, backward: the gradients of maps, shifts and weights from w and its gradient. Definition:
 // tests/ops/oracle.py.
 //
-// gz = w (gw - sum_j w gw) is stored once, in float. Three kernels then compute a1 and u again: the one of
-// pair_gradients.cuh for center and for around, and one whose products sum over pairs for the weights.
+// The gradient of the softmax's input, gz = w (gw - sum_j w gw), is computed once and stored in float. Three launches
+// then compute a1 and u again: the kernel of pair_gradients.cuh runs for center and for around, and another kernel sums
+// the gradients of the weights over pairs.
 #include <tuple>
 
 #include "pair_gradients.cuh"
@@ -25,10 +26,11 @@ struct Strided {
         pixel(x.stride(3)) {}
 };
 
-// gz [pixels + 1, K, pitch] of the softmax's argument, 0 for a pixel more; one thread for each pixel and weight
-// channel. `pitch` is even.
+// Computes gz [pixels + 1, K, pitch], whose last pixel is zeros. There is one thread for each pixel and weight channel.
+// `pitch` is even.
 //
-// SAN's second stage at batch 32: reads 314 MB, once more from L2, writes 157 MB. Predicted for an H100: 200 us.
+// Predicted for SAN10's stage 2 at batch 32 on an H100: reads 314 MB, and again from the L2 cache; writes 157 MB; 0.16
+// ms, of memory bandwidth.
 template <class T, class weight_t>
 __global__ void logit_gradient_kernel(Strided<weight_t> w, Strided<weight_t> grad, int pixels, int positions, int G,
                                       int pitch, int64_t elements, T* gz) {
@@ -50,13 +52,12 @@ __global__ void logit_gradient_kernel(Strided<weight_t> w, Strided<weight_t> gra
   }
 }
 
-// gz as the kernels read it: of the pair of pixel i of center and footprint position o from (i * K + o) * pitch on.
-// That of pixels that do not exist is 0.
+// gz for the kernels. gz of pixel i and position o starts at (i * K + o) * pitch; it is 0 for pixels that do not exist.
 template <class T>
 struct LogitGradients {
   const T* data;
   int pitch, tiles;  // channels, and tiles of 8 of them
-  int missing;       // index of the zeros behind the last pixel
+  int missing;       // index of the zeros after the last pixel
 
   __device__ __forceinline__ const T* at(const Pairs<T>& p, int pixel, const Offset& offset) const {
     const int bytes = pitch * static_cast<int>(sizeof(T));
@@ -71,15 +72,15 @@ struct LogitGradients {
   __device__ __forceinline__ T one(const T* pair, int channel) const { return channel < pitch ? pair[channel] : T(0); }
 };
 
-// The gradient of a1 through the layers, for pair_gradient_kernel. KE is 0 if there is no hidden layer. KZ is the
-// number of tiles of gz, or 0 if it is only known at run time.
+// Computes the gradient of a1 from gz, for pair_gradient_kernel. KE is 0 if there is no hidden layer. KZ is the number
+// of tiles of gz, or 0 if it is only known at run time.
 template <class F, int KD, int KE, int KZ>
 struct LayersSource {
   using T = typename F::Value;
 
   LogitGradients<T> gz;
   Layers<F> layers;  // weight2 [hidden chunk][tile of gz][KE]
-  const F* back;     // the transposed first of the layers, [chunk of a1][tile of depth][KD]
+  const F* back;     // the first layer, transposed: [chunk of a1][tile of depth][KD]
   int depth;         // tiles
 
   template <int kColumns, int KT, class Rows, class Activation>
@@ -96,7 +97,7 @@ struct LayersSource {
         multiply_logits(mine, upper, lower, layers.weight2 + int64_t(hidden) * gz.tiles * KE * kWarp + mine.lane, gu);
         SAN_UNROLL
         for (int e = 0; e < KE; ++e) {
-          if constexpr (KT == 0) __syncwarp();  // else the compiler loads all weights at once, more than registers hold
+          if constexpr (KT == 0) __syncwarp();  // else the compiler loads all weights at once and spills registers
           SAN_UNROLL
           for (int n = 0; n < 4; ++n) gu[e][n] = u[e][n] > 0 ? gu[e][n] : T(0);
           multiply_all(g, F(gu[e][0], gu[e][1]), F(gu[e][2], gu[e][3]), right + (hidden * KE + e) * KD * kWarp);
@@ -115,8 +116,8 @@ struct LayersSource {
   }
 };
 
-// u and its gradient of 8 pairs as columns and 16 hidden channels as rows; the ReLU between u and its gradient is left
-// out.
+// Computes u and its gradient, with 8 pairs as columns and 16 hidden channels as rows. The caller applies the ReLU to
+// both.
 template <int KT, int KZ, class F, class T>
 __device__ __forceinline__ void hidden_columns(const LogitGradients<T>& gz, const Layers<F>& layers, const Team& mine,
                                                int strip, const Columns<T, true>& pairs, const Offset& offset,
@@ -136,14 +137,14 @@ __device__ __forceinline__ void hidden_columns(const LogitGradients<T>& gz, cons
   });
 }
 
-// Where a block's partial sums of the weights' gradients lie: [strips * 16, chunks * 8 KD] of the layer behind a1, then
-// with a hidden layer [chunks * 16 KG, strips * 16] of weight2 and [strips * 16] of shift2.
+// Layout of a block's partial sums for the gradients of the weights: [strips * 16, chunks * 8 KD] of the layer that
+// follows a1 and, with a hidden layer, [chunks * 16 KG, strips * 16] of weight2 and [strips * 16] of shift2.
 struct Partial {
   int pitch;
   int64_t weight2, shift2, size;
 };
 
-// Stores a block's sums of the products [KD, 4] and, with a hidden layer, [KG, 2, 4], and of shift2 [2].
+// Stores a block's sums of products [KD, 4] and, with a hidden layer, those of weight2 [KG, 2, 4] and shift2 [2].
 template <int KD, int KG, int N, class T>
 __device__ __forceinline__ void store_weight_sums(const Team& mine, const Plan& plan, const Job<false>& job,
                                                   const Partial& layout, const T (&sums)[N], T* partial) {
@@ -161,16 +162,15 @@ __device__ __forceinline__ void store_weight_sums(const Team& mine, const Plan& 
   }
 }
 
-// Sums over pairs for the gradients of the weights. Pairs are the depth of these products, so left factors have
-// channels as rows: first the products of the layers give u and its gradient with 16 hidden channels as rows and 8
-// pairs as columns, which are factors of the sums as they are. Without a hidden layer gz takes the place of u's
-// gradient.
+// Sums over pairs for the gradients of the weights. The depth of these products runs over pairs, so left factors have
+// channels as rows. u and its gradient are first computed with 16 hidden channels as rows and 8 pairs as columns, which
+// is already the layout of a left factor. Without a hidden layer, gz replaces the gradient of u.
 //
-// A block works on a strip of 16 of these rows, KD tiles of a1 and KG times 16 weight channels. gz and a1 are needed
-// with pairs along rows and along columns, and are read and computed in both layouts.
+// A block computes a strip of 16 of these rows, KD tiles of a1 and 16 KG weight channels. gz and a1 are needed with
+// pairs along rows and with pairs along columns, so each is loaded or computed in both layouts.
 //
-// SAN's second stage at batch 32, 4.9 million pairs, TF32: 9 mma and 150 instructions for 8 pairs, 24 KB of shared
-// memory; reads 180 MB. Predicted for an H100, at half of its issue rate: 200 us.
+// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 9 mma and 145 instructions for 8
+// pairs, 24 KB of shared memory; reads 180 MB; 0.097 ms, of instruction issue.
 template <class F, int KD, int KG, int KZ, bool kWhole, bool kHidden, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, 1)
     weight_gradient_kernel(Pairs<T> p, LogitGradients<T> gz, Layers<F> layers, Plan plan, Partial layout, T* partial) {
@@ -235,7 +235,7 @@ struct WeightGradients {
   Tensor weight1, shift2, weight2;  // in the type of the maps
 };
 
-// Places the parts of Partial as gradients.
+// Copies the parts of Partial to the gradients.
 template <class T>
 struct PlaceWeights {
   Part<T> parts[3];
@@ -245,8 +245,8 @@ struct PlaceWeights {
   }
 };
 
-// What the tiles of the kernels are: KD of relation channels, KE of hidden channels for the gradients of the maps, 16
-// KG weight channels, and KZ of gz, or 0 for any number.
+// Numbers of tiles for which kernels are compiled: KD of relation channels, KE of hidden channels (for the gradients of
+// the maps), KG of 16 weight channels, and KZ of gz, or 0 for any number.
 template <int D, int E, int G, int Z, bool kAll, bool kSome>
 struct Tiles {
   static constexpr int KD = D, KE = E, KG = G, KZ = Z;
@@ -291,7 +291,7 @@ void gradients(LayerWork<F>& work, const Footprint& f, const LogitGradients<T>& 
   weight_gradients<S>(work, gz, layers, out);
 }
 
-// Calls run with the tiles that kernels are compiled for.
+// Calls run with the numbers of tiles that suit these sizes.
 template <class F, class Run>
 void with_tiles(const LayerWork<F>& work, const Run& run) {
   [[maybe_unused]] const int tiles = work.pairs.tiles, E = work.E, G = work.G;
@@ -299,7 +299,7 @@ void with_tiles(const LayerWork<F>& work, const Run& run) {
   if constexpr (std::is_same_v<typename F::Value, double>) {
     E == 0 ? run(Tiles<3, 0, 1, 0, false, true>()) : run(Tiles<3, 2, 1, 0, false, true>());
   } else {
-    constexpr int kHidden = sizeof(F) > 2 * sizeof(float) ? 4 : 8;  // tiles that registers hold
+    constexpr int kHidden = sizeof(F) > 2 * sizeof(float) ? 4 : 8;  // tiles that fit into registers
     if (E == 0) return has_products ? run(Tiles<5, 0, 1, 0, false, true>()) : run(Tiles<9, 0, 1, 0, false, false>());
     if (has_products) return run(Tiles<5, 4, 1, 0, false, true>());
     if (tiles == 1 && E <= 8 && G <= 8) return run(Tiles<1, 1, 1, 1, true, false>());

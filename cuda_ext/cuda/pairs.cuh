@@ -11,7 +11,7 @@
 namespace san::cuda {
 namespace {
 
-constexpr int64_t kSumBlocks = 528;  // of a launch at most whose blocks leave partial sums
+constexpr int64_t kSumBlocks = 528;  // limit for launches that write partial sums
 
 // Channels are padded with zeros to tiles of 8, and so are all products.
 template <class T>
@@ -34,8 +34,8 @@ struct Pairs : Grid {
     if (!pixel.exists) scale = bias = 0;
   }
 
-  // A value near the mean of a channel of a1: of three means of some pairs each the one in the middle, so that one
-  // pixel that is unlike the others does no harm.
+  // A value near the mean of a channel of a1: the median of three means over some pairs each, so one outlier does no
+  // harm.
   __device__ __forceinline__ T origin(int channel) const {
     constexpr int kSamples = 8;
     if (pixels() == 0) return 0;
@@ -69,7 +69,7 @@ struct Plan {
   SAN_HOST_DEVICE int teams() const { return kWarps / split; }
 };
 
-// What a block works on. With kWhole there is one job.
+// The part of the work that a block computes. With kWhole, there is one job.
 template <bool kWhole>
 struct Job {
   int block, strip, chunk;
@@ -82,13 +82,13 @@ struct Job {
   }
 };
 
-// Four consecutive values as a product's sum.
+// Four consecutive values, as the sum of a product.
 template <int N, class T>
 __device__ __forceinline__ T (&four_of(T (&values)[N], int first))[4] {
   return reinterpret_cast<T(&)[4]>(values[first]);
 }
 
-// Stores the sums [KM, KD, 4] of products, from values[first] on, as the matrix [16 KM, 8 KD] that they are.
+// Stores the sums of products, [KM, KD, 4] from values[first] on, as a matrix [16 KM, 8 KD].
 template <int KM, int KD, int N, class T>
 __device__ __forceinline__ void store_sums(const Team& mine, const T (&values)[N], int first, T* out, int pitch) {
   SAN_UNROLL
@@ -128,7 +128,7 @@ struct Rows {
   static SAN_HOST_DEVICE size_t bytes(const Pairs<T>& p) { return size_t(p.tiles) * kCoefficients * sizeof(T); }
 
   const Pairs<T>& p;
-  Pixel<kAround> pixels[2];  // of row g and g + 8
+  Pixel<kAround> pixels[2];  // of rows g and g + 8
   T* coefficients;
   const T* partners[2];
   int partner[2];
@@ -173,8 +173,8 @@ struct Rows {
   }
 };
 
-// a1 of 8 pixels as a right factor. Pairs are its depth: a lane has channel g of the pixels 2t and 2t + 1. With
-// kFlipped channels are: it has the channels 2t and 2t + 1 of pixel g.
+// a1 of 8 pixels as a right factor. Its depth runs over pairs: a lane has channel g of the pixels 2t and 2t + 1. With
+// kFlipped, its depth runs over channels: a lane has the channels 2t and 2t + 1 of pixel g.
 template <class T, bool kFlipped = false>
 struct Columns {
   using Two = Pack<2, T>;
@@ -186,7 +186,7 @@ struct Columns {
   T* coefficients;
   const T* partners[2];
 
-  // Where `missing` is not null, pixels that do not exist have it as their a1 instead of 0; it must not be negative.
+  // If `missing` is not null, it is a1 of pixels that do not exist, instead of 0. Its values must not be negative.
   __device__ __forceinline__ Columns(const Pairs<T>& p, const Team& mine, int64_t group, T* shared,
                                      const T* missing = nullptr)
       : p(p),
@@ -228,8 +228,8 @@ struct Columns {
   }
 };
 
-// u = weight1 a1 + shift2 of 16 pairs in KE tiles of hidden channels. `weight1` and `shift2` begin where the lane finds
-// its first operand and its first value; the depth is KT tiles, or `tiles` if KT is 0.
+// u = weight1 a1 + shift2 of 16 pairs in KE tiles of hidden channels. `weight1` and `shift2` point to the first operand
+// and the first value of the lane. The depth is KT tiles, or `tiles` if KT is 0.
 template <int KE, int KT, class F, class T, class Activation>
 __device__ __forceinline__ void hidden_of(const Activation& activation, const F* weight1, const T* shift2, int tiles,
                                           T (&u)[KE][4]) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ void hidden_of(const Activation& activation, const F*
   });
 }
 
-// A rectangle of a padded matrix that lies at `first` in each row of partial sums.
+// Copies a rectangle of a padded matrix, which starts at `first` in each row of the partial sums.
 template <class T>
 struct Part {
   T* out;  // [rows, columns]

@@ -1,10 +1,10 @@
-// patch_linear, forward and backward: a Linear layer of patches after BatchNorm and ReLU, which are never unfolded.
-// Definition: tests/ops/oracle.py, patch_linear.
+// patch_linear, forward and backward: a Linear layer of patches after a scale, a shift and ReLU. Patches are never
+// unfolded. Definition: tests/ops/oracle.py, patch_linear.
 //
-// All three products are implicit: a warp multiplies fragments [16, 8] of what it loads from the maps and transforms in
-// registers. A patch is a row of `pieces`: for each position of the footprint the channels of `around` there, and last
-// the pixel's own `center`. Maps and weights come from global memory, whose reads the L1 cache serves: warps of a block
-// share pixels or weights. No atomics; the order of sums depends on the sizes alone.
+// All three products are implicit: a warp loads fragments [16, 8] from the maps, transforms them in registers and
+// multiplies them. A patch is a row of `pieces`: the channels of `around` at each position of the footprint and, last,
+// the pixel's own `center`. Warps of a block share pixels or weights, so most loads of maps and weights hit the L1
+// cache. No atomics are used, and the order of sums depends only on the sizes.
 #include <tuple>
 
 #include "team.cuh"
@@ -13,13 +13,13 @@
 namespace san::cuda {
 namespace {
 
-// Blocks per SM that fit into its registers without spills, by a warp's tiles.
+// Number of blocks per multiprocessor for which the compiler does not spill registers.
 template <class F>
 constexpr int resident_blocks(int tiles) {
   return sizeof(typename F::Value) == 8 ? 1 : tiles == 1 ? 3 : 2;
 }
 
-// Sizes, and maps and parameters as kernels read them. What is beyond a size is 0 up to whole tiles.
+// Sizes, maps and parameters for the kernels. Channels are padded with zeros to whole tiles.
 template <class F>
 struct Patches : Grid {
   using T = typename F::Value;
@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
   }
 }
 
-// The gradient of `around`, on its padded grid [padded pixels, R], where a position of the footprint is a bijection
-// between pixels that see and pixels that are seen. Each product with a piece's weights passes the mask of that piece's
-// ReLU on its way into the sum. `grad` [pixels + 1, hidden()] ends in zeros, which a pixel sees beyond the map.
+// The gradient of `around` on the padded grid, [padded pixels, R]. Each position of the footprint pairs a padded pixel
+// with at most one pixel of the map. The product with a piece's weights is masked by the piece's ReLU before it is
+// added. `grad` [pixels + 1, hidden()] ends in zeros, for padded pixels whose partner is outside the map.
 //
 // Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.05 ms, of instruction issue.
 template <class F, int kTiles, class T = typename F::Value>
@@ -164,8 +164,9 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
   }
 }
 
-// What a warp sums for the gradients of 16 channels of a piece and kTiles tiles of hidden channels. Channels are the
-// rows of its left factors, and a lane receives weight^T grad^T of the pixels whose values it gives to relu(..)^T grad.
+// The sums of a warp for the gradients of 16 channels of a piece and kTiles tiles of hidden channels. Its left factors
+// have channels as rows. A lane obtains weight^T grad^T for the same pixels whose values it contributes to relu(..)^T
+// grad.
 template <class F, int kTiles>
 class ParameterSums {
  public:
@@ -186,8 +187,8 @@ class ParameterSums {
     }
   }
 
-  // Takes 8 pixels from `begin` on of a row of `grads`, which see the row `values`. What is beyond the row has no
-  // gradient, and what is beyond the channels is a sum that `store` leaves out.
+  // Adds 8 pixels of a row of `grads`, from `begin` on, whose footprint position is the row `values`. Pixels after the
+  // end of the row have no gradient, and `store` omits the sums of channels that do not exist.
   __device__ __forceinline__ void add_pixels(const T* values, const T* grads, int begin) {
     T x[4], activated[4], products[4] = {};  // of the channels and pixels [2, 2]
     const int pair = begin + mine_.pair, last = width_ - 1;
@@ -215,7 +216,7 @@ class ParameterSums {
     }
   }
 
-  // To [channels(), hidden()] and [channels(), 2]; four lanes have summed the pixels of a channel.
+  // Stores the sums in [channels(), hidden()] and [channels(), 2]. The sums of a channel are spread over four lanes.
   __device__ __forceinline__ void store(T* weight, T* affine) const {
     SAN_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -245,8 +246,8 @@ class ParameterSums {
   F weight_[kTiles][2];
 };
 
-// Each slice of rows' part of the gradients of weight, [slices, pieces, channels(), hidden()], and of scale and shift,
-// [slices, strips, pieces, channels(), 2].
+// Partial sums over slices of rows for the gradients of weight, [slices, pieces, channels(), hidden()], and of scale
+// and shift, [slices, strips, pieces, channels(), 2].
 //
 // Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, of instruction issue.
 template <class F, int kTiles, class T = typename F::Value>
@@ -277,8 +278,8 @@ __global__ void __launch_bounds__(kThreads)
              affine + ((int64_t(slice) * strips + strip) * channels + channel) * 2);
 }
 
-// Places sums [pieces, channels(), hidden()] as the gradient of weight, or [pieces, channels(), 2] as those of scale
-// and shift.
+// Copies sums [pieces, channels(), hidden()] to the gradient of weight, or sums [pieces, channels(), 2] to those of
+// scale and shift.
 template <class F, bool kWeight>
 struct PlaceGradients {
   using T = typename F::Value;
@@ -296,7 +297,7 @@ struct PlaceGradients {
   }
 };
 
-// Calls run with the number of tiles of 8 that a warp has at once.
+// Calls run with the number of tiles of 8 channels that a warp computes at once.
 template <class Run>
 void with_tiles(int tiles, const Run& run) {
   if (tiles == 1) return run(std::integral_constant<int, 1>());
@@ -308,7 +309,7 @@ struct PatchTensors {
   Tensor center, around, scale, shift, weight;
 };
 
-// Inputs of one call as kernels take them.
+// One call: converts the inputs for the kernels and launches them.
 template <class F>
 class PatchProblem {
  public:
@@ -378,14 +379,14 @@ class PatchProblem {
  private:
   int64_t piece_size() const { return int64_t(p_.r_tiles) * p_.e_tiles * kWarp; }
 
-  // Weights are counted in 32 bits, padded to tiles.
+  // Indices of the padded weights must fit into 32 bits.
   static void check_weight(const PatchTensors& x, const Footprint& f) {
     const int64_t weights = (f.positions() + 1) * (x.around.size(3) + 32) * (x.weight.size(0) + 32);
     STD_TORCH_CHECK(weights < int64_t(1) << 30, "a weight of [", x.weight.size(0), ", ", x.weight.size(1),
                     "] is too large; fewer than 2^30 elements are supported");
   }
 
-  // scale or shift as [pieces, channels()].
+  // Converts scale or shift to [pieces, channels()].
   const T* add_affine(const T* from) {
     T* to = space_.take(int64_t(p_.pieces()) * p_.channels());
     const auto add = [&](const T* values, int pieces, T* out) {
@@ -396,7 +397,7 @@ class PatchProblem {
     return to;
   }
 
-  // The columns of `pieces` pieces, whose channels lie `stride` columns apart.
+  // Packs the columns of `pieces` pieces whose channels are `stride` columns apart.
   void add_weight(const T* from, int pieces, int stride, bool backward, F* to) {
     const Matrix<T> rows{from, p_.E, p_.R, p_.columns(), stride, pieces};
     const Matrix<T> columns{from, p_.R, p_.E, stride, p_.columns(), pieces};
@@ -419,7 +420,7 @@ class PatchProblem {
       const int tasks = p_.pieces() * ((p_.r_tiles + 1) / 2) * strips;
       const int64_t channels = int64_t(p_.pieces()) * p_.channels(), part = channels * (p_.hidden() + 2 * strips);
       const int64_t fitting = std::max<int64_t>(1, workspace_limit() / 4 / static_cast<int64_t>(part * sizeof(T)));
-      const int64_t steps = int64_t(rows) * ((p_.width + 7) / 8);  // at most 256 in a sum, see add_to
+      const int64_t steps = int64_t(rows) * ((p_.width + 7) / 8);  // a sum has at most 256, see add_to
       const int64_t wanted =
           std::min<int64_t>({std::max<int64_t>(kWantedWarps / tasks, steps / 256) + 1, fitting, rows});
       const int rows_per_slice = static_cast<int>((rows + wanted - 1) / wanted);

@@ -1,8 +1,9 @@
 // unfold and subtraction, forward and backward. Definition: san/ops/reference.py.
 //
-// Forward: one thread per pixel and channel writes its footprint, consecutive threads on consecutive pixels. Backward:
-// one thread per pixel and channel gathers from every output that read it, its mirror images included, so there are no
-// atomics and sums have a fixed order. `channels` are those of all images.
+// Forward, one thread per pixel and channel writes the values of the footprint. Consecutive threads have consecutive
+// pixels. Backward, one thread per pixel and channel gathers from every output that depends on it, also through its
+// mirror images. So there are no atomics, and sums have a fixed order. `channels` counts the channels of all images
+// together.
 #include <tuple>
 
 #include "window.cuh"
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// The gradients of unfold's x or, with kSubtraction, of phi and psi: with -grad for psi.
+// The gradient of unfold's x or, with kSubtraction, those of phi and psi. The gradient of psi is computed from -grad.
 //
 // Predicted as above: reads 315 MB, with kSubtraction twice, of which half comes from the L2 cache; writes 6 or 13 MB;
 // 79 M or 157 M sums; 0.11 or 0.2 ms.
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// unfold of psi, or with phi subtraction.
+// unfold of psi or, with kSubtraction, the difference of phi and psi.
 template <bool kSubtraction>
 Tensor footprints(const char* name, const Tensor& phi, const Tensor& psi, const Footprint& f) {
   const OperatorGuard guard(name, psi);

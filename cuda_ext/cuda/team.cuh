@@ -1,4 +1,4 @@
-// How the warps of a block divide work and add up what they have summed.
+// How the warps of a block divide work and add up their sums.
 #pragma once
 #include <algorithm>
 
@@ -22,7 +22,7 @@ struct Team {
   }
 };
 
-// Large teams where there are few pixels, or where coefficients of a pixel take much shared memory.
+// Number of warps in a team: large if there are few pixels, or if the coefficients of a pixel take much shared memory.
 inline int split_for(int64_t groups, int positions, int tiles = 0) {
   int split = 1;
   while (split < kWarps &&
@@ -34,7 +34,7 @@ inline int split_for(int64_t groups, int positions, int tiles = 0) {
 
 inline int blocks_of_teams(int64_t teams, int split) { return static_cast<int>((teams * split + kWarps - 1) / kWarps); }
 
-// What sum_over_team needs for N values.
+// Bytes of shared memory that sum_over_team needs for N values.
 template <class T>
 size_t bytes_of_team_sums(int N) {
   return size_t(kWarps / 2) * N * kWarp * sizeof(T);

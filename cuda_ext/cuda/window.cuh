@@ -1,6 +1,6 @@
-// The footprint of footprint.h in 32-bit integers, which kernels compute with: a 64-bit division takes a hundred
-// instructions. Kernels start at a pixel and go through its footprint by steps; all that depends on the batch is added
-// to pointers, and `for_each_part` keeps what one launch counts below 2^31.
+// The footprint of footprint.h in 32-bit integers for kernels, because a 64-bit division takes about a hundred
+// instructions. Kernels start at a pixel and step through its footprint. The batch index is folded into the pointers,
+// and `for_each_part` divides large batches so that one launch has fewer than 2^31 threads.
 #pragma once
 #include <algorithm>
 
@@ -58,7 +58,7 @@ SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit&
     const int down = image / 3, right = image - 3 * down;
     const int image_h = down == 0 ? h : down == 1 ? -h : 2 * (f.height - 1) - h;
     const int image_w = right == 0 ? w : right == 1 ? -w : 2 * (f.width - 1) - w;
-    // A pixel of the border is its own mirror image.
+    // A pixel on the border is its own mirror image.
     const bool is_shown = (down == 0 || image_h != h) && (right == 0 || image_w != w);
     const int first_h = image_h > reach ? image_h - reach : 0, first_w = image_w > reach ? image_w - reach : 0;
     const int end_h = image_h + reach < f.height ? image_h + reach + 1 : f.height;

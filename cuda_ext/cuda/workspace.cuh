@@ -1,5 +1,5 @@
-// What the host functions of fused operators share: the types of their operands, the kernel that prepares maps and
-// weights for all others, and memory that lives until all are launched.
+// Shared code of the host functions of fused operators: the types of operands, the kernel that prepares maps and
+// weights for the other kernels, and memory that is kept until all kernels are launched.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace san::cuda {
 namespace {
 
-// Calls run with an operand. Half types are rounded to TF32, which holds them.
+// Calls run with the operand type of the products. Half types use TF32, which represents them exactly.
 template <class Run>
 auto with_operand(ScalarType maps, ScalarType weights, bool tf32, const Run& run) {
   if (maps == ScalarType::Double) return run(Operand<double, true>());
@@ -17,8 +17,8 @@ auto with_operand(ScalarType maps, ScalarType weights, bool tf32, const Run& run
   return run(Operand<float, true>());
 }
 
-// A matrix [rows, columns] anywhere in memory, or some that lie one element apart; with `symmetric`, its sum with its
-// transpose.
+// A matrix [rows, columns] with any strides, or several that are one element apart. With `symmetric`, the sum of the
+// matrix and its transpose.
 template <class T>
 struct Matrix {
   const T* data;
@@ -36,8 +36,8 @@ struct Matrix {
   }
 };
 
-// Rearranges matrices, padded with zeros, into right factors: [matrix][chunk of rows][tile of columns][`wide` tiles of
-// rows] of one operand for each lane.
+// Rearranges matrices into right factors, padded with zeros: [matrix][chunk of rows][tile of columns][`wide` tiles of
+// rows][operand of each lane].
 template <class F>
 struct PackedMatrix {
   Matrix<typename F::Value> matrix;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(Preparation<F> all) {
   }
 }
 
-// Memory of one call. What `pad` and `pack` return is written by `prepare`.
+// Memory of one call. `pad` and `pack` reserve memory, and `prepare` fills it.
 template <class F>
 class Workspace {
  public:
@@ -91,7 +91,7 @@ class Workspace {
     return reinterpret_cast<Element*>(kept_.back().mutable_data_ptr());
   }
 
-  // x in the type of the maps, contiguous.
+  // x as contiguous values of the type of the maps.
   const T* keep(const Tensor& x) {
     const ScalarType type = like_.scalar_type();
     kept_.push_back(torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type)));
@@ -99,7 +99,7 @@ class Workspace {
   }
 
   void pad(const PaddedMap<T>& map) { jobs_.maps[maps_++] = map, longest_ = std::max(longest_, map.elements); }
-  // A vector, or a map with its borders.
+  // Reserves a padded vector, or a map with reflected borders.
   const T* pad(const Tensor& x, const Footprint& f, int tiles) {
     const int channels = static_cast<int>(x.size(x.dim() - 1));
     const int64_t elements = (x.dim() == 1 ? 1 : x.size(0)) * f.padded_height() * f.padded_width() * tiles;
@@ -108,7 +108,7 @@ class Workspace {
     return to;
   }
 
-  // Right factors in chunks of `wide` tiles of rows, padded to `depth` tiles of columns.
+  // Reserves right factors in chunks of `wide` tiles of rows, padded to `depth` tiles of columns.
   const F* pack(const Matrix<T>& matrix, int wide, int depth, F* to = nullptr) {
     const int chunks = (matrix.rows + 8 * wide - 1) / (8 * wide);
     const int64_t elements = int64_t(matrix.count) * chunks * depth * wide * kWarp;

@@ -9,7 +9,8 @@
 namespace san::cpu {
 namespace {
 
-// Rows of a map and those that their footprints see, padded by reflection: planes [rows, channels, width].
+// Rows of a map, and the rows above and below that their footprints cover, padded by reflection: planes [rows,
+// channels, width].
 template <class T>
 struct PaddedRows {
   Footprint f;
@@ -29,7 +30,7 @@ struct PaddedRows {
         channels_last(p.channels_last),
         data(take(scratch, size(p, band.last - band.first))) {}
 
-  // Row `row`, counted from the first that the band sees, from the padding's first column.
+  // Row `row`, counted from the first row of the planes, from the first column of the padding.
   T* at(int64_t row, int64_t c) const { return data + (row * channels + c) * width; }
 
   __attribute__((always_inline)) inline void clear() const { memset(data, 0, rows * channels * width * sizeof(T)); }
@@ -67,7 +68,7 @@ struct PaddedRows {
 // One row of the map.
 template <class T>
 struct Line {
-  const Aggregation<T> p;  // a copy: no store can change it, so it may stay in registers
+  const Aggregation<T> p;  // a copy, so the compiler knows that no store changes it
   const int64_t k, K, P, W, width;
   PaddedRows<T> beta;
   T* own;  // [values, width]: y, or its gradient
@@ -85,24 +86,24 @@ struct Line {
         beta(p, rows, scratch),
         own(take(scratch, p.values * width)) {}
 
-  // Whether the last vector of row h reaches behind row `last`.
+  // Whether the last vector of row h extends past the end of the band's last row.
   bool ends_beyond(int64_t h, int64_t last) const { return h * W + width > last * W; }
 
-  // Calls visit(position, row and column of the planes where the row's first pixel sees it).
+  // Calls visit(position, row and column of the planes that the row's first pixel has at this position).
   template <class Visit>
   SAN_INLINE void for_each_position(int64_t k, const Visit& visit) {
     for (int64_t y = 0, o = 0; y < k; ++y)
       for (int64_t x = 0; x < k; ++x, ++o) visit(o, y, x);
   }
 
-  // The weights of a position lie P apart, too far for the processor to guess which it needs next.
+  // The weights of adjacent positions are P elements apart, too far for the processor to prefetch them on its own.
   template <bool is_near_end>
   __attribute__((always_inline)) inline Vector<T> weight_at(const T* w, const T* end) const {
     __builtin_prefetch(w + W);
     return is_near_end ? load_some(w, end - w) : load(w);
   }
 
-  // y of `shares` value channels from c on, which have the weight w [K, P].
+  // y of the `shares` value channels that start at c and share the weight w [K, P].
   template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void aggregate(int64_t row, int64_t c, const T* w, const T* end) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
@@ -117,9 +118,9 @@ struct Line {
     }
   }
 
-  // Gradients of a weight and, in `to_beta`, of the `shares` value channels from c on that it multiplies. The first
-  // call for a weight overwrites its gradient, later calls add to it. `room` is the number of pixels up to the band's
-  // end.
+  // Gradients of a weight and, in `to_beta`, of the `shares` value channels that start at c and share it. The first
+  // call for a weight overwrites its gradient, later calls add to it. `room` is the number of pixels up to the end of
+  // the band.
   template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, const T* w, const T* end, T* grad_w,
                                                        int64_t room, bool is_first,
@@ -150,7 +151,8 @@ int64_t scratch_of(const Aggregation<T>& p, int64_t rows, bool backward) {
   return Line<T>::scratch(p, rows, backward);
 }
 
-// Calls eight(value channel, weight channel) for eight channels of one weight, and one(...) for those that are left.
+// Calls eight(value channel, weight channel) for every eight channels that share a weight, and one(...) for each
+// remaining channel.
 template <class T, class Eight, class One>
 SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Eight& eight, const One& one) {
   for (int64_t g = 0; g < p.weights; ++g) {
@@ -210,7 +212,7 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   const PaddedRows<T> to_beta(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
   to_beta.clear();
-  memset(line.own, 0, p.values * line.width * sizeof(T));  // behind the last pixel it stays so
+  memset(line.own, 0, p.values * line.width * sizeof(T));  // lanes after the last pixel stay 0
   for (int64_t h = rows.first; h < rows.last; ++h) {
     if (p.channels_last)
       to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);

@@ -26,7 +26,7 @@ struct PairMaps {
   const T *center, *around;
 };
 
-// Of one image, and sums over the pixels of a band.
+// Gradients of one image, and sums over the pixels of a band.
 template <class T>
 struct PairGradients {
   T *center, *around;                      // added to
@@ -39,22 +39,24 @@ struct PairKernels {
   int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
   // Adds to the sums of delta - origin and of its square, [d] each.
   void (*statistics)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* square);
-  // From the gradient slope * (delta - mean) + offset of delta, [d] each.
+  // Adds the gradients that follow from slope * (delta - mean) + offset, the gradient of delta. The three vectors are
+  // [d].
   void (*statistics_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* slope, const T* offset, Rows,
                               T* scratch, const PairGradients<T>&);
-  // Adds to the sums of a1 - origin, [d], and of its products, the upper half of [d, d].
+  // Adds to the sums of a1 - origin, [d], and of the products of its channels, the upper half of [d, d].
   void (*moments)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* products);
-  // From the gradient matrix (a1 - mean) + vector of a1.
+  // Adds the gradients that follow from matrix (a1 - mean) + vector, the gradient of a1.
   void (*moments_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* matrix, const T* vector, Rows,
                            T* scratch, const PairGradients<T>&);
-  // The softmax of z over the footprint, w [G, K, P].
+  // Writes w [G, K, P], the softmax of z over the footprint.
   void (*weights)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, T* w);
   void (*weights_backward)(const Pairs<T>&, const PairMaps<T>&, const T* w, const T* grad_w, Rows, T* scratch,
                            const PairGradients<T>&);
 };
 
-// A patch is what a pixel's own `center` and all positions of its footprint in `around` show. Columns of scale, shift
-// and weight [outputs, columns]: center's channels, then channel c at position o in column c * K + o.
+// A patch consists of a pixel's value in `center` and of all values of its footprint in `around`. Columns of scale,
+// shift and weight [outputs, columns] are first the channels of center; then column c * K + o belongs to channel c of
+// around at position o.
 template <class T>
 struct Patches {
   Footprint footprint;
@@ -64,7 +66,7 @@ struct Patches {
   int64_t columns() const { return own + channels * footprint.positions(); }
 };
 
-// Of one image, and sums over the pixels of a band. All are added to.
+// Gradients of one image, and sums over the pixels of a band. Functions add to all of them.
 template <class T>
 struct PatchGradients {
   T *center, *around;

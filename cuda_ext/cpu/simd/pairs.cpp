@@ -1,8 +1,8 @@
-// What attention computes for every pair of a pixel and a position of its footprint. Vectors run over neighbouring
-// pixels, across the ends of rows, and channels are rows of matrices: [channels, pairs]. No channel count leaves lanes
-// empty; only the last pixels of a band can.
+// The computations for every pair of a pixel and a position of its footprint. Matrices are [channels, pairs]. Vectors
+// run over neighboring pixels, across the ends of rows, so lanes are used fully for any number of channels, except at
+// the end of a band.
 //
-// Work goes by one row of the footprint for some pixels at a time, so that what a pair needs stays in the caches.
+// A step computes one row of the footprint for some pixels, so its data stays in the caches.
 #include "kernels.h"
 #include "planes.h"
 
@@ -11,15 +11,15 @@ namespace {
 
 template <class T>
 struct Tile {
-  // What scratch holds for each pixel: a1 and a2 of a row of the footprint, z of all of it or, backward, of a row, and
-  // the center; backward also their gradients.
+  // Scratch memory for one pixel. Forward: center, a1 and a2 of one row of the footprint, and z of the whole footprint.
+  // Backward: center, a1, a2 and z of one row, the gradients of all of them, and sum_j w grad_w of each weight channel.
   static int64_t values_per_pixel(const Pairs<T>& p, bool backward) {
     const int64_t k = p.footprint.kernel_size, row = k * (p.channels + p.hidden) + p.channels;
     return backward ? 2 * row + (k + 1) * p.weights : row + k * k * p.weights;
   }
   static constexpr int64_t kMostPixels = 128;
   static int64_t most_pixels(const Pairs<T>& p, bool backward) {
-    constexpr int64_t kBytes = 1 << 20;  // leaves room in a second cache of 2 MB
+    constexpr int64_t kBytes = 1 << 20;  // leaves room in an L2 cache of 2 MB
     const int64_t fit = kBytes / (values_per_pixel(p, backward) * sizeof(T)) / kLanes<T> * kLanes<T>;
     return fit < kLanes<T> ? kLanes<T> : fit < kMostPixels ? fit : kMostPixels;
   }
@@ -28,7 +28,7 @@ struct Tile {
            most_pixels(p, backward) * values_per_pixel(p, backward) + p.channels * kLanes<T>;
   }
 
-  const Pairs<T> p;  // a copy: no store can change it, so it may stay in registers
+  const Pairs<T> p;  // a copy, so the compiler knows that no store changes it
   const int64_t k, K, W, most;
   ShiftedPlanes<T> around, to_around;
   T *center, *a1, *a2, *z, *mean_z, *to_center, *grad_a1, *grad_a2, *to_shift;
@@ -51,9 +51,9 @@ struct Tile {
     mean_z = take(scratch, p.weights * most);
   }
 
-  int64_t columns() const { return k * pixels.width; }  // pairs of a row of the footprint
+  int64_t columns() const { return k * pixels.width; }  // pairs in one row of the footprint
 
-  // Calls visit() for some pixels of the band at a time, once their `center` is there.
+  // Divides the band into groups of pixels. For each group, fills `center` and calls visit().
   template <class Visit>
   __attribute__((always_inline)) inline void for_each(const PairMaps<T>& maps, Rows rows, const Visit& visit) {
     around.read(maps.around, rows.first);
@@ -72,7 +72,8 @@ struct Tile {
     }
   }
 
-  // Calls visit(place among a row's pairs, center, offset in the around plane) for the vectors of channel c.
+  // Calls visit(offset in a1, offset in center, offset in the planes of around) for all vectors of channel c in row y
+  // of the footprint.
   template <class Visit>
   __attribute__((always_inline)) inline void for_each_vector(int64_t c, int64_t y, const Visit& visit) const {
     for (int64_t x = 0; x < k; ++x) {
@@ -82,12 +83,12 @@ struct Tile {
     }
   }
 
-  // delta of a pair, or of a1 what its ReLU gets.
+  // delta of a pair, or the input of a1's ReLU.
   SAN_INLINE Vector<T> relation(bool is_product, Vector<T> shift, Vector<T> center, Vector<T> around) {
     return is_product ? center * around + shift : center - around;
   }
 
-  // a1 - origin of row y of the footprint.
+  // Computes a1 - origin of row y of the footprint.
   template <bool has_origin>
   __attribute__((always_inline)) inline void relate(int64_t y, const T* origin) {
     for (int64_t c = 0; c < p.channels; ++c) {
@@ -100,11 +101,12 @@ struct Tile {
     }
   }
 
-  // From the gradient of a1 to those of center, around and, where they differ from center's, shift.
+  // Adds the gradients of center and around that follow from the gradient of a1, and that of shift unless it is the
+  // same sum as the gradient of center.
   template <bool has_origin>
   __attribute__((always_inline)) inline void relate_backward(int64_t y, const T* origin) {
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> floor = broadcast(has_origin ? -origin[c] : T(0));  // where a1 is 0
+      const Vector<T> floor = broadcast(has_origin ? -origin[c] : T(0));  // a1 - origin where a1 is 0
       if (c < p.products)
         add_gradients<true>(c, y, floor);
       else
@@ -147,7 +149,7 @@ struct Tile {
     to_around.add_to(to.around, rows.first);
   }
 
-  // a2 of the footprint's row for which a1 is there.
+  // Computes a2 from a1 of one row of the footprint.
   __attribute__((always_inline)) inline const T* map_hidden() const {
     if (p.hidden == 0) return a1;
     multiply<Start::bias, Finish::relu>(p.hidden, columns(), p.channels, p.weight1, p.channels, 1, a1, columns(),
@@ -249,8 +251,8 @@ void moments_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* mean,
   tile.end_backward(to, rows);
 }
 
-// w [K, P] of one weight channel from z [K, width], which it overwrites. Positions are the outer loop wherever w is
-// touched: they lie P apart, too far for the processor to guess which it needs next.
+// Computes w [K, P] of one weight channel from z [K, width], and overwrites z. Loops that access w have positions as
+// their outer loop: adjacent positions are P elements apart, too far for the processor to prefetch them on its own.
 template <class T>
 SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w) {
   const int64_t width = tile.pixels.width;
@@ -288,8 +290,8 @@ void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, 
   });
 }
 
-// The gradient of z, w (grad_w - sum_j w grad_w): first the sum, then a row of the footprint. Both are 0 behind the
-// last pixel.
+// The gradient of z is w (grad_w - sum_j w grad_w). One function computes the sum, the other the gradient in one row of
+// the footprint. Both write zeros after the last pixel.
 template <class T>
 SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, const T* w, const T* grad_w) {
   const int64_t width = tile.pixels.width;

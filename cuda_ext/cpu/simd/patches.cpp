@@ -1,5 +1,5 @@
-// A Linear layer of the patches around all pixels, after scale, shift and ReLU. Vectors run over neighbouring pixels,
-// across the ends of rows; what the pixels see is unfolded for some channels at a time, which stay in the caches.
+// A Linear layer of the patches around all pixels, after scale, shift and ReLU. Vectors run over neighboring pixels,
+// across the ends of rows. Patches are unfolded for some channels at a time, so that they stay in the caches.
 #include "kernels.h"
 #include "planes.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 template <class T>
 struct Tile {
-  static constexpr int64_t kMostPixels = 256, kColumns = 256;  // that are unfolded at a time; a channel at least
+  static constexpr int64_t kMostPixels = 256, kColumns = 256;  // unfolded at once, but at least one channel
   static int64_t most_columns(const Patches<T>& p) {
     const int64_t K = p.footprint.positions(), least = K > p.own ? K : p.own;
     return kColumns > least ? kColumns : least;
@@ -18,7 +18,7 @@ struct Tile {
            kMostPixels * (p.outputs + whole_vectors<T>(p.outputs) + 2 * p.own + 2 * most_columns(p));
   }
 
-  const Patches<T> p;  // a copy: no store can change it, so it may stay in registers
+  const Patches<T> p;  // a copy, so the compiler knows that no store changes it
   const int64_t k, K, W;
   ShiftedPlanes<T> around, to_around;
   T *u, *center, *to_center, *active, *grad;  // [outputs, width], [own, width] twice, [columns, width] twice
@@ -53,13 +53,13 @@ struct Tile {
     to_planes(map + pixel * p.own, p.own, pixels.count, center, pixels.width);
   }
 
-  // What the pixels see in a column.
+  // Offset in the planes of around of the first pixel's value in this column.
   __attribute__((always_inline)) inline int64_t seen(int64_t column) const {
     const int64_t c = (column - p.own) / K, o = (column - p.own) % K;
     return around.at(c, o % k) - around.data + pixels.first + o / k * W;
   }
 
-  // Calls visit(first column, their number) for some columns at a time, once `active` is there.
+  // Divides the columns into groups. For each group, fills `active` and calls visit(first column, number of columns).
   template <class Visit>
   __attribute__((always_inline)) inline void for_each_columns(const Visit& visit) {
     const int64_t all = p.columns(), step = most_columns(p) / K * K;
@@ -75,7 +75,7 @@ struct Tile {
     }
   }
 
-  // From the gradients of the active columns to those of what the pixels see, of scale and of shift.
+  // Adds the gradients of center or around, scale and shift that follow from the gradients of the active columns.
   __attribute__((always_inline)) inline void columns_backward(int64_t first, int64_t count,
                                                               const PatchGradients<T>& to) const {
     for (int64_t n = 0; n < count; ++n) {

@@ -7,7 +7,7 @@
 namespace san::cpu {
 namespace {
 
-// Exchanges the rows and columns of a square block: halves of growing blocks change places.
+// Transposes a square block: exchanges halves of blocks of 2, 4, 8, ... rows.
 template <class T>
 SAN_INLINE void transpose(Vector<T> (&x)[kLanes<T>]) {
   constexpr int L = kLanes<T>;
@@ -46,7 +46,7 @@ __attribute__((noinline)) void to_planes(const T* map, int64_t channels, int64_t
     for (int64_t i = c < blocks ? whole : 0; i < pixels; ++i) planes[c * pitch + i] = map[i * channels + c];
 }
 
-// Writes the map, whose pixels lie `step` apart, or adds to it.
+// Writes the map, whose pixels are `step` elements apart, or adds to it.
 template <bool add, class T>
 __attribute__((noinline)) void from_planes(const T* planes, int64_t pitch, int64_t channels, int64_t pixels, T* map,
                                            int64_t step) {
@@ -99,7 +99,7 @@ SAN_INLINE Vector<T> totals(const Vector<T>* rows) {
   return x[0];
 }
 
-// sums [rows, columns] += a [rows, count] b [columns, count]^T, where an element (i, j) of sums lies at i * row + j.
+// sums [rows, columns] += a [rows, count] b [columns, count]^T, where element (i, j) of sums is at i * row + j.
 template <int rows, int columns, class T>
 SAN_INLINE void add_products_block(int64_t count, const T* a, int64_t a_pitch, const T* b, int64_t b_pitch, T* sums,
                                    int64_t row) {
@@ -161,8 +161,8 @@ __attribute__((noinline)) void add_squares(int64_t rows, int64_t count, const T*
 }
 
 // A band of rows and the rows above and below it that its footprints reach, mirrored at the border. There is one plane
-// for each channel c and each column x of the footprint, without gaps between rows: pixel i of the band sees element
-// i + y * width of plane (c, x) at position (y, x). So vectors can cross the ends of rows.
+// for each channel c and each column x of the footprint, without gaps between rows: position (y, x) of the footprint of
+// pixel i is element i + y * width of plane (c, x). So vectors can cross the ends of rows.
 template <class T>
 struct ShiftedPlanes {
   Footprint f;
@@ -170,7 +170,7 @@ struct ShiftedPlanes {
   T* data;
 
   static int64_t pitch_of(const Footprint& f, int64_t rows) {
-    return whole_vectors<T>((rows + 2 * f.reach()) * f.width + kLanes<T>);  // the last vector may end behind the rows
+    return whole_vectors<T>((rows + 2 * f.reach()) * f.width + kLanes<T>);  // room for the last vector
   }
   static int64_t padded_row(const Footprint& f, int64_t channels) {
     return whole_vectors<T>(channels * f.padded_width());
@@ -184,7 +184,7 @@ struct ShiftedPlanes {
   }
 
   T* at(int64_t c, int64_t x) const { return data + (c * f.kernel_size + x) * pitch; }
-  T* line() const { return data + channels * f.kernel_size * pitch; }  // room for a padded row, [channels, width]
+  T* line() const { return data + channels * f.kernel_size * pitch; }  // scratch for a padded row, [channels, width]
 
   __attribute__((always_inline)) inline void read(const T* map, int64_t first) const {
     const int64_t reach = f.reach(), padded = f.padded_width(), W = f.width;
@@ -221,12 +221,12 @@ struct ShiftedPlanes {
   }
 };
 
-// Some neighbouring pixels of a band, across the ends of rows, in whole vectors.
+// Consecutive pixels of a band, across the ends of rows, in whole vectors.
 struct Pixels {
   int64_t first, count, width;  // from the band's first pixel; `width` is `count` rounded up to whole vectors
 };
 
-// Sets the lanes behind the last pixel of each row of [rows, width] to 0.
+// Sets the lanes after the last pixel to 0 in each row of [rows, width].
 template <class T>
 SAN_INLINE void clear_behind(const Pixels& pixels, T* values, int64_t rows) {
   if (pixels.count == pixels.width) return;

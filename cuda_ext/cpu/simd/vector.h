@@ -39,9 +39,9 @@ SAN_INLINE void store(T* to, Vector<T> value) {
 }
 template <class T>
 SAN_INLINE Vector<T> broadcast(T value) {
-  return value - Vector<T>{};  // adding to 0 would be an instruction, because of -0
+  return value - Vector<T>{};  // x - 0 is x; x + 0 is not for x = -0, so it would cost an instruction
 }
-// The first `count` values, at most a vector of them; the other lanes are 0.
+// Loads the first `count` values, at most one vector. The other lanes are 0.
 template <class T>
 SAN_INLINE Vector<T> load_some(const T* from, int64_t count) {
   if (count >= kLanes<T>) return load(from);
@@ -56,8 +56,9 @@ SAN_INLINE void store_some(T* to, Vector<T> value, int64_t count) {
   else
     memcpy(to, &value, count * sizeof(T));
 }
-// Calls visit(place, values) for the vectors of a row of `count` values; only the last can have fewer than the lanes,
-// and for the others that number is a constant, which spares load_some and store_some their question.
+// Calls visit(offset, number of values) for all vectors of a row of `count` values. Only the last vector can be
+// partial. For the others the number is a constant, so the compiler removes the check for a partial vector in load_some
+// and store_some.
 template <class T, class Visit>
 SAN_INLINE void for_each_vector_of(int64_t count, const Visit& visit) {
   const int64_t whole = count / kLanes<T> * kLanes<T>;
@@ -71,12 +72,12 @@ SAN_INLINE auto total(V x) {
   for (int lane = 1; lane < int(sizeof(x) / sizeof(sum)); ++lane) sum += x[lane];
   return sum;
 }
-// The least multiple of the lanes that is not less than `size`.
+// `size` rounded up to a multiple of the lanes.
 template <class T>
 SAN_INLINE int64_t whole_vectors(int64_t size) {
   return (size + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
-// max(0, x) that lets NaN through.
+// max(0, x), where NaN stays NaN.
 template <class V>
 SAN_INLINE V relu(V x) {
   const V zero{};
@@ -115,7 +116,7 @@ SAN_INLINE Vector<double> exp(Vector<double> x) {
   for (int64_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = __builtin_exp(x[lane]);
   return x;
 }
-// term(0) + ... + term(count - 1), in four sums that need not wait for each other.
+// term(0) + ... + term(count - 1), in four independent sums, which the processor computes in parallel.
 template <class V, class Term>
 SAN_INLINE V sum_of(int64_t count, const Term& term) {
   V sum[4]{};
@@ -127,7 +128,7 @@ SAN_INLINE V sum_of(int64_t count, const Term& term) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The largest of term(0) ... term(count - 1), likewise.
+// The largest of term(0) ... term(count - 1), computed in the same way.
 template <class V, class Term>
 SAN_INLINE V largest_of(int64_t count, const Term& term) {
   V top[4] = {term(0), term(0), term(0), term(0)};
@@ -156,8 +157,9 @@ SAN_INLINE void block(int64_t depth, const T* a, int64_t a_row, int64_t a_depth,
       if (start == Start::bias) sum[i][v] = broadcast(bias[i]);
       if (start == Start::sum) sum[i][v] = load(c + i * c_pitch + v * L);
     }
-  // Four rows of A are one pointer and the addressing modes of x86: a pointer or an offset for each would leave the
-  // registers, and be loaded again for every element. The compiler must not see through it.
+  // On x86, one pointer and its addressing modes reach four rows of A. With a pointer or an offset for each row,
+  // registers would be spilled and loaded again for every element. The empty asm statement keeps the compiler from
+  // undoing this.
   constexpr int groups = (rows + 3) / 4;
   const int64_t step = a_row * sizeof(T);
   const char* left[groups];
@@ -205,8 +207,8 @@ SAN_INLINE void columns_of(int64_t rows, int64_t depth, const T* a, int64_t a_ro
   rows_of<start, finish, 1, vectors>(i, rows, depth, a, a_row, a_depth, b, b_pitch, bias, c, c_pitch);
 }
 
-// C [rows, columns] = start + A [rows, depth] B [depth, columns]. A's element (i, k) lies at a[i * a_row + k *
-// a_depth], so A may be transposed; `columns` is a multiple of the lanes.
+// C [rows, columns] = start + A [rows, depth] B [depth, columns]. Element (i, k) of A is a[i * a_row + k * a_depth], so
+// A may be transposed. `columns` is a multiple of the lanes.
 template <Start start, Finish finish = Finish::store, class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_row,
                                         int64_t a_depth, const T* b, int64_t b_pitch, const T* bias, T* c,
