@@ -20,7 +20,7 @@ class Settings:
     """What all cases get."""
 
     device: str
-    """`cuda` or `cpu`."""
+    """`cuda`, `cuda:1` or `cpu`."""
     small: bool
     """Small sizes and few repeats, for a CPU."""
     work: str
@@ -30,7 +30,7 @@ class Settings:
 
     @property
     def on_gpu(self) -> bool:
-        return self.device == "cuda"
+        return self.device.startswith("cuda")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

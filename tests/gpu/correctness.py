@@ -1,6 +1,7 @@
-"""Kernels, modules and models against float64 references. Fused operators are those of `tests.ops.cases`.
+"""Compares kernels, modules and models with float64 references.
 
-On the CPU the kernels are the CUDA sources as the shim runs them; modules and models run the CPU's own kernels.
+Cases are in `tests.ops.cases` (fused operators) and `tests.ops.operators` (the others). On a machine without a GPU, the kernels
+are the CUDA sources, which run on the CPU through the shim; modules and models use the CPU kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 
 import san
 from san import ops
-from san.ops import library
 from tests.golden.replay import TOLERANCE, errors, replay
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings, SkipCase
@@ -31,12 +31,13 @@ from tests.nn.kinds import CHANNELS, KINDS, made
 from tests.nn.kinds import gradients as module_gradients
 from tests.ops import cases
 from tests.ops.cases import error
-from tests.ops.operators import CASES, OPERATORS, Operator, gradients
+from tests.ops.operators import CASES, CHANNELS_LAST, OPERATORS, Operator
+from tests.ops.operators import Case as OperatorCase
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How a fused operator computes, and the errors allowed, relative by norm, of its outputs and of their gradients."""
+    """Types of a fused operator, and the allowed errors of its outputs and of its gradients, relative by norm."""
 
     dtype: torch.dtype
     allowed: tuple[float, float]
@@ -52,23 +53,24 @@ PRECISIONS = {
     "float64": Precision(torch.float64, (1e-10, 1e-9)),
 }
 WEIGHTS = {"pair_weights": {3, 5}, "patch_linear": {4}}
-"""Which tensors of an operator are weights, that may be of a half type."""
+"""Positions of the tensors that may have a half type."""
 STAGES = [
     cases.Sizes(3, 14, 14, 7, 66, 64, 32),
     cases.Sizes(2, 28, 28, 7, 34, 32, 16),
     cases.Sizes(2, 56, 56, 7, 18, 16, 8),
     cases.Sizes(1, 112, 112, 3, 6, 4, 2),
 ]
-"""Sizes that only a GPU computes in reasonable time."""
+"""SAN10's other stages, which take too long on a CPU."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(name: str, found: float, allowed: float) -> Row:
-    """A row of one comparison; `found` may be NaN, which fails."""
+    """A row for one comparison. NaN fails."""
     return {"check": name, "error": found, "allowed": allowed, "passed": bool(found <= allowed)}
 
 
 def checks(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], allowed: Sequence[float]) -> Row:
-    """One row for several tensors: the one whose error is the largest share of what is allowed."""
+    """One row for several tensors, with the largest error relative to the allowed one."""
     rows = [check(name, error(a.cpu(), b.cpu()), limit) for a, b, limit in zip(got, wanted, allowed, strict=True)]
     return max(rows, key=lambda row: (not row["passed"], row["error"] / row["allowed"]))
 
@@ -90,30 +92,30 @@ def check_sizes(operator: str, precision: str, sizes: cases.Sizes, settings: Set
     wanted = cases.differentiated(lambda t: cases.defined(operator, t, sizes), tuple(exact))
     allowed = [times * limit for limit, some in zip(how.allowed, wanted, strict=True) for _ in some]
     found = computed(operator, ours, sizes, how.tf32, settings)
+    assert {x.device for x in found} == {ours[0].device}
     return checks(f"{operator}, {precision}, {sizes}", found, sum(wanted, ()), allowed)
 
 
 def check_fused(operator: str, precisions: Sequence[str], settings: Settings) -> Iterator[Row]:
-    """All sizes."""
+    """A fused operator at all sizes; on the CPU at a few."""
     sizes = [*cases.SIZES, *STAGES] if settings.on_gpu else cases.SIZES[:3]
     for precision, size in itertools.product(precisions, sizes):
         yield check_sizes(operator, precision, size, settings)
 
 
-def check_operator(operator: Operator, settings: Settings) -> Iterator[Row]:
-    """A kernel of the unfused attention: float64 exactly, others rounded at most once per step of the sum."""
-    assert library.load()
-    for case, dtype in itertools.product(CASES, (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
-        inputs = tuple(x.to(settings.device) for x in operator.sample(case, dtype))
-        ours = gradients(operator.kernel(), inputs, *operator.rest(case))
-        wanted = gradients(operator.reference, tuple(x.double() for x in inputs), *operator.rest(case))
-        allowed = 1e-12 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
-        yield checks(f"{operator}, {case}, {dtype}", ours, wanted, [allowed] * len(wanted))
+def check_case(operator: Operator, case: OperatorCase, dtype: torch.dtype, settings: Settings) -> Row:
+    """An operator of the unfused attention and of the aggregation; half types are rounded at most once per step of a sum."""
+    inputs = tuple(x.to(settings.device) for x in operator.sample(case, dtype))
+    wanted = operator.defined(tuple(x.double() for x in inputs), case)
+    allowed = 1e-12 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
+    found = operator.computed(inputs, case, kernels(settings))
+    assert {x.device for x in found} == {inputs[0].device}
+    return checks(f"{operator}, {case}, {dtype}", found, wanted, [allowed] * len(wanted))
 
 
 def operators(settings: Settings) -> Iterator[Row]:
-    for operator in OPERATORS:
-        yield from check_operator(operator, settings)
+    for operator, case, dtype in itertools.product(OPERATORS, CASES, DTYPES):
+        yield check_case(operator, case, dtype, settings)
 
 
 def check_module(kind: str, settings: Settings) -> Iterator[Row]:
@@ -256,50 +258,52 @@ def in_graph(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def large_batch(settings: Settings) -> Iterator[Row]:
-    """SAN's second stage at batch 32, as in training; sums over so many pixels err a little more."""
+    """All operators in SAN10's stage 2 at batch 32, as in training. The error of sums over pixels grows with their number."""
     sizes = cases.Sizes(32, 56, 56, 7, 18, 16, 8) if settings.on_gpu else cases.SIZES[1]
-    for operator in cases.OPERATORS:
-        yield check_sizes(operator, "float32", sizes, settings, times=10)
+    for fused in cases.OPERATORS:
+        yield check_sizes(fused, "float32", sizes, settings, times=10)
+    for operator in OPERATORS:
+        channels = 64 if operator.name == "aggregation" else 16  # of the values, and of phi and psi
+        stage = OperatorCase(32, channels, 56, 56, 7, groups=8, channels_last=True)
+        yield check_case(operator, stage if settings.on_gpu else CHANNELS_LAST[0], torch.float32, settings)
 
 
 def second_device(settings: Settings) -> Iterator[Row]:
-    """The current device is the first one; the maps lie on the second."""
+    """All operators on the second GPU, while the first one is the current device."""
     count = torch.cuda.device_count()
     if count < 2:
         raise SkipCase(f"needs two GPUs; this machine has {count}")
-    for operator in cases.OPERATORS:
-        tensors = tuple(x.to("cuda:1") for x in cases.sample(operator, dtype=torch.float32))
-        found = computed(operator, tensors, cases.Sizes(), False, settings)
-        yield {"check": f"{operator} on cuda:1", "passed": all(x.device.index == 1 for x in found)}
+    yield from small_problems(replace(settings, device="cuda:1"))
 
 
-def ten_small(settings: Settings) -> Iterator[Row]:
-    """Ten small problems, few enough for a sanitizer, which slows kernels down a hundredfold."""
-    for operator, precision in itertools.product(cases.OPERATORS, ("float32", "tf32")):
-        yield check_sizes(operator, precision, cases.SIZES[1], settings)
-    aggregation = OPERATORS[-1]
-    gradients(aggregation.kernel(), tuple(x.to(settings.device) for x in aggregation.sample(CASES[2])), CASES[2].footprint)
-    yield {"check": "aggregation"}
+def small_problems(settings: Settings) -> Iterator[Row]:
+    """Every operator at sizes that a sanitizer can run, which slows kernels down a hundredfold."""
+    for fused, precision in itertools.product(cases.OPERATORS, ("float32", "tf32")):
+        yield check_sizes(fused, precision, cases.SIZES[1], settings)
+    for operator in OPERATORS:
+        yield check_case(operator, CASES[2], torch.float32, settings)
+    for case, dtype in itertools.product(CHANNELS_LAST, DTYPES):
+        yield check_case(OPERATORS[-1], case, dtype, settings)
 
 
 def sanitized(tool: str, settings: Settings) -> Iterator[Row]:
-    """The ten small problems under compute-sanitizer."""
+    """`small_problems` under compute-sanitizer."""
     if not settings.on_gpu:
         raise SkipCase("needs a GPU")
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if program is None:
         raise SkipCase("compute-sanitizer is not installed")
     rows = Path(settings.work, f"{tool}.jsonl")
-    arguments = [sys.executable, "-m", "tests.gpu.child", settings.to_json(), "correctness/ten small problems", str(rows)]
-    # Each tensor in memory of its own, so that an access behind its end is seen.
+    arguments = [sys.executable, "-m", "tests.gpu.child", settings.to_json(), "correctness/small problems", str(rows)]
+    # Each tensor gets its own allocation, so the sanitizer detects an access past its end.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [program, "--tool", tool, "--error-exitcode", "1", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
     yield {"check": tool, "passed": done.returncode == 0, "said": said[:20] if done.returncode else said[-1:]}
-    # A process whose case failed without an error of CUDA exits with 0 too.
+    # The exit status is 0 even if a check failed.
     end = json.loads(rows.read_text().splitlines()[-1]).get("end", {}) if rows.exists() and rows.stat().st_size else {}
-    yield {"check": f"{tool}: the problems ran to the end", "passed": end.get("status") == "passed", **end}
+    yield {"check": f"{tool}: all problems passed", "passed": end.get("status") == "passed", **end}
 
 
 def _case(name: str, run: Callable[[Settings], Iterator[Row]], priority: int, limit: float = 120) -> Case:
@@ -326,7 +330,7 @@ ALL = [
     *(_case(name, partial(modules, kinds), 24) for name, kinds in _in_groups(sorted(KINDS), 2)),
     _case("a batch of 32", large_batch, 14),
     _case("a second GPU", second_device, 53),
-    _case("ten small problems", ten_small, 54),
+    _case("small problems", small_problems, 54),
     _case("memcheck", partial(sanitized, "memcheck"), 24, 300),
     _case("racecheck", partial(sanitized, "racecheck"), 24, 300),
 ]

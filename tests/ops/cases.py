@@ -40,19 +40,27 @@ class Sizes:
         return f"n{self.batch}-{self.height}x{self.width}-k{self.footprint}-{channels}"
 
 
+STAGE_5 = Sizes(1, 7, 7, 7, 130, 128, 64)
+"""The map, footprint and channels of SAN10's last stage."""
 SIZES = [
-    Sizes(1, 7, 7, 7, 18, 16, 8),  # both mirror images overlap; the channels of SAN's second stage
-    Sizes(2, 9, 6, 3, 6, 4, 2),  # of its first stage
-    Sizes(1, 5, 5, 3, 34, 32, 16),
-    Sizes(1, 3, 4, 3, 130, 128, 64),  # of its last stage
-    Sizes(2, 6, 5, 5, 5, 3, 3, products=3, own=False),  # nothing fills its vectors
+    Sizes(1, 7, 7, 7, 18, 16, 8),  # both mirror images overlap; channels of SAN's stage 2
+    Sizes(2, 9, 6, 3, 6, 4, 2),  # channels of stage 1
+    Sizes(1, 5, 5, 3, 34, 32, 16),  # of stage 3
+    Sizes(1, 3, 4, 3, 130, 128, 64),  # of stage 5
+    Sizes(2, 6, 5, 5, 5, 3, 3, products=3, own=False),  # sizes that are no multiple of a vector
     Sizes(2, 5, 7, 1, 7, 9, 1, products=7, own=False),
     Sizes(2, 4, 3, 3, 1, 1, 1),
-    Sizes(2, 4, 4, 7, 3, 1, 2),  # a map just large enough
+    Sizes(2, 4, 4, 7, 3, 1, 2),  # the smallest map for this footprint
     Sizes(1, 9, 8, 15, 2, 3, 1),
     Sizes(1, 33, 5, 5, 9, 2, 2),  # many bands of rows that are shorter than a vector
-    Sizes(1, 3, 400, 3, 40, 2, 3),  # more pixels in a row than are worked on at a time
+    Sizes(1, 3, 400, 3, 40, 2, 3),  # rows longer than a block of pixels
     Sizes(2, 9, 67, 7, 6, 0, 3, products=2),  # no hidden layer
+    # More channels than one chunk of the CUDA kernels: products in some or all of them, no hidden layer.
+    Sizes(1, 4, 3, 3, 45, 9, 5, products=20),
+    Sizes(1, 3, 4, 3, 66, 64, 32, products=66),
+    Sizes(1, 4, 3, 3, 66, 0, 32),
+    Sizes(1, 3, 4, 3, 50, 0, 5, products=50),
+    STAGE_5,
 ]
 
 

@@ -1,4 +1,4 @@
-"""The operators as the tests see them: name, inputs for a case, kernel and reference. A new operator is a row here."""
+"""The operators of the unfused attention for all tests: names, random inputs, kernels and references. Add new operators here."""
 
 from __future__ import annotations
 
@@ -14,33 +14,58 @@ from san.ops import reference
 
 @dataclass(frozen=True)
 class Case:
-    """A problem size. Named so that a failing one can be read off the test id."""
+    """A problem size. The test id shows all its numbers.
+
+    With `channels_last`, maps are channels-last and weights are stored as [N, P, K, G], as in SAN's networks.
+    """
 
     batch: int
     channels: int
     height: int
     width: int
     footprint: int
+    groups: int | None = None
+    """Weight channels, by default a quarter of `channels`."""
+    channels_last: bool = False
 
     def __str__(self) -> str:
-        return f"n{self.batch}c{self.channels}-{self.height}x{self.width}-k{self.footprint}"
+        layout = f"-g{self.weight_channels}-channels-last" if self.channels_last else ""
+        return f"n{self.batch}c{self.channels}-{self.height}x{self.width}-k{self.footprint}{layout}"
 
-    def map(self, generator: torch.Generator, dtype: torch.dtype, channels: int | None = None) -> Tensor:
-        shape = (self.batch, channels or self.channels, self.height, self.width)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    @property
+    def weight_channels(self) -> int:
+        return self.groups or self.channels // 4
+
+    def map(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        shape = (self.batch, self.channels, self.height, self.width)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
     def weight(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        shape = (self.batch, self.channels // 4, self.footprint**2, self.height * self.width)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        shape = (self.batch, self.weight_channels, self.footprint**2, self.height * self.width)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return stored_by_pixels(x) if self.channels_last else x
 
 
+def stored_by_pixels(weight: Tensor) -> Tensor:
+    """[N, G, K, P] as a view of [N, P, K, G]."""
+    return weight.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+
+
+CHANNELS_LAST = [
+    # Loads of 4 channels; 8 channels share a weight, as in SAN.
+    Case(2, 32, 5, 4, 3, groups=4, channels_last=True),
+    Case(1, 64, 7, 7, 7, groups=8, channels_last=True),
+    Case(1, 12, 3, 4, 3, groups=4, channels_last=True),  # 3 channels share a weight
+]
 CASES = [
     Case(2, 8, 7, 7, 7),  # both mirror images overlap
-    Case(1, 8, 6, 6, 11),  # a map just large enough
+    Case(1, 8, 6, 6, 11),  # the smallest map for this footprint
     Case(3, 4, 9, 5, 3),
     Case(2, 12, 4, 13, 5),
     Case(1, 4, 2, 2, 3),
     Case(2, 4, 3, 1, 1),
+    *CHANNELS_LAST,
 ]
 
 
@@ -50,7 +75,7 @@ class Operator:
     reference: Callable[..., Tensor]
     inputs: Callable[[Case, torch.Generator, torch.dtype], tuple[Tensor, ...]]
     saves_inputs: bool
-    """Whether the backward operator takes the inputs again, or only the size of their maps."""
+    """Whether the backward operator takes the inputs or only the size of their maps."""
     groups: Callable[[Case], int] | None = None
     label: str = ""
 
@@ -58,7 +83,7 @@ class Operator:
         return self.inputs(case, torch.Generator().manual_seed(seed), dtype)
 
     def rest(self, case: Case) -> tuple[int, ...]:
-        """The arguments behind the tensors."""
+        """The arguments that follow the tensors."""
         return (case.footprint,) if self.groups is None else (case.footprint, self.groups(case))
 
     def kernel(self, namespace: Any = None) -> Callable[..., Tensor]:
@@ -68,6 +93,17 @@ class Operator:
         """The backward operator and its arguments."""
         rest = inputs if self.saves_inputs else (case.height, case.width)
         return getattr(namespace or torch.ops.san, f"{self.name}_backward"), (grad, *rest, case.footprint)
+
+    def computed(self, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> list[Tensor]:
+        """Output and input gradients from the forward and the backward kernel, without autograd."""
+        out = self.kernel(namespace)(*inputs, *self.rest(case))
+        backward, arguments = self.backward(cotangent(out), inputs, case, namespace)
+        grads = backward(*arguments)
+        return [out, *(grads if isinstance(grads, tuple) else (grads,))]
+
+    def defined(self, inputs: tuple[Tensor, ...], case: Case) -> list[Tensor]:
+        """Output and input gradients of the reference."""
+        return gradients(self.reference, inputs, *self.rest(case))
 
     def __str__(self) -> str:
         return self.label or self.name
@@ -95,9 +131,13 @@ OPERATORS = [
 ]
 
 
+def cotangent(out: Tensor) -> Tensor:
+    """A fixed random gradient of an output."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out)
+
+
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: int) -> list[Tensor]:
     """Output and input gradients under a fixed random cotangent."""
     leaves = [x.detach().requires_grad_() for x in inputs]  # not cloned: that could change the layout in memory
     out = function(*leaves, *rest)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out)
-    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent(out))]
