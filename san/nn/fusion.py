@@ -246,13 +246,16 @@ def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
 
 
 def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map."""
+    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map.
+
+    Weights in float16 are not folded: scaled, they can exceed its range.
+    """
+    dtype = conv.weight.dtype
     if not fuses("pair_weights", x_NCHW) or type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
         y_NCHW: Tensor = norm(conv(x_NCHW))
         return y_NCHW
-    if has_hooks(conv) or has_hooks(norm) or _uses_batch(norm) or conv.padding_mode != "zeros":
+    if has_hooks(conv) or has_hooks(norm) or _uses_batch(norm) or conv.padding_mode != "zeros" or dtype == torch.float16:
         return norm(conv(x_NCHW))
-    dtype = conv.weight.dtype
     mean, scale, shift = _running_affine(norm)
     bias = shift - mean * scale if conv.bias is None else shift + (conv.bias - mean) * scale
     weight = conv.weight * scale[:, None, None, None].to(torch.promote_types(dtype, torch.float32))

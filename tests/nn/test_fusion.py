@@ -49,6 +49,14 @@ def test_folding_is_as_accurate_in_half_precision() -> None:
     assert (folded - exact).norm() <= 2 * (plain - exact).norm()
 
 
+def test_half_weights_that_folding_would_overflow_stay_finite() -> None:
+    conv, norm, x = layers(torch.float16)
+    norm.weight.data.fill_(300)
+    norm.running_var.fill_(1e-7)  # type: ignore[union-attr]
+    conv.weight.data.fill_(1)
+    assert conv_norm(conv, norm, torch.zeros_like(x)).isfinite().all()
+
+
 @pytest.mark.parametrize("change", ["training", "a hook", "no running statistics", "another norm"])
 def test_norm_is_not_folded_if_this_would_change_something(change: str) -> None:
     conv, norm, x = layers()

@@ -1,4 +1,4 @@
-"""The operators of the unfused attention for all tests: names, random inputs, kernels and references. Add new operators here."""
+"""The operators of the unfused attention for all tests: names, random inputs, kernels, references. Add new operators here."""
 
 from __future__ import annotations
 
