@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from experiments.cli.restart import LIMIT, RESTARTS
+from tests.cluster.heads import ray_head
 from tests.cluster.test_signals import MARK, marked
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import Driver
+from tests.experiments.servers import free_port
 
 
 def kill(process: str, mark: Path) -> None:
@@ -40,4 +43,21 @@ def test_run_gives_up_after_too_many_restarts(tmp_path: Path) -> None:
     assert driver.finish() == 1
     assert "san: Ray died on this machine" in driver.said
     assert "run the same command again to resume" in driver.said
+    assert not marked(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+def test_run_ends_if_the_head_of_a_cluster_is_gone(process: str, tmp_path: Path) -> None:
+    port = free_port()
+    with ray_head(port, "--num-cpus=1", "--include-dashboard=false") as head:
+        options = ["recipe.epochs=200", "--address", f"127.0.0.1:{port}"]
+        driver = Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path)})
+        driver.wait_for("_3 starts")
+        kill(process, head)
+        killed_at = time.monotonic()
+        assert driver.finish() == 1
+    print(f"ended {time.monotonic() - killed_at:.0f} s after {process} was killed")
+    assert "run the same command again to resume" in driver.said
+    assert "Traceback" not in driver.said
     assert not marked(str(tmp_path))
