@@ -108,17 +108,13 @@ def doctor() -> None:
     """
     import torch
 
-    from cuda_ext.build import libraries, load, toolchains
     from experiments.runs.provenance import machine, versions
+    from san.ops import library
 
-    missing = load()
     click.echo(f"{versions()}\n{machine()}\nCUDA of torch: {torch.version.cuda or 'none'}")
-    for name, found in toolchains().items():
-        click.echo(f"{name}: {found}")
-    for part, library in libraries().items():
-        state = f"not available: {missing[part]}" if part in missing else f"run from {library}"
-        click.echo(f"{part} kernels {state}")
-    sys.exit("cpu" in missing)
+    for line in library.describe():
+        click.echo(line)
+    sys.exit(library.missing("cpu") is not None)
 
 
 @cli.command()

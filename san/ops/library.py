@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext.build import CUDA_ARCHITECTURES
+from cuda_ext.build import CUDA_ARCHITECTURES, libraries, toolchains
 from cuda_ext.build import load as load_kernels
 from san.ops.footprint import check_footprint
 
@@ -53,6 +53,18 @@ def missing(device: str) -> str | None:
             name = "this GPU" if torch.cuda.device_count() == 1 else f"GPU {gpu}"
             return "{} has compute capability {}.{}, but the kernels need {}.{} or higher".format(name, *seen, *needed)
     return load_kernels().get(device)
+
+
+def describe() -> Iterator[str]:
+    """One line for each compiler and for the kernels of each device type."""
+    yield from (f"{name}: {found}" for name, found in toolchains().items())
+    missing_parts = load_kernels()
+    for part, path in libraries().items():
+        yield (
+            f"{part} kernels not available: {missing_parts[part]}"
+            if part in missing_parts
+            else f"{part} kernels run from {path}"
+        )
 
 
 @functools.cache

@@ -57,7 +57,8 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")), "SIGKILL"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_cells_end_with_the_driver(driver: subprocess.Popen[str], tmp_path: Path, name: str) -> None:
     assert len(marked(str(tmp_path))) > 3
     if name == "SIGINT":
@@ -71,6 +72,7 @@ def test_cells_end_with_the_driver(driver: subprocess.Popen[str], tmp_path: Path
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_sweep_ends_if_its_raylet_is_killed(driver: subprocess.Popen[str], tmp_path: Path) -> None:
     (raylet,) = [pid for pid in marked(str(tmp_path)) if Path(f"/proc/{pid}/exe").resolve().name == "raylet"]
     os.kill(raylet, signal.SIGKILL)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cluster import Node, Resources
+from cluster.supervision import OnLost
 from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.runs.store import LocalStore
@@ -95,7 +96,7 @@ def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainCell], No
     """Replaces Ray: calls a function with the callable, the value and the observer of each cell instead."""
 
     @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
+    def session(address: str | None, on_lost: OnLost | None = None) -> Iterator[Resources]:
         yield Resources((Node(cpus=2, gpus=0),))
 
     def replace(train_cell: TrainCell) -> None:

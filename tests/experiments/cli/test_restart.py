@@ -13,7 +13,7 @@ from experiments.cli.restart import LIMIT, RESTARTS
 from tests.cluster.heads import ray_head
 from tests.cluster.test_signals import MARK, marked
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.drivers import Driver
+from tests.experiments.drivers import PATIENCE, Driver
 from tests.experiments.servers import free_port
 
 
@@ -35,9 +35,11 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     assert not marked(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_run_gives_up_after_too_many_restarts(tmp_path: Path) -> None:
-    environment = {MARK: str(tmp_path), RESTARTS: str(LIMIT)}
-    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=200"], environment)
+    """A pause after the first step prevents progress, which would reset the number of restarts."""
+    environment = {MARK: str(tmp_path), RESTARTS: str(LIMIT), "WITNESS_PAUSE": str(PATIENCE)}
+    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.batch_size=64"], environment, "tests.faults.witness")
     driver.wait_for("_3 starts")
     kill("raylet", tmp_path)
     assert driver.finish() == 1

@@ -48,6 +48,7 @@ def steps(job: Job) -> list[tuple[str, list[int]]]:
     return [(status, [metric.step for metric in history]) for status, history in histories]
 
 
+@pytest.mark.slow
 def test_outage_of_the_server_loses_no_epoch(
     server: Server, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
