@@ -203,7 +203,7 @@ def test_grid_stops_the_cells_that_do_not_learn(write_grid: Callable[..., Path],
     given = (f"placement.cpus={max(available_cpus() // 2, 1)}",)
     first = Driver(path, tmp_path / "runs", given)
     assert first.finish() == 0, first.said
-    stopped = re.findall(r"(\S+) stopped at epoch 2 of 4 by early stopping", first.said)
+    stopped = re.findall(r"\] (\S+) stopped at epoch 2 of 4 by early stopping", first.said)
     assert {"lr1e-9", "lr1e-9-seed1"} <= set(stopped), first.said
     assert len(stopped) <= 3, first.said  # one that learns stops if it reports after the other one and is worse
     assert f"stopped early: {', '.join(sorted(stopped))}" in first.said
