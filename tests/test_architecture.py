@@ -26,7 +26,7 @@ DOORS = {
     "click": "experiments/cli/",
     "sklearn": "pipelines/datasets/digits.py",
     "matplotlib": ("experiments/report/plots.py", "experiments/report/attention_plot.py"),
-    "jinja2": "experiments/report/page.py",
+    "jinja2": "experiments/report/html.py",
     "rich": "experiments/training/progress.py",
     "boto3": "experiments/runs/store.py",
     "botocore": "experiments/runs/store.py",

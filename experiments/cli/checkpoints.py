@@ -15,6 +15,7 @@ from experiments.cli.options import AS_JSON, OVERRIDES, RUNS, as_value
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
+    from experiments.evaluation.evaluate import LoadedModel
     from experiments.grids.grid import ProtocolName
 
 SPLIT = click.option(
@@ -204,6 +205,13 @@ def robustness(
     metavar="FILE.png",
     help="PNG file to write.",
 )
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE.html",
+    help="Write an interactive page with all layers and pixels instead of a PNG file.",
+)
+@click.option("--compare", metavar="CHECKPOINT", help="With --html: a second network, shown next to the first one.")
 def show(
     checkpoint: str,
     image: str,
@@ -215,6 +223,8 @@ def show(
     profile: str | None,
     runs: Path | str | None,
     out: Path,
+    html: Path | None,
+    compare: str | None,
 ) -> None:
     """Draw the attention weights of a pixel's footprint.
 
@@ -225,18 +235,37 @@ def show(
     Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
     from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
-    from experiments.report.attention import in_words, look, open_image
+    from experiments.report.attention import in_words, layer_name, look, look_everywhere, open_image
+    from experiments.report.attention_page import save_page
     from experiments.report.attention_plot import save
+
+    def open_one(checkpoint: str) -> LoadedModel:
+        with resolve_checkpoint(checkpoint, runs) as (path, _):
+            return open_checkpoint(path, overrides, profile)
 
     if pixel is not None and grid is not None:
         raise UserError("both `--pixel` and `--grid`; give only one of these options")
     place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and place is None:
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
+    if html is not None and (pixel is not None or grid is not None):
+        raise UserError("`--html` shows all pixels; leave out `--pixel` and `--grid`")
+    if compare is not None and html is None:
+        raise UserError("--compare: only for `--html`; add `--html FILE.html`")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
-    with resolve_checkpoint(checkpoint, runs) as (path, _):
-        opened = open_checkpoint(path, overrides, profile)
+    opened = open_one(checkpoint)
+    if html is not None:
+        networks = [opened, *([open_one(compare)] if compare is not None else [])]
+        sizes = [network.config.data.size for network in networks]
+        if len(set(sizes)) > 1:
+            raise UserError(
+                f"--compare {compare}: its input is {sizes[1]} pixels wide, the other's {sizes[0]}; give data.size=N"
+            )
+        seen = [look_everywhere(network, open_image(network, image, split)) for network in networks]
+        save_page(seen, layer_name(opened, layer), html)
+        click.echo(f"{html}: open this file in a browser")
+        return
     chosen = None if place is None else (int(place[1]), int(place[2]))
     attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
     save(attention, out)

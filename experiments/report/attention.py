@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,33 +140,75 @@ def look(
         UserError: no such pixel, grid or layer, or a network without attention.
         DataError: the image cannot be used.
     """
-    model, config = opened.model, opened.config
-    name, attention = _layer(opened, layer)
-    batch = next(Loader(picture, transform(config.data), train=False, batch_size=1, seed=opened.seed).epoch(0))
+    name = layer_name(opened, layer)
+    size, reduction = opened.config.data.size, _reduction(opened, name)
+    pixels = [_map_pixel(pixel, size, reduction)] if pixel is not None else _grid(grid, size // reduction, name)
+    return _attention(opened, _run(opened, picture), name, pixels)
+
+
+def look_everywhere(opened: LoadedModel, picture: Dataset) -> dict[str, Attention]:
+    """Computes the attention weights of all layers for all pixels, by name of the layer.
+
+    Raises:
+        UserError: a network without attention.
+        DataError: the image cannot be used.
+    """
+    layer_name(opened, None)
+    answer = _run(opened, picture)
+    sides = {name: opened.config.data.size // _reduction(opened, name) for name in answer.weight_GKP}
+    return {name: _attention(opened, answer, name, _grid(side, side, name)) for name, side in sides.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a network computes for an image."""
+
+    picture: str
+    image_HW3: Floats
+    prediction: str
+    weight_GKP: dict[str, Tensor]
+    """By layer."""
+
+
+def _run(opened: LoadedModel, picture: Dataset) -> _Answer:
+    model, data = opened.model, opened.config.data
+    batch = next(Loader(picture, transform(data), train=False, batch_size=1, seed=opened.seed).epoch(0))
     with torch.no_grad():
         answer = model(batch.images_NCHW).softmax(1)[0]
-        weight_GKP = attention_weights(model, batch.images_NCHW)[name][0]
-    size, reduction = config.data.size, model.reductions[model.stage_names.index(name.partition(".")[0])]
-    side = size // reduction
-    pixels = [_map_pixel(pixel, size, reduction)] if pixel is not None else _grid(grid, side, name)
-    weight_GKn = weight_GKP[:, :, [row * side + column for row, column in pixels]]
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (config.data.mean, config.data.std))
+        weight_NGKP = attention_weights(model, batch.images_NCHW)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
     image_3HW = (batch.images_NCHW[0] * std + mean).clamp(0, 1)
     best = int(answer.argmax())
+    prediction = f"{opened.classes[best] if opened.classes else f'class {best}'} ({100 * answer[best]:.1f} %)"
+    weight_GKP = {name: weight[0] for name, weight in weight_NGKP.items()}
+    return _Answer(picture.paths[0], image_3HW.permute(1, 2, 0).numpy(), prediction, weight_GKP)
+
+
+def _attention(opened: LoadedModel, answer: _Answer, name: str, pixels: Sequence[tuple[int, int]]) -> Attention:
+    attention, weight_GKP = opened.model.get_submodule(name), answer.weight_GKP[name]
+    assert isinstance(attention, SelfAttention)
+    reduction = _reduction(opened, name)
+    side = opened.config.data.size // reduction
+    weight_GKn = weight_GKP[:, :, [row * side + column for row, column in pixels]]
     return Attention(
-        model=model.spec.name,
-        picture=picture.paths[0],
-        prediction=f"{opened.classes[best] if opened.classes else f'class {best}'} ({100 * answer[best]:.1f} %)",
+        model=opened.model.spec.name,
+        picture=answer.picture,
+        prediction=answer.prediction,
         layer=name,
         kind=next(word for kind, word in KINDS.items() if isinstance(attention, kind)),
         footprint=attention.footprint,
-        image_HW3=image_3HW.permute(1, 2, 0).numpy(),
+        image_HW3=answer.image_HW3,
         reduction=reduction,
         pixels=tuple(pixels),
         weight_GKn=weight_GKn.numpy(),
         between=between_channels(weight_GKn),
         between_everywhere=between_channels(weight_GKP),
     )
+
+
+def _reduction(opened: LoadedModel, layer: str) -> int:
+    model = opened.model
+    return model.reductions[model.stage_names.index(layer.partition(".")[0])]
 
 
 def between_channels(weight_GKP: Tensor) -> float:
@@ -181,7 +224,12 @@ def between_channels(weight_GKP: Tensor) -> float:
     return 100 * float(between / total) if total > 0 else 0.0
 
 
-def _layer(opened: LoadedModel, asked: str | None) -> tuple[str, SelfAttention]:
+def layer_name(opened: LoadedModel, asked: str | None) -> str:
+    """The name of the layer with a name or number, or of the default layer of `look`.
+
+    Raises:
+        UserError: no such layer, or a network without attention.
+    """
     layers = {name: module for name, module in opened.model.named_modules() if isinstance(module, SelfAttention)}
     if not layers:
         raise UserError(
@@ -203,7 +251,7 @@ def _layer(opened: LoadedModel, asked: str | None) -> tuple[str, SelfAttention]:
             f"--layer {asked}: no such attention layer in {opened.model.spec.name}; "
             f"give a number or one of these names: {known}"
         )
-    return name, layers[name]
+    return name
 
 
 def _map_pixel(pixel: tuple[int, int], size: int, reduction: int) -> tuple[int, int]:

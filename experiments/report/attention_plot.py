@@ -51,6 +51,14 @@ def save(attention: Attention, path: Path) -> None:
         raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
 
 
+def color_tables() -> dict[str, str]:
+    """256 colors as hexadecimal digits for weights, signed weights and the spread."""
+    from matplotlib import colormaps
+
+    names = {"weights": WEIGHTS, "signed": SIGNED, "spread": SPREAD}
+    return {use: colormaps[name](np.arange(256), bytes=True)[:, :3].tobytes().hex() for use, name in names.items()}
+
+
 def svg(attention: Attention) -> str:
     """The picture as an SVG element for the page, with `in_words` as its text alternative."""
     figure = _draw(attention, min(len(attention.weight_GKn), MOST_CHANNELS_OF_PAGE), 4, WIDTH, 9)

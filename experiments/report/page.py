@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from experiments.evaluation.protocol import TITLES
@@ -25,6 +23,7 @@ from experiments.report.attention import variance_in_words
 from experiments.report.attention_samples import MOST_SAMPLES
 from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
 from experiments.report.data import Measurement, Report, TableRow, grid_measurements
+from experiments.report.html import templates
 from experiments.report.plots import Chart
 from experiments.report.tables import MEASUREMENT_COLUMNS, Column
 from experiments.tracking import Result
@@ -79,10 +78,7 @@ class Section:
 
 def page(report: Report) -> str:
     """Renders the page. All text is escaped."""
-    folder = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = templates()
     environment.filters["svg"] = lambda chart: Markup(plots.svg(chart))
     environment.filters["attention_svg"] = lambda attention: Markup(attention_plot.svg(attention))
     environment.filters |= {"number": _number, "variance_in_words": variance_in_words, "shell_join": shlex.join}
