@@ -21,9 +21,15 @@ CHANNELS = 2
 def coordinates(like_NRHW: Tensor, dtype: torch.dtype) -> Tensor:
     """Coordinates in [-1, 1] of a map's pixels, width first: [1, 2, H, W], on the map's device."""
     height, width = like_NRHW.shape[2:]
-    across = torch.linspace(-1, 1, width, dtype=dtype, device=like_NRHW.device).expand(height, width)
-    down = torch.linspace(-1, 1, height, dtype=dtype, device=like_NRHW.device).unsqueeze(1).expand(height, width)
-    return torch.stack((across, down)).unsqueeze(0)
+    across, down = (_from_minus_one_to_one(count, dtype, like_NRHW.device) for count in (width, height))
+    return torch.stack((across.expand(height, width), down.unsqueeze(1).expand(height, width))).unsqueeze(0)
+
+
+def _from_minus_one_to_one(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Evenly spaced numbers. `torch.export` would fix the size of `linspace`, whose results differ by rounding."""
+    if torch.compiler.is_exporting():
+        return torch.arange(count, dtype=dtype, device=device) * 2 / torch.sym_max(count - 1, 1) - 1
+    return torch.linspace(-1, 1, count, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

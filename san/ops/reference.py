@@ -43,7 +43,6 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
 
     Value channel c uses weight channel c % G, as in the released code.
     """
-    N, C, H, W = beta_NCHW.shape
     G = weight_NGKP.shape[1]
-    values = unfold(beta_NCHW, kernel_size).unflatten(1, (C // G, G))  # [N, S, G, K, P]
-    return torch.einsum("ngkp,nsgkp->nsgp", weight_NGKP, values).reshape(N, C, H, W)
+    values = unfold(beta_NCHW, kernel_size).unflatten(1, (beta_NCHW.shape[1] // G, G))  # [N, S, G, K, P]
+    return torch.einsum("ngkp,nsgkp->nsgp", weight_NGKP, values).flatten(1, 2).unflatten(2, beta_NCHW.shape[2:])

@@ -21,6 +21,7 @@ class Memory:
     starts: list[str] = field(default_factory=list)
     reports: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
 
     def started(self, key: str) -> None:
         self.starts.append(key)
@@ -30,6 +31,9 @@ class Memory:
 
     def finished(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
+
+    def waiting(self, reason: str) -> None:
+        self.waits.append(reason)
 
     def of(self, key: str) -> list[dict[str, float]]:
         return [metrics for reported, metrics in self.reports if reported == key]

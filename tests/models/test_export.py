@@ -48,6 +48,8 @@ def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
 
 
 IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
+OTHER_SIZE = torch.randn(1, 3, 37, 30, generator=torch.Generator().manual_seed(2))
+ANY_SIZE = {axis: torch.export.Dim.AUTO for axis in (0, 2, 3)}
 
 
 @every_model
@@ -108,9 +110,10 @@ def test_a_compiled_model_takes_images_of_any_size(
 @every_model
 def test_exports_without_our_operators(which: str) -> None:
     model = made(which)
-    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=({0: torch.export.Dim("N")},))
+    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(ANY_SIZE,))
     assert not [node.target for node in program.graph.nodes if "san" in str(node.target)]
-    torch.testing.assert_close(program.module()(IMAGES), model(IMAGES))
+    for images in (IMAGES, OTHER_SIZE):
+        torch.testing.assert_close(program.module()(images), model(images))
 
 
 @every_model
@@ -118,11 +121,28 @@ def test_exports_without_our_operators(which: str) -> None:
 def test_onnxruntime_gives_the_same_numbers(which: str, opset: int, tmp_path: Path) -> None:
     model = made(which)
     path = tmp_path / "model.onnx"
-    batch = {0: torch.export.Dim("N")}
-    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(batch,), opset_version=opset, verbose=False)
+    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(ANY_SIZE,), opset_version=opset, verbose=False)
     session = onnxruntime.InferenceSession(path)
-    (logits,) = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
-    np.testing.assert_allclose(logits, model(IMAGES).detach().numpy(), rtol=1e-4, atol=1e-4)
+    for images in (IMAGES, OTHER_SIZE):
+        (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        np.testing.assert_allclose(logits, model(images).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+@every_model
+def test_traced_by_torchscript_without_our_operators(which: str) -> None:
+    model = made(which)
+    traced = torch.jit.trace(model, IMAGES)
+    assert "san::" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(IMAGES[:2]), model(IMAGES[:2]))
+
+
+@every_model
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
+def test_legacy_onnx_exporter(which: str, tmp_path: Path) -> None:
+    model, path = made(which), tmp_path / "model.onnx"
+    torch.onnx.export(model, (IMAGES,), path, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "N"}})
+    (logits,) = onnxruntime.InferenceSession(path).run(None, {"x": IMAGES[:2].numpy()})
+    np.testing.assert_allclose(logits, model(IMAGES[:2]).detach().numpy(), rtol=1e-4, atol=1e-4)
 
 
 @every_model
