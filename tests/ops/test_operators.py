@@ -59,7 +59,7 @@ def test_matches_reference_for_any_shape(
 
 @every_operator
 def test_gradcheck(operator: Operator) -> None:
-    case = Case(1, 4, 3, 4, 3)
+    case = Case(1, 4, 3, 2, 3)
     arguments = (*(x.requires_grad_() for x in operator.sample(case)), *operator.rest(case))
     assert torch.autograd.gradcheck(operator.kernel(), arguments)
     assert torch.autograd.gradgradcheck(operator.kernel(), arguments)
