@@ -32,14 +32,7 @@ from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, ran
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
 """The images of `colours` in dataset order."""
-PLAIN = Transform(
-    size=16,
-    resize=16,
-    crop_area=(0.3, 1.0),
-    flip=False,
-    mean=(0.0, 0.0, 0.0),
-    std=(1 / 255, 1 / 255, 1 / 255),
-)
+PLAIN = Transform(size=16, resize=16, crop_area=(0.3, 1.0), flip=False, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 """Keeps pixel values from 0 to 255."""
 few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 """All examples can share a fixture, because they do not change images."""
@@ -284,8 +277,7 @@ def damaged(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("empty", "empty file"), ("text", "not a JPEG"), ("header", "damaged: "), ("half", "damaged: ")],
+    ("kind", "reason"), [("empty", "empty file"), ("text", "not a JPEG"), ("header", "damaged: "), ("half", "damaged: ")]
 )
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_error_names_a_broken_image(colours: Path, split: str, kind: str, reason: str) -> None:
