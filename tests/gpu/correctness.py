@@ -52,8 +52,6 @@ PRECISIONS = {
     "float16": Precision(torch.float32, (5e-3, 0.15), of_weights=torch.float16),
     "float64": Precision(torch.float64, (1e-10, 1e-9)),
 }
-WEIGHTS = {"pair_weights": {3, 5}, "patch_linear": {4}}
-"""Indices of the tensors that may have a half type."""
 STAGES = [
     cases.Sizes(3, 14, 14, 7, 66, 64, 32),
     cases.Sizes(2, 28, 28, 7, 34, 32, 16),
@@ -75,23 +73,15 @@ def checks(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], allowed: 
     return max(rows, key=lambda row: (not row["passed"], row["error"] / row["allowed"]))
 
 
-def computed(operator: str, tensors: cases.Tensors, sizes: cases.Sizes, tf32: bool, settings: Settings) -> cases.Tensors:
-    """Returns outputs and gradients of a fused operator's kernels."""
-    namespace = kernels(settings)
-    outputs = cases.computed(operator, tensors, sizes, namespace, tf32)
-    arguments = cases.backward_arguments(operator, tensors, outputs, cases.cotangents(outputs), sizes, tf32)
-    return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
-
-
 def check_sizes(operator: str, precision: str, sizes: cases.Sizes, settings: Settings, times: float = 1) -> Row:
     how = PRECISIONS[precision]
-    weights = WEIGHTS.get(operator, set()) if how.of_weights else set()
-    exact = [x.to(settings.device) for x in cases.sample(operator, sizes)]
-    exact = [x.to(how.of_weights).double() if at in weights else x for at, x in enumerate(exact)]
-    ours = tuple(x.to(how.of_weights if at in weights else how.dtype) for at, x in enumerate(exact))
-    wanted = cases.differentiated(lambda t: cases.defined(operator, t, sizes), tuple(exact))
+    exact = tuple(x.to(settings.device) for x in cases.sample(operator, sizes))
+    ours = tuple(x.to(how.dtype) for x in exact)
+    if how.of_weights:
+        ours, exact = cases.with_half_weights(operator, exact, how.of_weights)
+    wanted = cases.differentiated(lambda t: cases.defined(operator, t, sizes), exact)
     allowed = [times * limit for limit, some in zip(how.allowed, wanted, strict=True) for _ in some]
-    found = computed(operator, ours, sizes, how.tf32, settings)
+    found = cases.run_kernels(operator, ours, sizes, kernels(settings), how.tf32)
     assert {x.device for x in found} == {ours[0].device}
     return checks(f"{operator}, {precision}, {sizes}", found, sum(wanted, ()), allowed)
 

@@ -59,7 +59,6 @@ SIZES = [
     Sizes(1, 33, 5, 5, 9, 2, 2),  # many bands of rows that are shorter than a vector
     Sizes(1, 3, 400, 3, 40, 2, 3),  # rows longer than a block of pixels
     Sizes(2, 9, 67, 7, 6, 0, 3, products=2),  # no hidden layer
-    *(Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)),  # vectors of pixels: one fewer, all and more than 16
     # More channels than one chunk of the CUDA kernels: products in some or all of them, no hidden layer.
     Sizes(1, 4, 3, 3, 45, 9, 5, products=20),
     Sizes(1, 3, 4, 3, 66, 64, 32, products=66),
@@ -126,6 +125,20 @@ def backward_arguments(
     """Returns the arguments of the backward operator: gradients, saved tensors, and the rest."""
     saved = {"pair_weights": (outputs[0], *tensors), "patch_linear": tensors}.get(operator, (*tensors, outputs[0]))
     return *grads, *saved, *rest(operator, sizes, tf32)
+
+
+def run_kernels(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, tf32: bool = False) -> Tensors:
+    """Returns outputs and gradients of the forward and backward operators, without autograd."""
+    outputs = computed(operator, tensors, sizes, namespace, tf32)
+    arguments = backward_arguments(operator, tensors, outputs, cotangents(outputs), sizes, tf32)
+    return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
+
+
+def with_half_weights(operator: str, exact: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """Returns the tensors with weights of a half type and all others in float32, and the same values in float64."""
+    weights = {"pair_weights": {3, 5}, "patch_linear": {4}}.get(operator, set())
+    rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
+    return tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact)), rounded
 
 
 def differentiated(function: Callable[[Tensors], Tensors], tensors: Tensors) -> tuple[Tensors, Tensors]:

@@ -26,20 +26,15 @@ from tests.ops.cases import (
     defined,
     differentiated,
     error,
+    run_kernels,
     sample,
+    with_half_weights,
 )
 from tests.ops.operators import cotangent, gradients, stored_by_pixels
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 SMALL = [sizes for sizes in SIZES if sizes.width < 60 and sizes.footprint < 9]
 PRODUCTS = [replace(SMALL[at], products=products) for at in (1, 4) for products in (0, 2, SMALL[at].channels)]
-
-
-def run(shim: Any, operator: str, tensors: Tensors, sizes: Sizes, tf32: bool = False) -> Tensors:
-    """Returns outputs and gradients of the shim."""
-    outputs = computed(operator, tensors, sizes, shim, tf32)
-    arguments = backward_arguments(operator, tensors, outputs, cotangents(outputs), sizes, tf32)
-    return *outputs, *getattr(shim, f"{operator}_backward")(*arguments)
 
 
 def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
@@ -51,14 +46,16 @@ def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
 def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype, allowed: float, order: str, shim: Any) -> None:
     tensors = sample(operator, sizes)
-    assert_near(run(shim, operator, tuple(x.to(dtype) for x in tensors), sizes), wanted(operator, tensors, sizes), allowed)
+    assert_near(
+        run_kernels(operator, tuple(x.to(dtype) for x in tensors), sizes, shim), wanted(operator, tensors, sizes), allowed
+    )
 
 
 @pytest.mark.parametrize("operator", OPERATORS[:3])
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
 def test_any_number_of_products(operator: str, sizes: Sizes, shim: Any) -> None:
     tensors = sample(operator, sizes)
-    assert_near(run(shim, operator, tuple(x.float() for x in tensors), sizes), wanted(operator, tensors, sizes), 2e-5)
+    assert_near(run_kernels(operator, tuple(x.float() for x in tensors), sizes, shim), wanted(operator, tensors, sizes), 2e-5)
 
 
 @pytest.mark.parametrize("operator", OPERATORS[1:])
@@ -66,7 +63,7 @@ def test_any_number_of_products(operator: str, sizes: Sizes, shim: Any) -> None:
 def test_uses_tf32_if_allowed(operator: str, sizes: Sizes, shim: Any) -> None:
     exact = sample(operator, sizes)
     tensors, want = tuple(x.float() for x in exact), wanted(operator, exact, sizes)
-    got, accurate = run(shim, operator, tensors, sizes, tf32=True), run(shim, operator, tensors, sizes)
+    got, accurate = run_kernels(operator, tensors, sizes, shim, tf32=True), run_kernels(operator, tensors, sizes, shim)
     at = 1 if operator == "pair_covariance" else 0
     assert 10 * error(accurate[at], want[at]) < error(got[at], want[at]) <= 3e-3
     assert_near(got, want, 0.15)  # with so few pixels, each ReLU that rounding flips changes the gradients
@@ -76,11 +73,8 @@ def test_uses_tf32_if_allowed(operator: str, sizes: Sizes, shim: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", SMALL[:3], ids=str)
 def test_half_weights(operator: str, dtype: torch.dtype, sizes: Sizes, shim: Any) -> None:
-    exact = sample(operator, sizes)
-    weights = {3, 5} if operator == "pair_weights" else {4}
-    rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
-    tensors = tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact))
-    got, want = run(shim, operator, tensors, sizes), wanted(operator, rounded, sizes)
+    tensors, rounded = with_half_weights(operator, sample(operator, sizes), dtype)
+    got, want = run_kernels(operator, tensors, sizes, shim), wanted(operator, rounded, sizes)
     assert error(got[0], want[0]) <= max(5e-3, torch.finfo(dtype).eps)
     assert_near(got[1:], want[1:], 0.2)
 
@@ -89,16 +83,16 @@ def test_half_weights(operator: str, dtype: torch.dtype, sizes: Sizes, shim: Any
 def test_order_of_blocks_does_not_change_bits(operator: str, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(3, 7, 7, 7, 18, 16, 8)
     tensors = sample(operator, sizes, torch.float32)
-    first = run(shim, operator, tensors, sizes)
+    first = run_kernels(operator, tensors, sizes, shim)
     monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
-    assert all(map(torch.equal, first, run(shim, operator, tensors, sizes)))
+    assert all(map(torch.equal, first, run_kernels(operator, tensors, sizes, shim)))
 
 
 @every_operator
 def test_accepts_an_empty_batch(operator: str, shim: Any) -> None:
     sizes = Sizes(batch=0)
     tensors = sample(operator, sizes, torch.float32)
-    assert [x.shape for x in run(shim, operator, tensors, sizes)] == [x.shape for x in wanted(operator, tensors, sizes)]
+    assert [x.shape for x in run_kernels(operator, tensors, sizes, shim)] == [x.shape for x in wanted(operator, tensors, sizes)]
 
 
 @every_operator
@@ -109,7 +103,7 @@ def test_accepts_any_memory_order(operator: str, shim: Any) -> None:
     grads = tuple(x.transpose(0, -1).contiguous().transpose(0, -1) for x in cotangents(outputs))
     arguments = backward_arguments(operator, turned, outputs, grads, Sizes())
     moved = *computed(operator, turned, Sizes(), shim), *getattr(shim, f"{operator}_backward")(*arguments)
-    assert all(map(torch.equal, run(shim, operator, tensors, Sizes()), moved))
+    assert all(map(torch.equal, run_kernels(operator, tensors, Sizes(), shim), moved))
 
 
 def test_covariance_with_an_outlier(shim: Any) -> None:
@@ -135,14 +129,14 @@ def test_nan_only_affects_footprints_that_contain_it(operator: str, shim: Any) -
 def test_rejects_more_channels_than_fit_into_shared_memory(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", "1024")
     with pytest.raises(RuntimeError, match=r"18 relation channels need .* bytes of shared memory, .* has 1024; use fewer"):
-        run(shim, "pair_weights", sample("pair_weights", SIZES[0], torch.float32), SIZES[0])
+        run_kernels("pair_weights", sample("pair_weights", SIZES[0], torch.float32), SIZES[0], shim)
 
 
 def test_error_names_the_kernel_and_operator_of_a_failed_launch(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_SHIM_FAIL", "fold_kernel")
     message = r"san::pair_weights_backward: kernel fold_kernel<T> failed: as the test asked; an earlier kernel may be"
     with pytest.raises(RuntimeError, match=message):
-        run(shim, "pair_weights", sample("pair_weights", dtype=torch.float32), Sizes())
+        run_kernels("pair_weights", sample("pair_weights", dtype=torch.float32), Sizes(), shim)
 
 
 @pytest.mark.parametrize("channels", [(64, 8), (24, 4), (4, 4), (12, 2), (6, 3)], ids=str)

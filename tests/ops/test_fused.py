@@ -25,17 +25,20 @@ from tests.ops.cases import (
     differentiated,
     rest,
     sample,
+    with_half_weights,
 )
 
 ROOT = Path(__file__).parents[2]
 
 assert library.load(), "these tests need the compiled kernels"
 
+# With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
+LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @every_operator
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, *LONG_ROWS], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "values", "gradients"), [(torch.float64, 1e-11, 1e-10), (torch.float32, 1e-5, 1e-4)], ids=str
 )
@@ -85,10 +88,7 @@ def test_noncontiguous_gradient(operator: str) -> None:
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
 def test_half_weights(operator: str, dtype: torch.dtype) -> None:
     """Maps and shifts stay in float32. The attention weights have the type of the weights."""
-    exact = sample(operator)
-    weights = {3, 5} if operator == "pair_weights" else {4}
-    rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
-    ours = tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact))
+    ours, rounded = with_half_weights(operator, sample(operator), dtype)
     got, grads = differentiated(lambda t: computed(operator, t, Sizes()), ours)
     want, want_grads = differentiated(lambda t: defined(operator, t, Sizes()), rounded)
     assert got[0].dtype == (dtype if operator == "pair_weights" else torch.float32)

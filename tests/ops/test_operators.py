@@ -143,10 +143,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "no channels": (lambda: ops.hadamard(MAP[:, :0], MAP[:, :0], 3), "\(0\) must be a positive multiple of groups \(0\)"),
     "hadamard of a scalar": (lambda: ops.hadamard(MAP[0, 0, 0], MAP[0, 0, 0], 3), "phi must have 4 dimensions"),
     "summation of booleans": (lambda: ops.summation(MAP, MAP.bool(), 3), "psi must be float16.* not torch.bool"),
-    "weight of another footprint": (
-        lambda: ops.aggregation(MAP, WEIGHT, 5),
-        r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]",
-    ),
+    "weight of another footprint": (lambda: ops.aggregation(MAP, WEIGHT, 5), r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]"),
     "channels not shared evenly": (
         lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3),
         "beta \(8\) must be a positive multiple of the weight channels \(3\)",
