@@ -55,6 +55,7 @@ def test_compiles_to_one_graph(which: str) -> None:
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(IMAGES), model(IMAGES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["pairwise", "patchwise"])
 def test_compiled_model_trains_like_an_eager_one(which: str) -> None:
     torch.compiler.reset()
@@ -78,6 +79,7 @@ def results(model: nn.Module, images: Tensor) -> list[Tensor]:
 SIZES = [(2, 8, 10), (3, 8, 10), (2, 12, 14)]
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(torch.__version__ < (2, 13), reason="inductor cannot compare symbolic strides on the CPU")
 @pytest.mark.parametrize(
     ("which", "backend", "training", "sizes"),
