@@ -1,12 +1,12 @@
-"""What fused attention is worth: the network, its attention alone, what is left without it, memory, and the roofline.
+"""Measures SAN10 and its attention layers on the CPU: time, memory, and shares of the machine's peak.
 
     python -m tests.benchmarks.attention [--threads 2] [--repeats 7] [--batch 4] [--only memory] [--json FILE]
 
-SAN10 at 224x224, random inputs. Ratios are other / fused, taken side by side in each repeat; medians and ranges. The other
-operators are `reference` (pad, unfold, einsum: the specification) and `unfused` (a kernel for each operator). Each call is
-timed right after a first run of its own, warm; `caches taken` are those first runs, which find what the other operators left.
-Each table is measured in a process of its own, which has allocated nothing else before. Networks get channels-last images,
-which suits all of them; ResNet26 and ResNet50 of the same library are the yardsticks. `python -m tests.gpu` times GPUs.
+The inputs are random images of 224x224 in channels-last memory. The back ends `reference` (pad, unfold, einsum) and `unfused`
+(one kernel per operator) are compared with the fused operators: ratios are other / fused within a repeat, and the tables list
+medians and ranges. Each call runs twice in a row. The second, warm run counts; `caches taken` lists the first runs, which find
+the caches as the other operators left them. Each table is measured in a new process. ResNet26 and ResNet50 serve for
+comparison. `python -m tests.gpu` measures GPUs.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from cuda_ext import build
 from san import ops
 from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
 from tests.benchmarks.stages import KINDS, MODES, STAGES, Core
+from tests.benchmarks.tables import ratio, table
 
 BACKENDS: tuple[ops.Backend, ...] = ("auto", "unfused", "reference")
 Call = Callable[[], Any]
-Record = dict[str, Any]  # medians, by what they are of
-M_MMAP_THRESHOLD = -3  # of <malloc.h>
+Record = dict[str, Any]  # medians by name
+M_MMAP_THRESHOLD = -3  # from <malloc.h>
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is asked for."""
+    """Options of the command."""
 
     repeats: int
     batch: int
     threads: int
 
     def under(self, backend: ops.Backend, call: Call) -> Call:
-        """The call with these operators."""
+        """Returns a function that runs the call with this back end."""
 
         def run() -> None:
             with ops.backend(backend):
@@ -69,24 +70,23 @@ class Timing:
     seconds: dict[str, list[float]]
 
     def ms(self, name: str) -> float:
-        """The median."""
         return 1000 * statistics.median(self.seconds[name])
 
     def ratio(self, name: str, other: str) -> str:
-        """other / name of each repeat: median and range."""
-        ratios = [b / a for a, b in zip(self.seconds[name], self.seconds[other], strict=True)]
-        return f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"
+        """Returns median and range of other / name."""
+        return ratio(self.seconds[other], self.seconds[name])
 
     def add(self, other: Timing, times: int) -> None:
-        """Adds each repeat of the other, so many times."""
+        """Adds `times` times the seconds of another timing to each repeat."""
         for name, seconds in other.seconds.items():
             self.seconds[name] = [a + times * b for a, b in zip(self.seconds[name], seconds, strict=True)]
 
 
 def measure(calls: dict[str, Call], repeats: int) -> tuple[Timing, Timing]:
-    """Runs all calls in turn, `repeats` times after a warm-up, so that what disturbs one disturbs all; each twice.
+    """Runs all calls in turn, `repeats` times after a warm-up; disturbances then affect all of them.
 
-    Returned are the second runs, warm, and the first ones, which find the caches as the others left them.
+    Each call runs twice. Returns the timings of the second runs, which are warm, and of the first runs, whose caches hold the
+    data of other calls.
     """
     warm, cold = (Timing({name: [] for name in calls}) for _ in range(2))
     for repeat in range(repeats + 1):
@@ -101,7 +101,7 @@ def measure(calls: dict[str, Call], repeats: int) -> tuple[Timing, Timing]:
 
 @contextmanager
 def without_core() -> Iterator[None]:
-    """Attention that passes beta on: what a network costs besides."""
+    """Replaces attention by its beta, to measure the rest of a network."""
     with patch.object(SelfAttention, "attend", _pass_on), patch.object(PairwiseAttention, "attend", _pass_on):
         with patch.object(PatchwiseAttention, "attend", _pass_on):
             yield
@@ -112,7 +112,7 @@ def _pass_on(self: SelfAttention, phi: Tensor, psi: Tensor, beta: Tensor) -> Ten
 
 
 def steps(model: torch.nn.Module, images: Tensor) -> tuple[Call, Call]:
-    """A training step (forward and backward) and an evaluation of a network."""
+    """Returns functions that run a training step (forward and backward) and an evaluation."""
 
     def train() -> None:
         model.train()
@@ -127,43 +127,44 @@ def steps(model: torch.nn.Module, images: Tensor) -> tuple[Call, Call]:
 
 
 def memory(bench: Bench, kind: str) -> Record:
-    """What a training step of attention alone needs, stage by stage."""
-    # Every large block now comes from the system and goes back to it: what a call finds left over would not be counted.
+    """Measures the memory of a training step of attention alone in each stage."""
+    # malloc then returns every large block to the system. Blocks that it kept would not be counted in the next call.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
-    rows, record = [], Record()
+    rows, record = list[list[Any]](), Record()
     for stage in STAGES:
         core = Core(kind, stage, bench.batch)
         peak = {b: peak_memory(bench.under(b, core.train)) for b in BACKENDS}
         saved = {b: saved_memory(core, bench, b) for b in BACKENDS}
         record[f"{kind}, {stage}, memory"] = {"peak": peak, "saved": saved}
         cells = ((held["auto"] / 2**20, f"{held['reference'] / max(held['auto'], 1):.1f}") for held in (peak, saved))
-        rows.append(row(stage, *(cell for pair in cells for cell in pair)))
-    print(table(f"Memory, {kind}", "training | peak MiB | reference / fused | saved MiB | reference / fused", rows), flush=True)
+        rows.append([stage, *(cell for pair in cells for cell in pair)])
+    header = ["training", "peak MiB", "reference / fused", "saved MiB", "reference / fused"]
+    print(table(f"Memory, {kind}", header, rows), flush=True)
     return record
 
 
 def saved_memory(core: Core, bench: Bench, backend: ops.Backend) -> int:
-    """Bytes that forward keeps for backward, beside its inputs and parameters."""
+    """Returns the bytes that forward saves for backward, without inputs and parameters."""
     given = {x.untyped_storage().data_ptr() for x in core.wanted}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def note(x: Tensor) -> Tensor:
+    def record(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in given:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
         bench.under(backend, core.train)()
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def peak_memory(call: Call) -> float:
-    """Bytes that a call needs at most on top of what is held before it."""
+    """Returns the maximum number of bytes that a call allocates."""
     call()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the highest residency so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status("VmRSS")
     call()
     return _status("VmHWM") - before
@@ -175,14 +176,14 @@ def _status(field: str) -> float:
 
 
 def machine_peak(bench: Bench) -> tuple[float, float]:
-    """FLOP/s of multiply-adds on registers, which no product can surpass, and bytes/s of a copy."""
+    """Returns FLOP/s of multiply-adds on registers, an upper limit for products, and bytes/s of a copy."""
     here, there = (torch.empty(64 * 2**20).fill_(i) for i in range(2))
     copy = measure({"": lambda: there.copy_(here)}, 9)[0].seconds[""]
     return multiply_add_peak(bench.threads), 8 * here.numel() / min(copy)
 
 
 def multiply_add_peak(threads: int) -> float:
-    """FLOP/s of the best of many short runs of peak.cpp, compiled for this machine."""
+    """Returns the highest FLOP/s of many short runs of peak.cpp."""
     steps, best = 2_000_000, 0.0
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "peak.so")
@@ -195,11 +196,6 @@ def multiply_add_peak(threads: int) -> float:
             flops = compute(steps, threads)
             best = max(best, flops / (time.perf_counter() - start))
     return best
-
-
-def table(title: str, heading: str, rows: list[str]) -> str:
-    columns = heading.count("|") + 1
-    return "\n".join([f"\n**{title}**\n", f"| {heading} |", "|---" + "|---:" * (columns - 1) + "|", *rows])
 
 
 def main() -> None:
@@ -228,7 +224,7 @@ def main() -> None:
 
 
 def section(measure_it: Callable[..., Record], bench: Bench, *rest: str | float) -> Record:
-    """What `measure_it` prints and returns, in a process of its own: allocations before it change how fast memory is had."""
+    """Runs `measure_it` in a new process, because earlier allocations change the speed of later ones."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_section, measure_it, bench, *rest).result()
 
@@ -240,7 +236,7 @@ def _section(measure_it: Callable[..., Record], bench: Bench, *rest: str | float
 
 
 def machine(bench: Bench) -> Record:
-    """What the machine can do."""
+    """Measures the machine's peak."""
     flops, bandwidth = machine_peak(bench)
     where = f"{platform.processor() or platform.machine()} CPU"
     print(f"torch {torch.__version__}, {where}, {bench.threads} threads, batch {bench.batch}, {bench.repeats} repeats.")
@@ -254,8 +250,8 @@ def images_of(bench: Bench) -> Tensor:
 
 
 def network(bench: Bench, kind: str) -> Record:
-    """SAN10 with each back end, without its attention, and ResNet26."""
-    rows, images, record = [], images_of(bench), Record()
+    """Measures SAN10 with each back end and without its attention, and ResNet26."""
+    rows, images, record = list[list[Any]](), images_of(bench), Record()
     calls_of = zip(
         ("training step", "evaluation"),
         steps(san.create_model(f"san10_{kind}"), images),
@@ -268,30 +264,28 @@ def network(bench: Bench, kind: str) -> Record:
         timing, _ = measure(calls, bench.repeats)
         record[f"{kind}, {name}"] = {key: timing.ms(key) for key in calls}
         cells = [timing.ms("auto"), *(timing.ratio("auto", other) for other in ("reference", "unfused"))]
-        rows.append(row(name, *cells, timing.ms("glue"), timing.ms("resnet26"), timing.ratio("auto", "resnet26")))
-    heading = (
-        "SAN10 | fused, ms | reference / fused | unfused / fused | without attention, ms | ResNet26, ms | ResNet26 / fused"
-    )
-    print(table(f"Network, {kind}", heading, rows), flush=True)
+        rows.append([name, *cells, timing.ms("glue"), timing.ms("resnet26"), timing.ratio("auto", "resnet26")])
+    header = ["SAN10", "fused, ms", "reference / fused", "unfused / fused", "without attention, ms"]
+    print(table(f"Network, {kind}", [*header, "ResNet26, ms", "ResNet26 / fused"], rows), flush=True)
     return record
 
 
 def yardsticks(bench: Bench) -> Record:
-    """Images per second of SAN10 and of ResNets, which run torch's operators alone."""
-    rows, images, record = [], images_of(bench), Record()
+    """Measures the images per second of SAN10 and of ResNets with PyTorch's operators."""
+    rows, images, record = list[list[Any]](), images_of(bench), Record()
     for name in ("san10_pairwise", "san10_patchwise", "resnet26", "resnet50"):
         backend: ops.Backend = "auto" if name.startswith("san") else "reference"
         calls = {m: bench.under(backend, call) for m, call in zip(MODES, steps(san.create_model(name), images), strict=True)}
         timing, _ = measure(calls, bench.repeats)
         record[f"images/s, {name}"] = speeds = {mode: 1000 * bench.batch / timing.ms(mode) for mode in MODES}
-        rows.append(row(name, *(f"{speed:.1f}" for speed in speeds.values())))
-    print(table("Yardsticks", "images per second | training | evaluation", rows), flush=True)
+        rows.append([name, *speeds.values()])
+    print(table("Yardsticks", ["images per second", "training", "evaluation"], rows), flush=True)
     return record
 
 
 def cores(bench: Bench, kind: str, peak_flops: float, peak_bytes: float) -> Record:
-    """Attention alone, stage by stage: time, memory, and shares of the machine's peak."""
-    rows, roofs, record = [], [], Record()
+    """Measures attention alone in each stage: time, and shares of the machine's peak."""
+    rows, roofs, record = list[list[Any]](), list[list[Any]](), Record()
     names = [f"{mode} {backend}" for mode in MODES for backend in BACKENDS]
     total, total_cold = (Timing({name: [0.0] * bench.repeats for name in names}) for _ in range(2))
     for stage in STAGES:
@@ -301,20 +295,18 @@ def cores(bench: Bench, kind: str, peak_flops: float, peak_bytes: float) -> Reco
         total.add(timing, core.blocks)
         total_cold.add(cold, core.blocks)
         record[f"{kind}, {stage}"] = {name: timing.ms(name) for name in names}
-        rows.append(row(stage, *_times(timing)))
+        rows.append([stage, *_times(timing)])
         for mode in MODES:
             flops, moved, ms = core.flops(mode == "train"), core.bytes(mode == "train"), timing.ms(f"{mode} auto")
             shares = (f"{share / ms / 1e-3:.0%}".replace("%", " %") for share in (flops / peak_flops, moved / peak_bytes))
-            roofs.append(row(f"{stage}, {mode}", f"{flops / 1e9:.2f}", moved / 1e6, ms, f"{flops / ms / 1e6:.0f}", *shares))
+            roofs.append([f"{stage}, {mode}", f"{flops / 1e9:.2f}", moved / 1e6, ms, f"{flops / ms / 1e6:.0f}", *shares])
     record[f"{kind}, all stages"] = {name: total.ms(name) for name in names}
     record[f"{kind}, all stages, cold"] = {name: total_cold.ms(name) for name in names}
-    rows.append(row("all ten blocks", *_times(total)))
-    rows.append(row("all ten blocks, caches taken", *_times(total_cold)))
-    timed = "{}, ms | reference / fused | unfused / fused"
-    heading = f"attention alone | {timed.format('training')} | {timed.format('evaluation')}"
-    print(table(f"Core, {kind}", heading, rows), flush=True)
-    heading = "attention alone | GFLOP | MB | ms | GFLOP/s | of peak FLOP/s | of peak bytes/s"
-    print(table(f"Roofline, {kind}", heading, roofs), flush=True)
+    rows += [["all ten blocks", *_times(total)], ["all ten blocks, caches taken", *_times(total_cold)]]
+    timed = [[f"{mode}, ms", "reference / fused", "unfused / fused"] for mode in ("training", "evaluation")]
+    print(table(f"Core, {kind}", ["attention alone", *timed[0], *timed[1]], rows), flush=True)
+    header = ["attention alone", "GFLOP", "MB", "ms", "GFLOP/s", "of peak FLOP/s", "of peak bytes/s"]
+    print(table(f"Roofline, {kind}", header, roofs), flush=True)
     return record
 
 
@@ -324,10 +316,6 @@ def _times(timing: Timing) -> list[float | str]:
         cells.append(timing.ms(f"{mode} auto"))
         cells += [timing.ratio(f"{mode} auto", f"{mode} {backend}") for backend in ("reference", "unfused")]
     return cells
-
-
-def row(*cells: float | str) -> str:
-    return "| " + " | ".join(cell if isinstance(cell, str) else f"{cell:.1f}" for cell in cells) + " |"
 
 
 if __name__ == "__main__":

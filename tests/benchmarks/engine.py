@@ -1,13 +1,15 @@
-"""What training costs besides the model's own computing: averaging gradients, and compiling for two sizes of batch.
+"""Measures the averaging of gradients and the compilation for two batch sizes.
 
     python -m tests.benchmarks.engine [--repeats 15] [--threads 1]
 
-`averaging`: two workers (gloo, two processes) average the gradients of SAN10 pairwise, 10.5 M numbers in some 230 tensors.
-DeepSpeed copies each tensor into a new buffer and back; ours are views of one buffer. Both run in turn in the same processes.
+`averaging`: two gloo workers average the gradients of SAN10 pairwise, 10.5 M numbers in about 230 tensors. DeepSpeed copies
+each tensor into a new buffer and back; in this project, all gradients are views of one buffer. Both take turns in the same
+processes.
 
-`compiling`: an epoch of ImageNet has batches of 32 images and a few of 31. Prints the seconds until both sizes have been
-trained on, and the time of a step with the second after that: with code for each size (`dynamic=False`, ours), and with torch's
-default, which makes code for any size when it meets the second. Set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 for honest seconds.
+`compiling`: an epoch of ImageNet has batches of 32 images and a few of 31. Prints the seconds until both sizes are compiled,
+and the time of a later step with 31 images: with code for each size (`dynamic=False`, as in this project), and with PyTorch's
+default, which compiles code for any size at the second size. Set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 to include the whole
+compilation.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def averaging(rank: int, port: int, repeats: int) -> None:
-    """One of two workers; the first prints."""
+    """Runs one of two workers; the first one prints."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(CPU)
@@ -53,7 +55,7 @@ def averaging(rank: int, port: int, repeats: int) -> None:
             dist.barrier()
             begin = time.perf_counter()
             contenders[name]()
-            if number >= 2:  # warm
+            if number >= 2:  # the first two are the warm-up
                 seconds[name].append(time.perf_counter() - begin)
     if rank == 0:
         for name, times in seconds.items():
@@ -92,13 +94,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    multiprocessing.spawn(averaging, (port, asked.repeats), nprocs=2)  # type: ignore[no-untyped-call]
-    torch.set_num_threads(asked.threads)
-    compiling(asked.repeats)
+    multiprocessing.spawn(averaging, (port, options.repeats), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.set_num_threads(options.threads)
+    compiling(options.repeats)
 
 
 if __name__ == "__main__":

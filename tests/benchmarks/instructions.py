@@ -2,10 +2,9 @@
 
     python -m tests.benchmarks.instructions [--all] [--launches] [FILE.cu ...]
 
-Prints Markdown tables for sm_80 and sm_90: for the kernels of `ROWS`, registers, blocks per SM, instructions and the predicted
-time at the sizes of SAN10's stages, then the sums for pairwise and patchwise training. A new kernel is a new row. With --all,
-also registers and instructions of each loop of every kernel. With --launches, counts the kernels that operators start, by
-running the CUDA sources on the CPU.
+Prints Markdown tables for sm_80 and sm_90: registers, blocks per SM, instructions and predicted times of the kernels in `ROWS`
+at the sizes of SAN10's stages, and the sums for pairwise and patchwise training. --all adds registers and the instructions of
+each loop of every kernel. --launches runs the CUDA sources on the CPU and counts the kernels that each operator starts.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cuda_ext import build, schemas
+from tests.benchmarks.tables import table
 from tests.ops import cases
 from tests.ops.shim import compile_shim
 
@@ -34,8 +34,8 @@ KERNEL_COLUMNS = ["kernel", "registers", "static shared", "spills", "blocks per 
 
 class Gpu(NamedTuple):
     name: str
-    issue: float  # warp instructions per second, all SMs together
-    bandwidth: float  # bytes per second that a copy reaches
+    issue: float  # warp instructions per second on all SMs
+    bandwidth: float  # bytes per second of a copy
     shared: int  # bytes per SM
 
 
@@ -44,8 +44,8 @@ GPUS = {"80": Gpu("A100", 609e9, 1.5e12, 164 << 10), "90": Gpu("H100", 927e9, 3.
 
 class Work(NamedTuple):
     warps: float
-    trips: tuple[float, ...]  # of the nested loops, the innermost last
-    items: int  # marked instructions in one trip of the innermost loop, which tell how often it was unrolled
+    trips: tuple[float, ...]  # trip counts of the nested loops, from the outermost to the innermost
+    items: int  # marked instructions in one trip of the innermost loop; their number shows how often it was unrolled
     bytes: float
 
 
@@ -53,12 +53,12 @@ class Loop(NamedTuple):
     """A loop with marked instructions."""
 
     trips: float
-    inside: tuple[Loop, ...] = ()  # in the order of their addresses
-    items: int = 0  # marked instructions in one trip, where the loop may be unrolled
+    inside: tuple[Loop, ...] = ()  # ordered by address
+    items: int = 0  # marked instructions in one trip; 0 for a loop that is not unrolled
 
 
 class LoopWork(NamedTuple):
-    """Work of a kernel whose loops do not only lie inside each other."""
+    """The work of a kernel with several loops at the same level."""
 
     warps: float
     loops: tuple[Loop, ...]
@@ -70,7 +70,7 @@ class Stage:
 
     def __init__(self, R: int, E: int, k: int, n: int, N: int = 32) -> None:
         self.R, self.E, self.k, self.n, self.N, self.P = R, E, k, n, N, N * n**2
-        self.wide = 4 if E % 4 == 0 else 2  # neighbouring channels of a thread of `aggregation`
+        self.wide = 4 if E % 4 == 0 else 2  # neighboring channels of each `aggregation` thread
         self.at_once_E, self.at_once_R = (min(4, math.ceil(width / 8)) for width in (E, R))  # tiles of a `patch_linear` warp
         self.strips_E = math.ceil(E / 32)
 
@@ -105,8 +105,8 @@ class Stage:
         return Work(self.P * self.R / 32, (self.k, self.k), 1, 4 * self.P * self.R * (self.k**2 + 1))
 
 
-# By tiles of 8 relation channels, the template arguments of the kernels over pairs: KD, KE, KG, KZ of backward; KE, KG, KT of
-# pair_weights; KM of the covariance. All other numbers of tiles have the last entry, whose loops run over tiles.
+# Template arguments of the kernels over pairs for each number of tiles of 8 relation channels: KD, KE, KG, KZ of backward; KE,
+# KG, KT of pair_weights; KM of the covariance. Other numbers of tiles use OTHER_TILES, with loops over tiles.
 TILES = {1: ((1, 1, 1, 1), "1, 1, 1", 1), 3: ((3, 2, 1, 1), "2, 1, 3", 2), 5: ((5, 4, 1, 2), "4, 2, 5", 3)}
 OTHER_TILES = ((9, 8, 2, 0), "8, 4, 0", 1)
 
@@ -140,11 +140,11 @@ class PairStage:
 
     def statistics_gradient(self) -> LoopWork:
         partners = Loop(self.k, (Loop(self.k, items=1),))
-        images = Loop(9, (Loop(self.k / 9, (Loop(self.k, items=1),)),))  # the pixel itself, and few mirror images
+        images = Loop(9, (Loop(self.k / 9, (Loop(self.k, items=1),)),))  # the pixel itself and a few mirror images
         return LoopWork(self.P * self.d / 32, (Loop(1, (partners, images)),), 16 * self.P * self.d)
 
     def summed(self, strips: int, chunks: int, moved: float, *inner: Loop) -> LoopWork:
-        """A product whose depth is all pairs, 8 pixels at a time."""
+        """The work of a product that sums over all pairs, 8 pixels at a time."""
         groups, jobs = math.ceil(self.P / 8), strips * chunks
         split = self.split(groups * jobs)
         blocks = max(1, min(math.ceil(groups * split / 8), 528 // jobs))
@@ -182,7 +182,7 @@ class PairStage:
         return LoopWork(self.P * self.E / 32, loops, 3 * self.weights)
 
     def small_kernels(self) -> float:
-        """Bytes of the kernels that prepare maps (four times) and fold gradients (twice)."""
+        """Returns the bytes that the kernels move to prepare maps (four times) and to fold gradients (twice)."""
         return 4 * 2 * self.maps + 2 * 4 * self.d * (self.padded + self.P)
 
     def names(self) -> dict[str, str]:
@@ -198,17 +198,17 @@ class PairStage:
         }
 
 
-BLOCKS = (2, 1, 2, 4, 1)  # of each stage of SAN10
+BLOCKS = (2, 1, 2, 4, 1)  # in each stage of SAN10
 STAGES = [Stage(4, 2, 3, 112), Stage(16, 8, 7, 56), Stage(32, 16, 7, 28), Stage(64, 32, 7, 14), Stage(128, 64, 7, 7)]
 
 
 class Row(NamedTuple):
     source: str
-    name: str  # as demangled, for a stage s and the names p of its kernels over pairs
+    name: str  # the demangled name, with placeholders for a stage s and the template arguments p of its kernels over pairs
     label: str
-    marker: str  # an instruction that only the innermost loop's work has
+    marker: str  # an instruction that occurs only in the work of the innermost loop
     work: Callable[[Stage], Work | LoopWork]
-    cores: tuple[str, ...]  # which training cores start it
+    cores: tuple[str, ...]  # the kinds of attention that start this kernel in training
 
 
 def pairs(work: Callable[[PairStage], LoopWork]) -> Callable[[Stage], LoopWork]:
@@ -218,90 +218,34 @@ def pairs(work: Callable[[PairStage], LoopWork]) -> Callable[[Stage], LoopWork]:
 TF32, ACCURATE = "Operand<float, false>", "Operand<float, true>"
 PAIRWISE, PATCHWISE, BOTH = ("pairwise",), ("patchwise",), ("pairwise", "patchwise")
 GRADIENT = f"pair_gradient_kernel<{TF32}, {{p[gradient]}}, "
+STATISTICS, COVARIANCE, WEIGHTS, BACKWARD, AGGREGATION, RELATION = (
+    f"{name}.cu"
+    for name in ("pair_statistics", "pair_covariance", "pair_weights", "pair_weights_backward", "aggregation", "relation")
+)
+# fmt: off
 PAIR_ROWS = [
-    Row("pair_statistics.cu", "moments_kernel<float>", "pair_statistics", "FFMA", pairs(PairStage.statistics), PAIRWISE),
-    Row(
-        "pair_statistics.cu",
-        "gradients_kernel<float>",
-        "pair_statistics, backward",
-        "FFMA",
-        pairs(PairStage.statistics_gradient),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_covariance.cu",
-        f"gram_kernel<{TF32}, {{p[gram]}}, float>",
-        "pair_covariance",
-        "HMMA",
-        pairs(PairStage.covariance),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_covariance.cu",
-        GRADIENT + "false, {p[covariance]}, float>",
-        "pair_covariance, gradient of center",
-        "HMMA",
-        pairs(lambda p: p.covariance_gradient(p.P)),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_covariance.cu",
-        GRADIENT + "true, {p[covariance]}, float>",
-        "pair_covariance, gradient of around",
-        "HMMA",
-        pairs(lambda p: p.covariance_gradient(p.padded)),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_weights.cu",
-        f"pair_weights_kernel<{TF32}, {{p[forward]}}, float, float>",
-        "pair_weights",
-        "HMMA",
-        pairs(PairStage.forward),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_weights_backward.cu",
-        "logit_gradient_kernel<float, float>",
-        "pair_weights, gradient of softmax",
-        "LDG",
-        pairs(PairStage.logit_gradient),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_weights_backward.cu",
-        GRADIENT + "false, {p[source]}, float>",
-        "pair_weights, gradient of center",
-        "HMMA",
-        pairs(lambda p: p.map_gradient(p.P)),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_weights_backward.cu",
-        GRADIENT + "true, {p[source]}, float>",
-        "pair_weights, gradient of around",
-        "HMMA",
-        pairs(lambda p: p.map_gradient(p.padded)),
-        PAIRWISE,
-    ),
-    Row(
-        "pair_weights_backward.cu",
-        f"weight_gradient_kernel<{TF32}, {{p[weight]}}, float>",
-        "pair_weights, gradient of weights",
-        "HMMA",
-        pairs(PairStage.weight_gradient),
-        PAIRWISE,
-    ),
+    Row(source, name, label, marker, pairs(work), PAIRWISE)
+    for source, name, label, marker, work in (
+        (STATISTICS, "moments_kernel<float>", "pair_statistics", "FFMA", PairStage.statistics),
+        (STATISTICS, "gradients_kernel<float>", "pair_statistics, backward", "FFMA", PairStage.statistics_gradient),
+        (COVARIANCE, f"gram_kernel<{TF32}, {{p[gram]}}, float>", "pair_covariance", "HMMA", PairStage.covariance),
+        (COVARIANCE, GRADIENT + "false, {p[covariance]}, float>", "pair_covariance, gradient of center", "HMMA",
+         lambda p: p.covariance_gradient(p.P)),
+        (COVARIANCE, GRADIENT + "true, {p[covariance]}, float>", "pair_covariance, gradient of around", "HMMA",
+         lambda p: p.covariance_gradient(p.padded)),
+        (WEIGHTS, f"pair_weights_kernel<{TF32}, {{p[forward]}}, float, float>", "pair_weights", "HMMA", PairStage.forward),
+        (BACKWARD, "logit_gradient_kernel<float, float>", "pair_weights, gradient of softmax", "LDG", PairStage.logit_gradient),
+        (BACKWARD, GRADIENT + "false, {p[source]}, float>", "pair_weights, gradient of center", "HMMA",
+         lambda p: p.map_gradient(p.P)),
+        (BACKWARD, GRADIENT + "true, {p[source]}, float>", "pair_weights, gradient of around", "HMMA",
+         lambda p: p.map_gradient(p.padded)),
+        (BACKWARD, f"weight_gradient_kernel<{TF32}, {{p[weight]}}, float>", "pair_weights, gradient of weights", "HMMA",
+         PairStage.weight_gradient),
+    )
 ]
 PATCH_ROWS = [
-    Row(
-        "patch_linear.cu",
-        f"{kernel}_kernel<{operand}, {{s.at_once_{width}}}, float>",
-        f"{label}{'' if cores else ', accurate float32'}",
-        "HMMA",
-        partial(work, products=products),
-        cores,
-    )
+    Row("patch_linear.cu", f"{kernel}_kernel<{operand}, {{s.at_once_{width}}}, float>",
+        f"{label}{'' if cores else ', accurate float32'}", "HMMA", partial(work, products=products), cores)
     for operand, products, cores in ((TF32, 1, PATCHWISE), (ACCURATE, 3, ()))
     for kernel, width, label, work in (
         ("patch_linear", "E", "patch_linear", Stage.forward),
@@ -309,31 +253,17 @@ PATCH_ROWS = [
         ("parameter_gradient", "E", "patch_linear, gradient of parameters", Stage.parameters),
     )
 ]
+SUM = "weighted_sum_kernel<{}, {{s.wide}}, 2, float>"
 OTHER_ROWS = [
-    Row(source, name, label, marker, work, cores)
-    for source, name, label, marker, work, cores in (
-        ("aggregation.cu", "weighted_sum_kernel<false, {s.wide}, 2, float>", "aggregation", "FFMA", Stage.weighted_sum, BOTH),
-        (
-            "aggregation.cu",
-            "weighted_sum_kernel<true, {s.wide}, 2, float>",
-            "aggregation, gradient of values",
-            "FFMA",
-            Stage.weighted_sum,
-            BOTH,
-        ),
-        (
-            "aggregation.cu",
-            "correlate_kernel<{s.wide}, true, float>",
-            "aggregation, gradient of weights",
-            "FFMA",
-            Stage.correlation,
-            BOTH,
-        ),
-        ("relation.cu", "footprints_kernel<false, float>", "unfold", "LDG", Stage.unfolded, ()),
-        ("relation.cu", "footprints_kernel<true, float>", "subtraction", "FADD", Stage.unfolded, ()),
-        ("relation.cu", "gather_footprints_kernel<false, float>", "unfold, backward", "FADD", Stage.unfolded, ()),
-    )
+    Row(AGGREGATION, SUM.format("false"), "aggregation", "FFMA", Stage.weighted_sum, BOTH),
+    Row(AGGREGATION, SUM.format("true"), "aggregation, gradient of values", "FFMA", Stage.weighted_sum, BOTH),
+    Row(AGGREGATION, "correlate_kernel<{s.wide}, true, float>", "aggregation, gradient of weights", "FFMA", Stage.correlation,
+        BOTH),
+    Row(RELATION, "footprints_kernel<false, float>", "unfold", "LDG", Stage.unfolded, ()),
+    Row(RELATION, "footprints_kernel<true, float>", "subtraction", "FADD", Stage.unfolded, ()),
+    Row(RELATION, "gather_footprints_kernel<false, float>", "unfold, backward", "FADD", Stage.unfolded, ()),
 ]
+# fmt: on
 ROWS = [*PAIR_ROWS, *PATCH_ROWS, *OTHER_ROWS]
 
 
@@ -344,23 +274,25 @@ class Kernel:
     registers: int
     shared: int
     opcodes: list[str] = field(default_factory=list, init=False)
-    loops: list[tuple[int, int]] = field(default_factory=list, init=False)  # first instruction, and behind the last
+    loops: list[tuple[int, int]] = field(default_factory=list, init=False)  # first instruction, and the one after the last
 
     def cells(self, gpu: Gpu) -> list[object]:
-        """A row of the table; dynamic shared memory, which is not known here, may allow fewer blocks per SM."""
+        """Returns a row of the table. Dynamic shared memory is unknown here and may reduce the blocks per SM."""
         by_registers = 65536 // (math.ceil(self.registers / 8) * 8 * 256)  # all blocks have 256 threads
         blocks = min(by_registers, 2048 // 256, gpu.shared // (self.shared + 1024))
         loops = " ".join(str(end - first) for first, end in sorted(self.loops))
         return [self.name, self.registers, self.shared, self.spills, blocks, len(self.opcodes), loops]
 
     def executed(self, marker: str, loops: Sequence[Loop], first: int, end: int) -> float:
-        """What one warp executes between two instructions; loops without marked instructions count once."""
+        """Returns how many instructions a warp executes from `first` to `end`; loops without marked instructions count once."""
         marked = [(a, b) for a, b in self.loops if first <= a and b <= end and marker in self.opcodes[a:b]]
         inside = [(a, b) for a, b in marked if (a, b) != (first, end) and not any(c < a < d < b for c, d in marked)]
         outermost = sorted(x for x in inside if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in inside))
         if len(outermost) < len(loops):
             raise ValueError(f"{self.name} has {len(outermost)} loops with {marker}; expected {len(loops)}")
-        largest = sorted(outermost, key=lambda loop: loop[0] - loop[1])[: len(loops)]  # others take what unrolled loops leave
+        largest = sorted(outermost, key=lambda loop: loop[0] - loop[1])[
+            : len(loops)
+        ]  # the others are remainders of unrolled loops
         outermost = [loop for loop in outermost if loop in largest]
         total = float(end - first - sum(b - a for a, b in outermost))
         for (a, b), loop in zip(outermost, loops, strict=True):
@@ -369,7 +301,7 @@ class Kernel:
         return total
 
     def warp_instructions(self, marker: str, work: Work) -> float:
-        """What one warp executes, if of the loops inside each other it enters those with most marked instructions."""
+        """Returns how many instructions a warp executes if, at each level, it enters the loop with the most marked ones."""
         marked = [opcode == marker for opcode in self.opcodes]
         first, end, times, total, unrolled_beside = 0, len(marked), 1.0, 0.0, False
         for trip in work.trips:
@@ -379,7 +311,7 @@ class Kernel:
             first, end = max(inside, key=lambda loop: (sum(marked[slice(*loop)]), loop[1] - loop[0]), default=(first, end))
             times *= trip
         unrolled = sum(marked[first:end]) / work.items
-        remainder = work.trips[-1] % unrolled if unrolled_beside else 0  # the compiler put those outside the loop
+        remainder = work.trips[-1] % unrolled if unrolled_beside else 0  # the compiler moved these trips out of the loop
         return total + times * (1 - remainder / work.trips[-1]) * (end - first) / unrolled
 
 
@@ -389,7 +321,7 @@ def output_of(command: list[str]) -> str:
 
 
 def parsed(log: str, sass: str) -> list[Kernel]:
-    """The kernels of a source, from what ptxas and nvdisasm print."""
+    """Returns the kernels of a source from the output of ptxas and nvdisasm."""
     entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?"
     found = re.findall(entry, log, re.S)
     names = output_of(["c++filt", *(f[0] for f in found)]).replace("(anonymous namespace)::", "")
@@ -404,8 +336,8 @@ def parsed(log: str, sass: str) -> list[Kernel]:
                 continue
             kernel.opcodes.append(opcode)
             target = re.search(r"`\((\.L\w+)\)", rest) if opcode == "BRA" else None
-            start = labels.get(target[1]) if target else None  # None where the label is still to come: no loop
-            if start is not None and start + 1 < len(kernel.opcodes):  # each kernel ends in a branch to itself
+            start = labels.get(target[1]) if target else None  # None for a jump forward, which is no loop
+            if start is not None and start + 1 < len(kernel.opcodes):  # each kernel ends with a branch to itself
                 kernel.loops.append((start, len(kernel.opcodes)))
     return list(kernels.values())
 
@@ -420,9 +352,7 @@ def compiled(source: Path, architecture: str, toolchain: build.Toolchain, nvdisa
 
 
 def find_nvdisasm(nvcc: str) -> str:
-    """Path of nvdisasm.
-
-    Looks on PATH, in CUDA_HOME, beside nvcc, in pip's packages, and in the usual folder.
+    """Returns the path of nvdisasm: on PATH, in CUDA_HOME, next to nvcc, in pip's packages, or in /usr/local/cuda.
 
     Raises:
         BuildError: it is missing.
@@ -434,12 +364,6 @@ def find_nvdisasm(nvcc: str) -> str:
         if folder != "" and (path := shutil.which("nvdisasm", path=folder)):
             return path
     raise build.BuildError("nvdisasm was not found; run `pip install nvidia-cuda-nvdisasm` or install the CUDA toolkit")
-
-
-def print_table(title: str, header: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
-    print(f"\n### {title}\n")
-    for row in (header, ["---"] * len(header), *rows):
-        print("|", *(f"{cell} |" for cell in row))
 
 
 class Prediction(NamedTuple):
@@ -461,14 +385,6 @@ class Prediction(NamedTuple):
     def time(self) -> float:
         return max(self.issue, self.memory)
 
-    def __str__(self) -> str:
-        times = (
-            f"**{self.issue:.3f}** / {self.memory:.3f}"
-            if self.issue > self.memory
-            else f"{self.issue:.3f} / **{self.memory:.3f}**"
-        )
-        return f"{self.per_pair:.1f}; {times}"
-
 
 def print_stages(gpu: Gpu, predictions: dict[Row, list[Prediction]]) -> None:
     stages = [f"stage {i + 1}" for i in range(len(STAGES))]
@@ -477,11 +393,8 @@ def print_stages(gpu: Gpu, predictions: dict[Row, list[Prediction]]) -> None:
         second = found[1]
         blocks = second.kernel.cells(gpu)[4]
         rows.append([row.label, second.kernel.registers, blocks, f"{second.per_pair:.1f}", *(f"{x.time():.3f}" for x in found)])
-    print_table(
-        f"{gpu.name}: registers, blocks per SM, instructions per pair of stage 2; ms",
-        ["kernel", "registers", "blocks", "per pair", *stages],
-        rows,
-    )
+    header = ["kernel", "registers", "blocks", "per pair", *stages]
+    print(table(f"{gpu.name}: registers, blocks per SM, instructions per pair of stage 2; ms", header, rows))
     sums: list[list[object]] = []
     for core in BOTH:
         started = [found for row, found in predictions.items() if core in row.cores]
@@ -491,47 +404,37 @@ def print_stages(gpu: Gpu, predictions: dict[Row, list[Prediction]]) -> None:
         cores = [blocks * time for blocks, time in zip(BLOCKS, times, strict=True)]
         per_pair = sum(found[1].per_pair for found in started)
         sums.append([core, f"{per_pair:.0f}", *(f"{t:.3f}" for t in times), f"{sum(cores):.2f}"])
-    print_table(
-        f"{gpu.name}: training cores", ["core", "per pair, stage 2", *(f"one block, {s}" for s in stages), "SAN10"], sums
-    )
+    header = ["core", "per pair, stage 2", *(f"one block, {s}" for s in stages), "SAN10"]
+    print(table(f"{gpu.name}: training cores", header, sums))
 
 
 def launches() -> dict[str, int]:
-    """By operator, the kernels that pairwise attention starts, as the CUDA sources start them on the CPU."""
+    """Returns how many kernels each operator of pairwise attention starts, from a run of the CUDA sources on the CPU."""
     counts = {}
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "shim.so")
+        library, log = Path(folder, "shim.so"), Path(folder, "launches")
         compile_shim(library)
         schemas.define("san_shim")
         torch.ops.load_library(library)
-        os.environ["SAN_SHIM_LAUNCHES"] = log = str(Path(folder, "launches"))
-        sizes = cases.Sizes(1, 7, 7, 7, 18, 16, 8)
-        for operator in cases.OPERATORS:
-            tensors = cases.sample(operator, sizes, torch.float32)
-            for name, run in started_by(operator, tensors, sizes):
-                Path(log).write_text("")
-                run()
-                counts[name] = len(Path(log).read_text().splitlines())
-        beta, weight = torch.randn(1, 64, 7, 7), torch.randn(1, 8, 49, 49)
-        for name, run in (
-            ("aggregation", lambda: torch.ops.san_shim.aggregation(beta, weight, 7)),
-            ("aggregation_backward", lambda: torch.ops.san_shim.aggregation_backward(beta, beta, weight, 7)),
-        ):
-            Path(log).write_text("")
-            run()
-            counts[name] = len(Path(log).read_text().splitlines())
+        os.environ["SAN_SHIM_LAUNCHES"] = str(log)
+        for name, arguments in calls(cases.Sizes(1, 7, 7, 7, 18, 16, 8)):
+            log.write_text("")
+            getattr(torch.ops.san_shim, name)(*arguments)
+            counts[name] = len(log.read_text().splitlines())
     return counts
 
 
-def started_by(operator: str, tensors: cases.Tensors, sizes: cases.Sizes) -> list[tuple[str, Callable[[], object]]]:
-    """Forward and backward of a fused operator."""
-    shim = torch.ops.san_shim
-    outputs = cases.computed(operator, tensors, sizes, shim)
-    arguments = cases.backward_arguments(operator, tensors, outputs, cases.cotangents(outputs), sizes)
-    return [
-        (operator, lambda: cases.computed(operator, tensors, sizes, shim)),
-        (f"{operator}_backward", lambda: getattr(shim, f"{operator}_backward")(*arguments)),
-    ]
+def calls(sizes: cases.Sizes) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields forward and backward operators with arguments."""
+    for operator in cases.OPERATORS:
+        tensors = cases.sample(operator, sizes, torch.float32)
+        yield operator, (*tensors, *cases.rest(operator, sizes))
+        outputs = cases.computed(operator, tensors, sizes, torch.ops.san_shim)
+        gradients = cases.cotangents(outputs)
+        yield f"{operator}_backward", cases.backward_arguments(operator, tensors, outputs, gradients, sizes)
+    beta, weight = torch.randn(1, 64, 7, 7), torch.randn(1, 8, 49, 49)
+    yield "aggregation", (beta, weight, 7)
+    yield "aggregation_backward", (beta, beta, weight, 7)
 
 
 def main() -> None:
@@ -551,10 +454,10 @@ def main() -> None:
         rows = [row for row in ROWS if row.source in found]
         print_stages(gpu, {r: [Prediction.of(r, found[r.source], gpu, s) for s in STAGES] for r in rows})
         for name, kernels in found.items() if arguments.all else ():
-            print_table(f"{name}, {gpu.name}", KERNEL_COLUMNS, [k.cells(gpu) for k in sorted(kernels, key=lambda k: k.name)])
+            print(table(f"{name}, {gpu.name}", KERNEL_COLUMNS, [k.cells(gpu) for k in sorted(kernels, key=lambda k: k.name)]))
     if arguments.launches:
         counts = launches()
-        print_table("Kernels started", ["operator", "kernels"], list(counts.items()))
+        print(table("Kernels started", ["operator", "kernels"], list(counts.items())))
 
 
 if __name__ == "__main__":

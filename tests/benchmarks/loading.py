@@ -1,17 +1,17 @@
-"""Images per second from files to normalised batches on the CPU: this project's loader and DataLoaders of torch, side by side.
+"""Compares the speed of this project's loader and of PyTorch DataLoaders, from files to normalized batches on the CPU.
 
     python -m tests.benchmarks.loading [--images 2000] [--batch 64] [--threads 2] [--repeats 7] [--json FILE]
 
-JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`), from a warm page cache. Each contender is a process of its own
-on the same cores, with as many threads or worker processes as there are cores; all run an epoch in turn, `repeats` times after
-a warm-up. Training is random resized crop to 224, flip and normalisation, in a new random order each epoch; validation is
-resize to 256 and center crop. All hand out float32 NCHW. Ratios are taken in each repeat; medians and ranges. Memory is the
-proportional set size of all processes of a contender in the middle of an epoch. The difference to Pillow is the mean over
-validated images, of 255.
+The images are JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`) in a warm page cache. Each contender runs in its
+own process on the same cores, with one thread or worker process per core. The contenders take turns after each epoch. Training
+uses a random resized crop to 224, flips and normalization, in a new random order in each epoch; validation resizes to 256 and
+crops the center. All return float32 NCHW. Ratios are those of one repeat; the tables list medians and ranges. Memory is the
+proportional set size of a contender's processes in the middle of an epoch. The difference to Pillow is the mean absolute
+difference of pixels from 0 to 255 in validation.
 
-`usual` is what most people write: images are normalised one by one in the workers. `tuned` is the fastest way found: workers
-fill whole uint8 batches in shared memory, the main process normalises them, and malloc keeps memory that was freed. The decoder
-is the fastest one installed; what could not be used is named. OpenCV's linear filter does not antialias: it does less.
+`usual` loaders normalize each image in the workers. `tuned` ones are the fastest found: workers fill uint8 batches in shared
+memory, the main process normalizes them, and malloc keeps freed memory. The decoder is the fastest one installed; the program
+lists the decoders that it could not use. OpenCV's linear filter skips antialiasing and so does less work.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from pipelines import Dataset, Loader, Transform
+from tests.benchmarks.tables import ratio, table
 
 TRANSFORM = Transform()
 SPLIT = "train"
 MODES = ("training", "validation")
 COMPARED = 64
-"""Images whose pixels are compared with Pillow's."""
+"""Number of images whose pixels are compared with Pillow's."""
 DECODED = 200
-"""Images of the decoders' own table."""
+"""Number of images in the comparison of decoders."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-"""glibc then reuses the memory of large arrays, which otherwise comes page by page from the kernel each time."""
+"""With these, glibc reuses the memory of large arrays instead of returning it to the kernel."""
 MEAN_311, STD_311 = (255 * torch.tensor(values).view(3, 1, 1) for values in (TRANSFORM.mean, TRANSFORM.std))
 
 Pixels = NDArray[np.uint8]
@@ -105,7 +106,7 @@ DECODERS: dict[str, Callable[[], Decode]] = {
     "kornia-rs": _kornia,
     "torchvision": _torchvision,
 }
-"""Makes a decoder to HWC, by the name of its package."""
+"""Constructors of decoders, which return HWC images, by package."""
 
 
 def _torch_resize(image: Pixels, height: int, width: int) -> Pixels:
@@ -127,12 +128,12 @@ RESIZERS: dict[str, Resize] = {
     "OpenCV, area": _opencv_resize("INTER_AREA"),
     "OpenCV, linear": _opencv_resize("INTER_LINEAR"),
 }
-"""By who does it; Pillow resizes only what Pillow decoded."""
+"""Pillow is missing, because it resizes only images that it decoded."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders get."""
+    """Options for all contenders."""
 
     root: Path
     batch: int
@@ -180,19 +181,19 @@ class Workers:
             shuffle=images.train,
             num_workers=setting.threads,
             persistent_workers=True,
-            collate_fn=_as_it_is if self.tuned else None,
+            collate_fn=_unchanged if self.tuned else None,
         )
         if not self.tuned:
             return lambda number: iter(loader)
         return lambda number: (batch_N3HW.float().sub_(MEAN_311).div_(STD_311) for batch_N3HW in loader)
 
 
-def _as_it_is(batch: torch.Tensor) -> torch.Tensor:
+def _unchanged(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
 
 class Images(torch.utils.data.Dataset[torch.Tensor]):
-    """Decoded, cropped and resized in the worker."""
+    """Decodes, crops and resizes images in the worker."""
 
     def __init__(self, files: list[Path], how: Workers, train: bool) -> None:
         self.files, self.how, self.train = files, how, train
@@ -221,16 +222,16 @@ class Images(torch.utils.data.Dataset[torch.Tensor]):
         if self.train:
             top, left, height, width = random_window(*image.shape[:2])
             return resize(image[top : top + height, left : left + width], TRANSFORM.size, TRANSFORM.size)
-        (height, width), (top, left) = centre(*image.shape[:2])
+        (height, width), (top, left) = center(*image.shape[:2])
         return resize(image, height, width)[top : top + TRANSFORM.size, left : left + TRANSFORM.size]
 
 
 class Batches(Images):
-    """The same; torch fetches whole batches."""
+    """Returns whole batches."""
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
         shape = (len(indices), 3, TRANSFORM.size, TRANSFORM.size)
-        # In shared memory from the start: else the way to the main process costs a copy.
+        # Without shared memory, the transfer to the main process costs a copy.
         storage = torch.UntypedStorage._new_shared(math.prod(shape))
         batch_N3HW = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
         for out_3HW, index in zip(batch_N3HW, indices, strict=True):
@@ -244,7 +245,7 @@ def _decoder(name: str) -> Decode:
 
 
 def random_window(height: int, width: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random crop, as cheap as Python can."""
+    """Returns top, left, height and width of a random crop."""
     low, high = (math.log(ratio) for ratio in TRANSFORM.crop_ratio)
     for _ in range(10):
         area, ratio = height * width * random.uniform(*TRANSFORM.crop_area), math.exp(random.uniform(low, high))
@@ -255,15 +256,15 @@ def random_window(height: int, width: int) -> tuple[int, int, int, int]:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def centre(height: int, width: int) -> tuple[Size, Size]:
-    """Height and width after the resize of validation, then top and left of the center crop, all as in torchvision."""
+def center(height: int, width: int) -> tuple[Size, Size]:
+    """Returns height and width of the resized image, then top and left of the center crop, rounded as in torchvision."""
     short = min(height, width)
     resized = TRANSFORM.resize * height // short, TRANSFORM.resize * width // short
     return resized, (round((resized[0] - TRANSFORM.size) / 2), round((resized[1] - TRANSFORM.size) / 2))
 
 
 def validated_by_pillow(image: Image.Image) -> Pixels:
-    (height, width), (top, left) = centre(image.height, image.width)
+    (height, width), (top, left) = center(image.height, image.width)
     resized = image.resize((width, height), Image.Resampling.BILINEAR)
     return np.array(resized.crop((left, top, left + TRANSFORM.size, top + TRANSFORM.size)))
 
@@ -272,7 +273,7 @@ Contender = Project | Workers
 
 
 def serve(contender: Contender, setting: Setting, mode: str, connection: Any) -> None:
-    """Runs an epoch for each number that comes and answers with its seconds; first a warm-up, which gives memory and pixels."""
+    """Runs a warm-up and sends its memory and difference to Pillow; then runs an epoch for each number and sends its speed."""
     torch.set_num_threads(1)
     epoch = contender.epochs(setting, mode)
     middle = len(setting.files()) // setting.batch // 2
@@ -290,7 +291,7 @@ def serve(contender: Contender, setting: Setting, mode: str, connection: Any) ->
 
 
 def difference_to_pillow(images_NCHW: torch.Tensor, files: list[Path]) -> float:
-    """Mean absolute difference of validated images, the first of all, of 255."""
+    """Returns the mean absolute difference of the first validation images, for pixels from 0 to 255."""
     count = min(len(images_NCHW), COMPARED)
     pillow = torch.stack([torch.from_numpy(validated_by_pillow(Image.open(file).convert("RGB"))) for file in files[:count]])
     ours = images_NCHW[:count] * STD_311 + MEAN_311
@@ -298,17 +299,14 @@ def difference_to_pillow(images_NCHW: torch.Tensor, files: list[Path]) -> float:
 
 
 def resident() -> int:
-    """Bytes of this process and its children; what several share counts once."""
-    family = [
-        "self",
-        *(child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()),
-    ]
-    rollups = (Path(f"/proc/{process}/smaps_rollup").read_text().splitlines() for process in family)
+    """Returns the memory of this process and its children in bytes; shared pages count once."""
+    children = (child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split())
+    rollups = (Path(f"/proc/{process}/smaps_rollup").read_text().splitlines() for process in ("self", *children))
     return sum(1024 * int(line.split()[1]) for lines in rollups for line in lines if line.startswith("Pss:"))
 
 
 class Race:
-    """Contenders in processes of their own, side by side."""
+    """Runs each contender in its own process."""
 
     def __init__(self, contenders: list[Contender], setting: Setting, mode: str) -> None:
         self.names = [contender.name for contender in contenders]
@@ -316,9 +314,9 @@ class Race:
         self.speeds: dict[str, list[float]] = {name: [] for name in self.names}
         self._connections = {}
         for contender in contenders:
-            connection, theirs = multiprocessing.get_context("spawn").Pipe()
-            start = multiprocessing.get_context("spawn").Process
-            process = start(target=serve, args=(contender, setting, mode, theirs))
+            spawn = multiprocessing.get_context("spawn")
+            connection, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(contender, setting, mode, theirs))
             with patch.dict(os.environ, KEEP_MEMORY if contender.tuned else {}):
                 process.start()
             theirs.close()
@@ -333,17 +331,9 @@ class Race:
         for connection in self._connections.values():
             connection.send(None)
 
-    def speed(self, name: str) -> float:
-        return statistics.median(self.speeds[name])
-
-    def ratio(self, name: str) -> str:
-        """The project against this one, in each repeat."""
-        ratios = [a / b for a, b in zip(self.speeds[self.names[0]], self.speeds[name], strict=True)]
-        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-
 
 def measure_decoders(files: list[Path], repeats: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Images per second of each decoder alone, on one core from memory; and why others were left out."""
+    """Returns the images per second of each decoder on one core, and the reasons for missing decoders."""
     data, decoders, left_out = [file.read_bytes() for file in files[:DECODED]], {}, {}
     for name, make in DECODERS.items():
         try:
@@ -352,7 +342,7 @@ def measure_decoders(files: list[Path], repeats: int) -> tuple[dict[str, float],
         except ImportError:
             left_out[name] = f"not installed, `pip install {name}`"
             decoders.pop(name, None)
-        except Exception as error:  # a decoder that does not work here, for whatever reason, is not measured
+        except Exception as error:  # any failure of a third-party decoder
             left_out[name] = f"does not work here ({str(error).splitlines()[0]})"
             decoders.pop(name, None)
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
@@ -367,7 +357,7 @@ def measure_decoders(files: list[Path], repeats: int) -> tuple[dict[str, float],
 
 
 def contenders_with(decoders: dict[str, float]) -> list[Contender]:
-    """The project first, Pillow's loaders, and all resizers behind the fastest decoder."""
+    """Returns the project's loader, Pillow's, and the fastest decoder with each resizer."""
     fastest = max(decoders, key=lambda name: decoders[name])
     contenders: list[Contender] = [Project(), Workers("Pillow", "Pillow", tuned=False), Workers("Pillow", "Pillow", tuned=True)]
     resizers = RESIZERS if "opencv-python-headless" in decoders else ["torch"]
@@ -380,9 +370,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="cores that each contender gets")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
     options = parser.parse_args()
-    # Imported late, so that the contenders' processes stay small.
+    # Imported here to keep the contenders' processes small.
     from tests.benchmarks.photographs import QUALITY, SIZE, write_photographs
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
@@ -398,8 +388,8 @@ def main() -> None:
         print(f"{options.images} JPEGs of {SIZE[0]}x{SIZE[1]}, quality {QUALITY}, {size / 1000:.0f} KB on average.")
         decoders, left_out = measure_decoders(setting.files(), options.repeats)
         record: dict[str, Any] = {"mean_bytes": size, "decoding alone, images/s on one core": decoders, "left out": left_out}
-        rows = [[name, f"{speed:.0f}"] for name, speed in decoders.items()]
-        print(table("Decoding alone, from memory", "decoder | images/s on one core", rows))
+        rows = [[name, round(speed)] for name, speed in decoders.items()]
+        print(table("Decoding alone, from memory", ["decoder", "images/s on one core"], rows))
         for name, reason in left_out.items():
             print(f"Left out: {name}, {reason}.")
         for mode in MODES:
@@ -411,21 +401,16 @@ def main() -> None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _rows(race: Race, cores: int) -> tuple[str, list[list[str]]]:
-    heading = "contender | images/s | range | images/s per core | project / this | memory, MiB"
+def _rows(race: Race, cores: int) -> tuple[list[str], list[list[str]]]:
+    header = ["contender", "images/s", "range", "images/s per core", "project / this", "memory, MiB"]
     compared = "difference" in race.found[race.names[0]]
     rows = []
-    for name in race.names:
-        speeds, speed = race.speeds[name], race.speed(name)
-        cells = [f"{speed:.0f}", f"{min(speeds):.0f}-{max(speeds):.0f}", f"{speed / cores:.0f}", race.ratio(name)]
-        cells += [f"{race.found[name]['MiB']:.0f}"] + ([f"{race.found[name]['difference']:.2f}"] if compared else [])
-        rows.append([name, *cells])
-    return heading + (" | difference to Pillow" if compared else ""), rows
-
-
-def table(title: str, heading: str, rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join([f"\n**{title}**\n", f"| {heading} |", "|---" + "|---:" * heading.count("|") + "|", *lines])
+    for name, speeds in race.speeds.items():
+        speed = statistics.median(speeds)
+        cells = [f"{speed:.0f}", f"{min(speeds):.0f}-{max(speeds):.0f}", f"{speed / cores:.0f}"]
+        cells += [ratio(race.speeds[race.names[0]], speeds, 2), f"{race.found[name]['MiB']:.0f}"]
+        rows.append([name, *cells, *([f"{race.found[name]['difference']:.2f}"] if compared else [])])
+    return header + (["difference to Pillow"] if compared else []), rows
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast the operators are: kernels against the reference (unfold) operators, side by side in one process.
+"""Compares the speed of unfused kernels and reference operators in one process.
 
     python -m tests.benchmarks.operators [--threads 2] [--repeats 9] [--only dot]
 
@@ -17,6 +17,7 @@ import torch
 
 import san
 from san import ops
+from tests.benchmarks.tables import ratio
 
 # Batch, channels of beta, side of the map, footprint: the shapes of SAN10's stages at 224x224.
 STAGES = {"stage 1": (8, 16, 112, 3), "stage 2": (8, 64, 56, 7), "stage 3": (8, 128, 28, 7), "stage 5": (8, 512, 7, 7)}
@@ -32,7 +33,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
 
 
 def problems() -> dict[str, Callable[[], Any]]:
-    """Each calls forward and backward once."""
+    """Returns calls that run forward and backward once."""
     found: dict[str, Callable[[], Any]] = {}
     for stage, (N, C, side, k) in STAGES.items():
         beta = torch.randn(N, C, side, side, requires_grad=True)
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--only", default="", help="problems whose name contains this")
+    parser.add_argument("--only", default="", help="run only problems whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -85,10 +86,8 @@ def main() -> None:
                     elapsed = seconds(call)
                 if repeat:  # the first is the warm-up
                     times[backend].append(elapsed)
-        ratios = [a / b for a, b in zip(times["reference"], times["unfused"], strict=True)]
         reference, kernel = (1000 * statistics.median(t) for t in times.values())
-        spread = f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"
-        print(f"| {name} | {reference:.1f} | {kernel:.1f} | {spread} |", flush=True)
+        print(f"| {name} | {reference:.1f} | {kernel:.1f} | {ratio(times['reference'], times['unfused'])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""What engine, tracking and checkpoints cost: a trial against a bare loop of plain torch, epoch by epoch in one process.
+"""Measures the overhead of engine, tracking and checkpoints: a trial against a loop in plain PyTorch.
 
     python -m tests.benchmarks.overhead [--setting digits] [--setting san10]
 
-Both train the same model on the same images from the same loader, with the same SGD, cosine, label smoothing and validation;
-the bare loop is `bare_epochs`. `run_trial` is whole: DeepSpeed, checkpoints, log, `summary.csv`, MLflow on SQLite with system
-metrics. They take turns: an epoch of the trial, two of the bare loop, two of the trial, and so on, each after a short rest, so
-that neither is always the one that comes first. What the thread that talks to MLflow computes during a rest is added to the
-epoch before, as if a cell had no second core for it. The first pair, and what comes before and after, is told apart. The ratio
-is taken of each pair; their median comes with a 95 % interval (of 10 000 resamples), for other work on the machine disturbs.
-So does the ratio of CPU time, of all threads.
+Both train the same model with the same loader, SGD, cosine schedule, label smoothing and validation; the plain loop is
+`bare_epochs`. `run_trial` includes DeepSpeed, checkpoints, logs, `summary.csv`, and MLflow on SQLite with system metrics.
+They take turns in one process: one epoch of the trial, two of the loop, two of the trial, and so on, each after a short rest,
+so each one comes first equally often. The CPU time of the MLflow thread during a rest is added to the epoch before, as on a
+single core. The first pair is printed separately. The results are the median ratios of wall time and of the CPU time of all
+threads over pairs, with 95 % intervals from 10 000 resamples.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 REST = 0.25
-"""Seconds, in which MLflow has an epoch's records."""
+"""Seconds, enough for MLflow to store the records of an epoch."""
 
 
 def bare_epochs(trial: Trial) -> Iterator[None]:
-    """What one would write without this project's engine; yields after each epoch. Several workers use torch's DDP."""
+    """A training loop in plain PyTorch, with DDP for several workers; yields after each epoch."""
     config, recipe = trial.config, trial.config.recipe
     device, world = training_device(config), dist.get_world_size()
     train, val = loaders(config, trial.seed, dist.get_rank(), world, device)
@@ -94,11 +93,11 @@ def bare_epochs(trial: Trial) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What an epoch took, in seconds."""
+    """The duration of an epoch in seconds."""
 
     wall: float
     cpu: float
-    """Of all threads of this process."""
+    """CPU time of all threads."""
 
     @classmethod
     def so_far(cls) -> Spent:
@@ -109,20 +108,20 @@ class Spent:
 
 
 class Turns:
-    """Lets the bare loop train after epochs of the trial, so that each has the other before it as often as after it."""
+    """Runs epochs of the plain loop between those of the trial."""
 
     def __init__(self, bare: Iterator[None]) -> None:
         self.bare = bare
         self.trial_epochs: list[Spent] = []
         self.bare_epochs: list[Spent] = []
         self.tracking: list[float] = []
-        """Of the trial's seconds, those that were computed after its report."""
+        """Seconds of each trial epoch after its report."""
         self.saving: list[float] = []
-        """Of the trial's seconds, those of writing a checkpoint: they do not grow with the epoch."""
+        """Seconds of each trial epoch for its checkpoint, which do not depend on the length of the epoch."""
         self.began = Spent.so_far()
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        if "step" in metrics:  # the epoch has not ended
+        if "step" in metrics:  # a report during an epoch
             return
         mine = Spent.so_far().since(self.began)
         after = Spent.so_far()
@@ -149,7 +148,7 @@ def timed(function: Callable[..., None], seconds: list[float]) -> Callable[..., 
 
 
 def measure_trial(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Trial, Turns]:
-    """Trains the trial and the bare loop in turn; every worker calls this. The number of epochs must be even."""
+    """Trains the trial and the plain loop in turn; every worker calls this. The number of epochs must be even."""
     job = open_job(GRID, profile, overrides, runs)
     if os.environ.get("RANK", "0") == "0":
         job.tracker.prepare(job.grid, runs / "artifacts")
@@ -172,7 +171,7 @@ def measured(setting: str, runs: Path) -> Turns:
 
 
 def overhead(trial: Sequence[float], bare: Sequence[float]) -> str:
-    """In percent: the median over pairs, and its 95 % interval."""
+    """Returns the median over pairs and its 95 % interval in percent."""
     ratios = numpy.array(trial) / numpy.array(bare)
     resampled = numpy.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
     low, high = numpy.percentile(numpy.median(resampled, axis=1), (2.5, 97.5))

@@ -1,8 +1,7 @@
-"""Photographs as a dataset would have them: JPEGs of 500x375 at quality 90, of about 110 KB, all different.
+"""Writes JPEGs like those of a real data set: 500x375, quality 90, about 110 KB, all different.
 
-They are made from the three photographs that come with scikit-learn and matplotlib: cropped, mirrored, coloured, and with film
-grain, without which such small sources give files of 60 KB. The size matters: most of the time that decoding takes goes into
-reading the bits.
+They are random crops of three photographs from scikit-learn and matplotlib, with mirroring, color changes and film grain.
+Without the grain, the files would have only 60 KB and decode faster.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ SIZE = (500, 375)
 QUALITY = 90
 CLASSES = 10
 GRAIN = (4.0, 40.0)
-"""Least and greatest standard deviation of the grain, of 255."""
+"""Range of the standard deviation of the grain, for pixels from 0 to 255."""
 
 
 def write_photographs(root: Path, split: str, count: int, processes: int, seed: int = 0) -> int:
     """Writes `count` images as `root/split/<class>/<number>.jpg` and returns their mean size in bytes.
 
-    An image depends on its number and the seed alone.
+    Each image depends only on its number and the seed.
     """
     with ProcessPoolExecutor(processes) as pool:
         sizes = list(pool.map(partial(_write_photograph, root / split, seed), range(count), chunksize=50))

@@ -1,11 +1,11 @@
-"""What an attack costs over what it must compute: n + 1 forward and n backward passes, side by side.
+"""Measures the overhead of an attack over its n + 1 forward and n backward passes.
 
     python -m tests.benchmarks.robustness [--setting digits] [--attack n2] [--rounds 15]
 
-`passes` are those of the bare network on batches that lie normalised in memory: nothing is stepped or counted. `attack` is ours
-on batches of pixels in memory, `foolbox` that library's, where it is installed; `with loading` is the whole condition as `san
-run` measures it. They take turns. Overheads are of the same round: by the clock, the median (range) and that of the fastest
-rounds; and the median by the CPU time of all threads, which tells more where other work disturbs.
+`passes` runs only the passes of the network on normalized batches in memory. `attack` is this project's attack on batches of
+pixels in memory, `foolbox` the one of that library if it is installed, and `with loading` the whole condition as `san run`
+measures it. They take turns. Overheads compare times of the same round: the median (range) and the fastest rounds by wall time,
+and the median by the CPU time of all threads, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {
     "san10 pairwise": ("san10_pairwise", "imagenet", SYNTHETIC, "val", 16),
     "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, "val", 16),
 }
-"""Variant, profile, overrides, split (of digits the larger one), batch."""
+"""Variant, profile, overrides, split and batch size. The larger split of digits is the training split."""
 COLUMNS = ("attack", "with loading", "foolbox")
 ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
 
@@ -89,7 +89,7 @@ def by_foolbox(opened: LoadedModel, attack: Attack, batches: list[Tensor], wante
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock and of all threads' CPU time."""
+    """Returns the wall time and the CPU time of all threads in seconds."""
     began = time.perf_counter(), time.process_time()
     run()
     if torch.cuda.is_available():
@@ -108,11 +108,11 @@ def line(setting: str, name: str, rounds: int) -> str:
     (opened, batch), attack = untrained(setting), ATTACKS[name]
     images = open_images(opened, SETTINGS[setting][3])
     loaded = list(evaluation_loader(opened, images, transform(opened.config.data), batch).epoch(0))
-    normalised = [images_NCHW for images_NCHW, _ in loaded]
-    pixels = [x.clamp(0, 1) for x in normalised]
+    normalized = [images_NCHW for images_NCHW, _ in loaded]
+    pixels = [x.clamp(0, 1) for x in normalized]
     wanted = [targets(y.cpu().numpy(), len(images.classes), 0).to(y.device) for _, y in loaded]
     contenders: dict[str, Callable[[], object]] = {
-        "passes": lambda: passes(opened, normalised, attack.steps),
+        "passes": lambda: passes(opened, normalized, attack.steps),
         "attack": ours(opened, attack, pixels, wanted),
         "with loading": lambda: attack(opened, images, batch, lambda: None),
     }
@@ -121,7 +121,7 @@ def line(setting: str, name: str, rounds: int) -> str:
     for run in contenders.values():
         run()
     names, found = list(contenders), []
-    for first in range(rounds):  # everybody is first in turn
+    for first in range(rounds):  # each contender is first in turn
         order = names[first % len(names) :] + names[: first % len(names)]
         found.append({what: timed(contenders[what]) for what in order})
     passing = 1000 * statistics.median(times["passes"][0] for times in found) / len(images)
@@ -136,10 +136,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(
-        f"torch {torch.__version__}, {device}; milliseconds per image; overheads in %: median (range), fastest; by CPU time\n"
-    )
-    columns = ("setting", "condition", "rounds", "passes, ms", *COLUMNS)
+    print(f"torch {torch.__version__}, {device}; overheads in %: median (range), fastest; by CPU time\n")
+    columns = ("setting", "condition", "rounds", "passes, ms per image", *COLUMNS)
     print(f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}", sep="\n")
     for setting in options.setting or SETTINGS:
         for name in options.attack or ATTACKS:

@@ -1,15 +1,15 @@
-"""How cost grows with cells, writers and the size of a plan: the figures of docs/results/scale.md.
+"""Measures how time and memory grow with cells, writers and the size of a grid, for docs/results/scale.md.
 
-    python -m tests.benchmarks.scale cells 200        # a sweep of cells that do nothing, in a session of this machine
-    python -m tests.benchmarks.scale nodes 8 40       # 40 of them on a cluster of 8 nodes, all on this machine
-    python -m tests.benchmarks.scale workers 4 8      # 8 cells of 4 workers each, one after another
-    python -m tests.benchmarks.scale runs 2000        # MLflow with so many finished runs in sqlite: what a new start reads
-    python -m tests.benchmarks.scale writers 64 10 2  # cells that log an epoch every 10 s, to `mlflow server --workers 2`
-                                                      # on PostgreSQL; every 0 s: as fast as they are answered
-    python -m tests.benchmarks.scale plan 10000       # `san plan` of a product with so many cells
-    python -m tests.benchmarks.scale draw docs/results  # the curves of all that was measured
+    python -m tests.benchmarks.scale cells 200        # run 200 empty cells on this machine
+    python -m tests.benchmarks.scale nodes 8 40       # run 40 empty cells on a cluster of 8 nodes, all on this machine
+    python -m tests.benchmarks.scale workers 4 8      # run 8 empty cells of 4 workers each, one after another
+    python -m tests.benchmarks.scale runs 2000        # read 2000 finished runs from MLflow on SQLite
+    python -m tests.benchmarks.scale writers 64 10 2  # log an epoch of 64 cells every 10 s to `mlflow server --workers 2`
+                                                      # on PostgreSQL; every 0 s: as fast as the server responds
+    python -m tests.benchmarks.scale plan 10000       # run `san plan` on a grid of 10000 cells
+    python -m tests.benchmarks.scale draw docs/results  # draw all measurements
 
-Each call appends lines of JSON to `--record`, from which `draw` takes them.
+Each call appends lines of JSON to `--record`; `draw` reads them.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ product:
   recipe.lr: %s
 """
 EPOCHS = 20
-"""That each writer logs."""
+"""Number of epochs that each writer logs."""
 PROCESSES = 4
-"""In which the writers are threads: a process for each would measure this machine's memory."""
+"""Number of processes that share the writers as threads; one process per writer would exhaust the memory."""
 
 
 def grid_of(cells: int, folder: Path) -> Path:
-    """A grid of at least so many cells, of 20 models."""
+    """Writes a grid of at least `cells` cells with 20 models."""
     path = folder / "scale.yaml"
     path.write_text(GRID % [round(0.001 * (i + 1), 3) for i in range(-(-cells // 20))])
     return path
 
 
 class Clock:
-    """An observer that keeps when cells ended, and how large the driver was then."""
+    """Records when cells end and the memory of the driver at these times."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -100,7 +100,7 @@ def cells(number: int, folder: Path) -> Iterator[dict[str, float]]:
 
 
 def nodes(number: int, folder: Path, cells: float = 40) -> Iterator[dict[str, float]]:
-    """On so many nodes of one CPU, which all are this machine: what Ray's bookkeeping costs, not what a network does."""
+    """Runs cells on `number` nodes of one CPU on this machine: measures Ray's bookkeeping without a network."""
     with several_nodes(head_cpus=1) as several:
         for _ in range(number - 1):
             several.add()
@@ -108,7 +108,7 @@ def nodes(number: int, folder: Path, cells: float = 40) -> Iterator[dict[str, fl
 
 
 def workers(number: int, folder: Path, cells: float = 8) -> Iterator[dict[str, float]]:
-    """Cells of so many workers, one after another, on a node that says it has as many CPUs: what starting them costs."""
+    """Runs cells of `number` workers, one after another, on a node that claims to have as many CPUs: measures their start."""
     with several_nodes(head_cpus=number) as several:
         for line in _joined(several.address, int(cells), number, folder):
             if "all_cells" in line:
@@ -123,14 +123,14 @@ def _joined(address: str, cells: int, workers: int, folder: Path) -> Iterator[di
 
 
 def join(address: str, cells: int, workers: int, folder: Path) -> None:
-    """The driver of such a sweep."""
+    """Runs the driver of a sweep on a cluster."""
     with session(address) as resources:
         for line in _sweep_of_nothing(cells, resources.cpus // workers, folder, Placement(workers)):
             print(json.dumps(line))
 
 
 def _sweep_of_nothing(number: int, at_once: int, folder: Path, placement: Placement) -> Iterator[dict[str, float]]:
-    """Twelve points on the way, then the whole."""
+    """Yields up to twelve intermediate measurements, then the total."""
     before, began = _megabytes(), time.monotonic()
     clock = Clock()
     sweep(nothing, {f"{i:012x}": i for i in range(number)}, placement, storage=folder, observer=clock)
@@ -159,7 +159,7 @@ def _megabytes() -> float:
 
 
 def runs(number: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Made as a cell makes them, but in fewer calls."""
+    """Writes finished runs as cells do, but in fewer calls."""
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     job = open_job(grid_of(number, folder), "digits", (), folder / "runs")
     job.workspace.runs.mkdir()
@@ -192,8 +192,10 @@ def _epoch(number: int) -> Epoch:
 
 
 def writers(number: int, folder: Path, every: float = 0.0, workers: float = 1) -> Iterator[dict[str, float]]:
-    """Starts cells' `AsyncMetricLogger`s, which send what a real cell sends: the run's description, an epoch every so many
-    seconds, the node's metrics and the end. With `every=0`, each sends its next epoch once the last one is answered."""
+    """Runs one `AsyncMetricLogger` per cell, which sends the run's description, epochs, the node's metrics and the end.
+
+    With `every=0`, it sends the next epoch after the response to the last one.
+    """
     with _server(folder, int(workers)) as uri:
         os.environ["MLFLOW_TRACKING_URI"] = uri
         job = open_job(grid_of(number, folder), "digits", (), folder / "runs")
@@ -241,7 +243,7 @@ def _server(folder: Path, workers: int) -> Iterator[str]:
 
 
 def write(number: int, every: float, folder: Path, first: int, step: int) -> None:
-    """A process with a writer for every so manieth trial, beginning with the first."""
+    """Runs the writers of the trials first, first + step, and so on, in this process."""
     job = open_job(folder / "scale.yaml", "digits", (), folder / "runs")
     seconds: list[float] = []
     unanswered: list[str] = []
@@ -255,7 +257,7 @@ def write(number: int, every: float, folder: Path, first: int, step: int) -> Non
         except UNUSABLE:
             unanswered.append(run.run_id)
             raise
-        if what[-1] is None or len(answer) > len(what[-1]):  # else there was nothing to send
+        if what[-1] is None or len(answer) > len(what[-1]):  # otherwise there was nothing to send
             seconds.append(time.monotonic() - start)
         answered[run.run_id] = len(answer)
         return answer
@@ -266,7 +268,7 @@ def write(number: int, every: float, folder: Path, first: int, step: int) -> Non
         logger = AsyncMetricLogger(lambda: job.tracker, trial, Complexity(1, 2, 3, ()), {}, 1000, resumed=False)
         ended: dict[int, int] = {}
         history: list[Epoch] = []
-        time.sleep(random.uniform(0, every))  # cells do not start together
+        time.sleep(random.uniform(0, every))  # cells start at different times
         for epoch in range(EPOCHS):
             history.append(_epoch(epoch))
             ended[epoch] = int(time.time() * 1000)
@@ -287,7 +289,7 @@ def write(number: int, every: float, folder: Path, first: int, step: int) -> Non
 
 
 def plan(number: int, folder: Path) -> Iterator[dict[str, float]]:
-    """The whole command, from the start of Python on."""
+    """Times the whole command, including the start of Python."""
     for cells in (20, number // 4, number // 2, number):
         command = [sys.executable, "-m", "experiments", "plan", str(grid_of(cells, folder)), "--runs", str(folder / "runs")]
         began = time.monotonic()
@@ -301,7 +303,7 @@ PIECES = {"cells": cells, "nodes": nodes, "workers": workers, "runs": runs, "wri
 
 @dataclass(frozen=True)
 class Panel:
-    """A quantity over another, one line for each value of `series`, of the records that have all of them."""
+    """A plot of `y` over `x` with one line per value of `series`."""
 
     piece: str
     x: str
@@ -319,7 +321,7 @@ class Panel:
         return {series: sorted(points) for series, points in sorted(found.items())}
 
 
-def _at_ease(line: Mapping[str, float]) -> bool:
+def _in_intervals(line: Mapping[str, float]) -> bool:
     return line["every"] > 0
 
 
@@ -338,7 +340,15 @@ PICTURES = {
         Panel("plan", "cells", "seconds", "cells of a grid", "seconds of `san plan`"),
     ),
     "writers": (
-        Panel("writers", "every", "p95_seconds", "64 cells: seconds per epoch", "95 % answered within, s", "workers", _at_ease),
+        Panel(
+            "writers",
+            "every",
+            "p95_seconds",
+            "64 cells: seconds per epoch",
+            "95 % answered within, s",
+            "workers",
+            _in_intervals,
+        ),
         Panel("writers", "writers", "epochs_per_second", "writers, full speed", "epochs per second", "workers", _at_full_speed),
         Panel("writers", "writers", "p95_seconds", "writers, full speed", "95 % answered within, s", "workers", _at_full_speed),
     ),
@@ -346,7 +356,7 @@ PICTURES = {
 
 
 def draw(record: Path, folder: Path) -> None:
-    """A picture for each subject that was measured."""
+    """Draws a figure for each subject with measurements."""
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in record.read_text().splitlines()]
@@ -382,7 +392,7 @@ def main() -> None:
         return join(address, int(cells), int(group), Path(at))
     if options.piece == "draw":
         return draw(options.record, Path(options.arguments[0]))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit leaves no servers behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM must stop the servers, too
     folder = Path(tempfile.mkdtemp(prefix="scale-"))
     try:
         for line in PIECES[options.piece](int(options.arguments[0]), folder, *map(float, options.arguments[1:])):
@@ -395,7 +405,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The cells must be able to import their function: not from __main__.
+    # Cells cannot import functions from __main__.
     from tests.benchmarks import scale
 
     scale.main()

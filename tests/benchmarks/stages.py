@@ -1,4 +1,4 @@
-"""The attention of one stage of SAN10 alone, which benchmarks on the CPU and on GPUs time."""
+"""The attention of single stages of SAN10, for benchmarks on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from san.nn import PairwiseAttention, PatchwiseAttention
 
-# Channels, side of the map, footprint, blocks: the stages of SAN10 at 224x224.
+# Channels, side of the map, footprint and blocks of SAN10's stages at 224x224.
 STAGES = {
     "stage 1": (64, 112, 3, 2),
     "stage 2": (256, 56, 7, 1),
@@ -23,11 +23,11 @@ KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
 
 
 class Core:
-    """The attention of one stage alone: phi, psi, beta to y.
+    """The attention of one stage, from phi, psi and beta to y.
 
     Args:
-        largest_side: maps are made no larger than this; for tests of the benchmark itself.
-        half: phi, psi and beta are bfloat16, as under autocast.
+        largest_side: limit for the size of maps, for tests.
+        half: whether phi, psi and beta are bfloat16, as under autocast.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class Core:
         self.wanted = [self.phi, self.psi, self.beta, *self.attention.gamma.parameters()]
 
     def train(self) -> None:
-        """Forward and backward in training."""
+        """Runs forward and backward in training."""
         self.attention.train()
         torch.autograd.grad(self.attention.attend(self.phi, self.psi, self.beta), self.wanted, self.grad)
 
     def evaluate(self) -> None:
-        """Forward in evaluation."""
+        """Runs forward in evaluation."""
         self.attention.eval()
         with torch.no_grad():
             self.attention.attend(self.phi, self.psi, self.beta)
 
     def flops(self, training: bool) -> int:
-        """FLOPs of the fused kernels' products, as in docs/explanation/operators.md; two per multiply-accumulate.
+        """Returns the FLOPs of the fused kernels' products, two per multiply-accumulate (docs/explanation/operators.md).
 
-        Pairwise training recomputes the product of the hidden layer once and computes the covariance of a1, symmetric in
-        forward. Patchwise training recomputes no product.
+        Pairwise training computes the hidden layer twice and the covariance of a1, of which forward needs only one triangle.
+        Patchwise training recomputes nothing.
         """
         if not training or not isinstance(self.attention, PairwiseAttention):
             return self.least_flops(training)
@@ -67,7 +67,7 @@ class Core:
         return self.least_flops(training) + pairs * (d_to_E + d * (d + 1) + 2 * d**2)
 
     def least_flops(self, training: bool) -> int:
-        """What any implementation computes that recomputes nothing: each product once, and in backward twice more."""
+        """Returns the FLOPs without recomputation: each product once in forward and twice in backward."""
         pixels, K = self.batch * self.side**2, self.footprint**2
         d_to_E, E_to_G, M = self._products()
         pairwise = isinstance(self.attention, PairwiseAttention)
@@ -79,7 +79,7 @@ class Core:
         return d_to_E, E_to_G, 2 * self.attention.value_channels
 
     def bytes(self, training: bool) -> int:
-        """What must move: each map read once and written once, with its gradient in training."""
+        """Returns the minimum traffic: each map and, in training, its gradient is read or written once."""
         maps = sum(m.numel() for m in (self.phi, self.psi, self.beta, self.beta))
         return self.beta.element_size() * maps * (2 if training else 1)
 

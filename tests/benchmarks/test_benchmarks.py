@@ -1,4 +1,4 @@
-"""What the benchmarks compute besides times: FLOPs, lines of functions, and errors for missing tools."""
+"""Benchmarks: FLOPs, lengths of functions, and errors for missing tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.benchmarks.stages import KINDS, STAGES, Core
 
 
 def multiply_accumulates(kind: str, stage: str, training: bool) -> float:
-    """For each pixel of a map, from the costs that docs/explanation/operators.md lists."""
+    """Returns the multiply-accumulates per pixel from docs/explanation/operators.md."""
     channels, _, k, _ = STAGES[stage]
     R, M, K = channels // 16, channels // 4, k * k
     G = M // 8
@@ -34,18 +34,18 @@ def multiply_accumulates(kind: str, stage: str, training: bool) -> float:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("stage", ["stage 1", "stage 2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_flops_are_those_of_the_operators(kind: str, stage: str, training: bool) -> None:
+def test_flops_match_the_documentation(kind: str, stage: str, training: bool) -> None:
     core = Core(kind, stage, batch=2, largest_side=8)
     assert core.flops(training) == 2 * core.batch * core.side**2 * multiply_accumulates(kind, stage, training)
 
 
-def test_a_pair_of_stage_2_takes_2223_multiply_accumulates_in_training() -> None:
+def test_multiply_accumulates_per_pair_of_stage_2() -> None:
     assert multiply_accumulates("pairwise", "stage 2", training=True) / 49 == 2223
 
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the only nvcc, and no nvdisasm anywhere."""
+    """A folder; programs elsewhere are hidden."""
     which = shutil.which
 
     def which_of_test(name: str, path: str | None = None) -> str | None:
@@ -57,10 +57,10 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_nvdisasm_is_found_beside_nvcc_or_its_absence_explained(tools: Path) -> None:
+def test_finds_nvdisasm_next_to_nvcc(tools: Path) -> None:
     nvcc = str(tools / "nvcc")
-    wanted = "^nvdisasm was not found; run `pip install nvidia-cuda-nvdisasm` or install the CUDA toolkit$"
-    with pytest.raises(build.BuildError, match=wanted):
+    message = "^nvdisasm was not found; run `pip install nvidia-cuda-nvdisasm` or install the CUDA toolkit$"
+    with pytest.raises(build.BuildError, match=message):
         find_nvdisasm(nvcc)
     nvdisasm = tools / "nvdisasm"
     nvdisasm.write_text("#!/bin/sh\n")
@@ -94,5 +94,5 @@ void visit(const Pair& pair,  // { is no brace here
 """
 
 
-def test_lines_of_cpp_functions_include_heads_and_templates() -> None:
+def test_lengths_of_cpp_functions_include_signatures_and_templates() -> None:
     assert size._cpp(CPP) == [1, 7]

@@ -153,23 +153,20 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    knowing: set[str] = set()
-    seen: set[str] = set()
+    environments: set[str] = set()
+    commands: set[str] = set()
     while process.poll() is None:
-        knowing |= holders(secret, "environ")
-        seen |= holders(secret, "cmdline")
+        environments |= holders(secret, "environ")
+        commands |= holders(secret, "cmdline")
         time.sleep(0.5)
     assert process.stdout is not None
-    said = process.stdout.read()
-    assert process.returncode == 0, said
-    assert (
-        "1 cells, 1 to train" in said
-        and re.search(r"\nonly +\d+\.\d", said)
-        and "ray job stop it-s-touch-gotcha-x-y-digits-" in said
-    )
-    assert any("ImplicitFunc" in name for name in knowing), f"no cell's process has the variable, only {knowing}"
+    output = process.stdout.read()
+    assert process.returncode == 0, output
+    assert "1 cells, 1 to train" in output and "ray job stop it-s-touch-gotcha-x-y-digits-" in output
+    assert re.search(r"\nonly +\d+\.\d", output)
+    assert any("ImplicitFunc" in name for name in environments), f"no cell's process has the variable, only {environments}"
     # Ray itself passes the environment of the job as an argument of the process that sets up a worker.
-    assert [command for command in seen if "setup_worker.py" not in command] == [] and secret not in said
+    assert [command for command in commands if "setup_worker.py" not in command] == [] and secret not in output
     leaks = [
         path for path in (*(tmp_path / "runs").rglob("*"), *head.folder.rglob("*")) if path.is_file() and holds(path, secret)
     ]
@@ -177,17 +174,16 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
     assert "building the" not in "".join(path.read_text() for path in (tmp_path / "runs" / "logs").rglob("*") if path.is_file())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD_NAME, "runs"])
 
-    again = san("submit", *arguments[:-2])
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "1 cells, 1 already finished, 0 to train" in again.stdout
+    second_run = san("submit", *arguments[:-2])
+    assert second_run.returncode == 0, second_run.stdout + second_run.stderr
+    assert "1 cells, 1 already finished, 0 to train" in second_run.stdout
     assert runs_of(tmp_path / "runs" / "mlflow.db") == ["FINISHED"]
     assert commits_of(tmp_path / "runs" / "mlflow.db") == {git_commit()}, "the commit of the job's copy of the project"
     client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
     first, second = [job for job in client.list_jobs() if (job.submission_id or "").startswith("it-s")]
     assert first.runtime_env and second.runtime_env
-    assert (
-        first.runtime_env["working_dir"] == second.runtime_env["working_dir"]
-    )  # named after its content, so it was uploaded only once
+    # The name depends on the content, so Ray uploads the folder only once.
+    assert first.runtime_env["working_dir"] == second.runtime_env["working_dir"]
     assert all(head.token not in job.model_dump_json() for job in (first, second))
 
 
@@ -229,18 +225,11 @@ def test_ray_job_submit_runs_a_grid(head: Head, tmp_path: Path) -> None:
     runtime_env = json.dumps({"env_vars": {"SAN_RUNS": str(tmp_path / "runs")}})
     command = [
         RAY,
-        "job",
-        "submit",
-        "--working-dir",
-        ".",
-        "--runtime-env-json",
+        *"job submit --working-dir . --runtime-env-json".split(),
         runtime_env,
-        "--",
-        "python",
-        "-m",
-        "experiments",
+        *"-- python -m experiments run".split(),
     ]
-    command += ["run", str(SMALL_GRID.relative_to(PROJECT_DIR)), "recipe.epochs=1", "recipe.batch_size=128"]
+    command += [str(SMALL_GRID.relative_to(PROJECT_DIR)), "recipe.epochs=1", "recipe.batch_size=128"]
     environment = head.environment | {"RAY_AUTH_MODE": "token"}
     outputs: list[subprocess.CompletedProcess[str]] = []
 
@@ -303,12 +292,12 @@ def test_follows_a_log_to_its_end_after_a_lost_connection(head: Head, server: Jo
     with proxy(int(head.address.rpartition(":")[2])) as (port, cut):
         pieces: list[str] = []
 
-        def hear(piece: str) -> None:
+        def receive(piece: str) -> None:
             pieces.append(piece)
             if "line 3" in piece:
                 cut()
 
-        job = JobServer(f"http://127.0.0.1:{port}").follow("counting", hear)
+        job = JobServer(f"http://127.0.0.1:{port}").follow("counting", receive)
     assert (job.state, job.exit_code, job.message) == ("failed", 2, "the command exited with code 2")
     assert [line for line in "".join(pieces).splitlines() if line.startswith("line")] == [f"line {i}" for i in range(12)]
 

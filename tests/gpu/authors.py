@@ -20,7 +20,7 @@ from tests.gpu.case import Settings
 
 
 class Given(nn.Module):
-    """A layer that returns a map given beforehand: the transformations are not timed."""
+    """Replaces a transformation by a fixed map, to exclude it from the time."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Given(nn.Module):
 
 
 def attention(folder: str) -> Any:
-    """Their module SAM."""
+    """The authors' module SAM."""
     cupy: Any = importlib.import_module("cupy")
     cupy.util = types.SimpleNamespace(memoize=cupy.memoize)
     cupy.cuda.compile_with_cache = lambda code: cupy.RawModule(code=code)
@@ -40,7 +40,7 @@ def attention(folder: str) -> Any:
 
 
 def calls(core: Core, settings: Settings) -> dict[str, Callable[[], object]]:
-    """A training step and an evaluation of theirs on the core's maps in float32, contiguous as their kernels need them."""
+    """Returns a training step and an evaluation of their module on the core's maps, contiguous and in float32."""
     assert settings.authors is not None
     C, kind = core.channels, 0 if isinstance(core.attention, PairwiseAttention) else 1
     module = attention(settings.authors)(kind, C, C // 16, C // 4, 8, core.footprint).cuda()
@@ -50,7 +50,7 @@ def calls(core: Core, settings: Settings) -> dict[str, Callable[[], object]]:
     grad = core.grad.float().contiguous()
 
     def forward() -> Tensor:
-        with torch.device("cuda"):  # they make positions on the CPU and copy them, which a graph cannot hold
+        with torch.device("cuda"):  # otherwise they would copy positions from the CPU, which CUDA graphs cannot record
             return module(maps[2])
 
     def train() -> None:

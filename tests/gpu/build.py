@@ -1,4 +1,4 @@
-"""The first case: what machine this is, and how long the kernels take to build."""
+"""The first case: builds the kernels and describes the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHIM = "shim.so"
 
 
 def build_kernels(settings: Settings) -> Iterator[Row]:
-    """Builds the library, unless the cache has it."""
+    """Builds the library unless it is in the cache."""
     yield {"machine": machine(settings)}
     began = time.perf_counter()
     found = {part: getattr(built, "name", str(built)) for part, built in build.libraries().items()}
@@ -35,7 +35,7 @@ def build_kernels(settings: Settings) -> Iterator[Row]:
 
 
 def build_shim(settings: Settings) -> Iterator[Row]:
-    """On the CPU, the CUDA sources are compiled by g++, so that the checks run them."""
+    """Compiles the CUDA sources with g++ to run them on the CPU."""
     if settings.on_gpu:
         raise SkipCase("only for a run on the CPU")
     compile_shim(Path(settings.work, SHIM))
@@ -44,7 +44,7 @@ def build_shim(settings: Settings) -> Iterator[Row]:
 
 @functools.cache
 def kernels(settings: Settings) -> Any:
-    """The operators that the checks call: on the CPU, the CUDA sources as the shim compiled them, else the built library."""
+    """Returns the operators for the checks: the built library on a GPU, the shim of the CUDA sources on a CPU."""
     assert library.load(), "the kernels could not be loaded"
     shim = Path(settings.work, SHIM)
     if settings.on_gpu or not shim.exists():
@@ -55,7 +55,7 @@ def kernels(settings: Settings) -> Any:
 
 
 def machine(settings: Settings) -> Row:
-    """Hardware, versions and date."""
+    """Returns hardware, versions and date."""
     facts: Row = {
         "date": datetime.now(UTC).date().isoformat(),
         "device": settings.device,
@@ -63,7 +63,7 @@ def machine(settings: Settings) -> Row:
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": _said("git", "rev-parse", "--short", "HEAD"),
+        "commit": _output_of("git", "rev-parse", "--short", "HEAD"),
         "small": settings.small,
     }
     if settings.on_gpu:
@@ -72,7 +72,7 @@ def machine(settings: Settings) -> Row:
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
             "memory_GiB": round(properties.total_memory / 2**30, 1),
-            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+            "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
             "cuda": torch.version.cuda,
             "nvcc": _nvcc(),
         }
@@ -92,7 +92,7 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     with contextlib.suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True, cwd=build.SOURCE_DIR).stdout.strip()
     return ""

@@ -1,4 +1,4 @@
-"""What a case of the GPU check is: a function that yields rows of results, and how it is called in a process of its own."""
+"""Cases of the GPU check: functions that yield rows of results and run in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Row = dict[str, Any]
 PARTS = ("correctness", "cores", "models", "loader", "training")
 
 
-class SkipCase(Exception):  # noqa: N818 - it is no error
+class SkipCase(Exception):  # noqa: N818 - not an error
     """The case cannot run here; the text says why."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cases get."""
+    """Options for all cases."""
 
     device: str
     """`cuda`, `cuda:1` or `cpu`."""
     small: bool
     """Small sizes and few repeats, for a CPU."""
     work: str
-    """Folder for files that one case leaves for others."""
+    """Folder for files that cases share."""
     authors: str | None = None
-    """Checkout of hszhao/SAN, whose kernels are then timed too."""
+    """Checkout of hszhao/SAN, to measure its kernels too."""
 
     @property
     def on_gpu(self) -> bool:
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One process: checks or timings that belong together, so that the cost of starting Python and CUDA is paid once.
+    """Checks or timings that share a process, because starting Python and CUDA takes long.
 
     A row is written as soon as it is yielded, so rows before a crash are kept. A row with `"passed": False` fails the case.
     """
@@ -47,7 +47,7 @@ class Case:
     name: str
     run: Callable[[Settings], Iterator[Row]]
     priority: int
-    """Cases run in ascending order, across parts."""
+    """Cases of all parts run in ascending order."""
     limit: float = 120.0
     """Seconds after which the process is killed."""
 

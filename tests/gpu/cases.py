@@ -7,7 +7,7 @@ from tests.gpu.case import Case, Settings
 
 
 def all_cases(settings: Settings) -> list[Case]:
-    """On the CPU without those that would only repeat the same code at other sizes."""
+    """Returns all cases; on a CPU, only one size of each network and attention."""
     networks = models.SMALL if settings.small else models.ALL
     attention = cores.SMALL if settings.small else cores.ALL
     return [*build.CASES, *graphs.ALL, *correctness.ALL, *attention, *networks, *loader.ALL, *training.ALL]

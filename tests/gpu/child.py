@@ -17,7 +17,7 @@ from tests.gpu.case import Case, Row, Settings, SkipCase
 OURS = ("tests", "san", "cuda_ext", "pipelines", "cluster", "experiments")
 CUDA_ERROR = re.compile(
     r"CUDA error|illegal memory|misaligned address|launch failure|launch timed out|device-side assert"
-    r"|san::\w+: kernel "  # a launch that failed, perhaps because of an earlier kernel (cuda_ext/cuda/launch.h)
+    r"|san::\w+: kernel "  # a failed launch (cuda_ext/cuda/launch.h); an earlier kernel may be the cause
 )
 
 
@@ -27,7 +27,7 @@ def main(cases: Callable[[Settings], list[Case]]) -> None:
     if not settings.on_gpu:
         import torch
 
-        torch.set_num_threads(1)  # two threads wait for each other where other work takes a core
+        torch.set_num_threads(1)  # with other work on the machine, several threads wait for each other
     with open(sys.argv[3], "w", encoding="utf-8") as file:
 
         def write(row: Row) -> None:
@@ -38,7 +38,7 @@ def main(cases: Callable[[Settings], list[Case]]) -> None:
 
 
 def run(case: Case, settings: Settings, write: Callable[[Row], None]) -> Row:
-    """Writes the case's rows and returns how it ended."""
+    """Writes the case's rows and returns its status."""
     failed = []
     try:
         for row in case.run(settings):
@@ -48,11 +48,11 @@ def run(case: Case, settings: Settings, write: Callable[[Row], None]) -> Row:
     except SkipCase as reason:
         return {"status": "skipped", "error": str(reason)}
     except Exception as error:
-        may_miss = case.part in ("loader", "training")  # the other parts need torch and numpy alone
+        may_miss = case.part in ("loader", "training")  # the other parts need only torch and numpy
         if may_miss and isinstance(error, ModuleNotFoundError) and (error.name or "tests").split(".")[0] not in OURS:
             return {"status": "skipped", "error": f"needs the package {error.name}"}
         traceback.print_exc()
-        # After a CUDA error nothing in this process can be trusted.
+        # After a CUDA error, further results of this process would be invalid.
         status = "crashed" if CUDA_ERROR.search(str(error)) else "failed"
         return {"status": status, "error": f"{type(error).__name__}: {error}"[:2000]}
     if failed:

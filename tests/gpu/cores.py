@@ -1,4 +1,4 @@
-"""Attention alone at the sizes of SAN10's stages: our kernels beside torch compositions and the authors' kernels.
+"""Attention alone at the sizes of SAN10's stages: our kernels, PyTorch operators and the authors' kernels.
 
 Each row compares in one process, in turn: `fused` (our kernels), `unfused` (a kernel per operator), `reference` (pad, unfold,
 einsum: plain torch, eager), `compiled` (the reference through torch.compile) and `authors`. The roofline is the least time:
@@ -26,7 +26,7 @@ BACKENDS: dict[str, ops.Backend] = {"fused": "auto", "unfused": "unfused", "refe
 
 
 def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: Settings) -> Iterator[Row]:
-    """Training and evaluation of each stage. With `compiled`, only the fused kernels and the compiled reference."""
+    """Measures training and evaluation of each stage. With `compiled`, only the fused kernels and the compiled reference."""
     kernels(settings)
     peak = peaks(settings)
     yield {"peaks": peak}

@@ -37,7 +37,7 @@ from tests.ops.operators import Case as OperatorCase
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of a fused operator, and the allowed errors of its outputs and of its gradients, relative by norm."""
+    """Types of a fused operator, and the allowed relative errors of outputs and gradients in the Euclidean norm."""
 
     dtype: torch.dtype
     allowed: tuple[float, float]
@@ -52,8 +52,6 @@ PRECISIONS = {
     "float16": Precision(torch.float32, (5e-3, 0.15), of_weights=torch.float16),
     "float64": Precision(torch.float64, (1e-10, 1e-9)),
 }
-WEIGHTS = {"pair_weights": {3, 5}, "patch_linear": {4}}
-"""Positions of the tensors that may have a half type."""
 STAGES = [
     cases.Sizes(3, 14, 14, 7, 66, 64, 32),
     cases.Sizes(2, 28, 28, 7, 34, 32, 16),
@@ -65,46 +63,38 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(name: str, found: float, allowed: float) -> Row:
-    """A row for one comparison. NaN fails."""
+    """Returns a row for one comparison. NaN fails."""
     return {"check": name, "error": found, "allowed": allowed, "passed": bool(found <= allowed)}
 
 
 def checks(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], allowed: Sequence[float]) -> Row:
-    """One row for several tensors, with the largest error relative to the allowed one."""
+    """Returns one row for several tensors: the one with the largest ratio of found and allowed error."""
     rows = [check(name, error(a.cpu(), b.cpu()), limit) for a, b, limit in zip(got, wanted, allowed, strict=True)]
     return max(rows, key=lambda row: (not row["passed"], row["error"] / row["allowed"]))
 
 
-def computed(operator: str, tensors: cases.Tensors, sizes: cases.Sizes, tf32: bool, settings: Settings) -> cases.Tensors:
-    """Outputs and gradients of a fused operator's kernels."""
-    namespace = kernels(settings)
-    outputs = cases.computed(operator, tensors, sizes, namespace, tf32)
-    arguments = cases.backward_arguments(operator, tensors, outputs, cases.cotangents(outputs), sizes, tf32)
-    return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
-
-
 def check_sizes(operator: str, precision: str, sizes: cases.Sizes, settings: Settings, times: float = 1) -> Row:
     how = PRECISIONS[precision]
-    weights = WEIGHTS.get(operator, set()) if how.of_weights else set()
-    exact = [x.to(settings.device) for x in cases.sample(operator, sizes)]
-    exact = [x.to(how.of_weights).double() if at in weights else x for at, x in enumerate(exact)]
-    ours = tuple(x.to(how.of_weights if at in weights else how.dtype) for at, x in enumerate(exact))
-    wanted = cases.differentiated(lambda t: cases.defined(operator, t, sizes), tuple(exact))
+    exact = tuple(x.to(settings.device) for x in cases.sample(operator, sizes))
+    ours = tuple(x.to(how.dtype) for x in exact)
+    if how.of_weights:
+        ours, exact = cases.with_half_weights(operator, exact, how.of_weights)
+    wanted = cases.differentiated(lambda t: cases.defined(operator, t, sizes), exact)
     allowed = [times * limit for limit, some in zip(how.allowed, wanted, strict=True) for _ in some]
-    found = computed(operator, ours, sizes, how.tf32, settings)
+    found = cases.run_kernels(operator, ours, sizes, kernels(settings), how.tf32)
     assert {x.device for x in found} == {ours[0].device}
     return checks(f"{operator}, {precision}, {sizes}", found, sum(wanted, ()), allowed)
 
 
 def check_fused(operator: str, precisions: Sequence[str], settings: Settings) -> Iterator[Row]:
-    """A fused operator at all sizes; on the CPU at a few."""
+    """Checks a fused operator at all sizes, on a CPU only at a few."""
     sizes = [*cases.SIZES, *STAGES] if settings.on_gpu else cases.SIZES[:3]
     for precision, size in itertools.product(precisions, sizes):
         yield check_sizes(operator, precision, size, settings)
 
 
 def check_case(operator: Operator, case: OperatorCase, dtype: torch.dtype, settings: Settings) -> Row:
-    """An operator of the unfused attention and of the aggregation; half types are rounded at most once per step of a sum."""
+    """Checks an operator of unfused attention or the aggregation."""
     inputs = tuple(x.to(settings.device) for x in operator.sample(case, dtype))
     wanted = operator.defined(tuple(x.double() for x in inputs), case)
     allowed = 1e-12 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
@@ -119,7 +109,7 @@ def operators(settings: Settings) -> Iterator[Row]:
 
 
 def check_module(kind: str, settings: Settings) -> Iterator[Row]:
-    """One kind of attention: float64 and float32 against the reference, autocast, channels_last, another stream."""
+    """Checks one kind of attention: float64, float32, autocast, channels_last."""
     for training in (True, False):
         module = made(kind, 3).train(training)
         x = torch.randn(2, CHANNELS, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -129,7 +119,7 @@ def check_module(kind: str, settings: Settings) -> Iterator[Row]:
         x = x.to(settings.device)
         mode = f"{kind}, {'training' if training else 'evaluation'}"
         got = module_gradients(ours, ours, x)
-        # Parameters together: a bias in front of a softmax has no gradient in theory, and so no relative error.
+        # All parameters together, because some gradients are 0 in theory and so have no relative error.
         found, theirs = ([y, x_grad, whole(rest)] for y, x_grad, *rest in (got, wanted))
         yield checks(f"{mode}, float64", found, theirs, [1e-9] * 3)
         last = ours(x.contiguous(memory_format=torch.channels_last))
@@ -144,7 +134,7 @@ def check_module(kind: str, settings: Settings) -> Iterator[Row]:
 
 
 def exact_products() -> None:
-    """Products in float32 without TF32, which cuDNN uses by default, and with the same bits each time."""
+    """Disables TF32, which cuDNN uses by default, and nondeterministic algorithms."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
 
@@ -156,13 +146,13 @@ def modules(kinds: Sequence[str], settings: Settings) -> Iterator[Row]:
 
 
 def golden(settings: Settings) -> Iterator[Row]:
-    """Numbers that the authors' code gave for SAN10 pairwise, in float64."""
+    """Compares SAN10 pairwise in float64 with recorded results of the authors' code."""
     for name, found in errors(replay(settings.device)).items():
         yield check(name, found, TOLERANCE)
 
 
 def small_model(name: str, settings: Settings) -> tuple[nn.Module, Tensor]:
-    """A network of three stages (two on the CPU) at small width, and images."""
+    """Returns a narrow network of three stages (two on a CPU) and images."""
     torch.manual_seed(0)
     model = san.create_model(name, 10, num_stages=2 if settings.small else 3, width_mult=0.5).to(settings.device)
     images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(1)).to(settings.device)
@@ -170,19 +160,19 @@ def small_model(name: str, settings: Settings) -> tuple[nn.Module, Tensor]:
 
 
 def train_step(model: Any, images_NCHW: Tensor) -> list[Tensor]:
-    """Logits and gradients of all parameters."""
+    """Returns logits and gradients of all parameters."""
     y = model(images_NCHW)
     cotangent = torch.ones_like(y) * torch.linspace(-1, 1, y.shape[1], device=y.device, dtype=y.dtype)
     return [y, *torch.autograd.grad(y, list(model.parameters()), cotangent)]
 
 
 def whole(grads: Sequence[Tensor]) -> Tensor:
-    """All gradients as one vector: some are zero in theory, and have no relative error."""
+    """Returns all gradients as one vector, because some are 0 in theory and so have no relative error."""
     return torch.cat([grad.detach().double().flatten() for grad in grads])
 
 
 def compared(wanted: Sequence[Tensor], how: str, found: Sequence[Tensor], values: float, gradients_: float) -> Row:
-    """Logits, and all gradients together."""
+    """Compares the logits, and all gradients as one vector."""
     ours, theirs = ([y, whole(grads)] for y, *grads in (found, wanted))
     return checks(how, ours, theirs, (values, gradients_))
 
@@ -194,7 +184,7 @@ def reference_step(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def models(name: str, settings: Settings) -> Iterator[Row]:
-    """A network: against the reference in float64, channels_last, autocast, another stream, CUDA graph."""
+    """Compares a network with the float64 reference: float32, channels_last, autocast, another stream, a CUDA graph."""
     model, images = small_model(name, settings)
     wanted = reference_step(model, images)
     eager = train_step(copy.deepcopy(model), images)
@@ -214,7 +204,7 @@ def models(name: str, settings: Settings) -> Iterator[Row]:
 
 
 def compiled(name: str, settings: Settings) -> Iterator[Row]:
-    """A network through torch.compile, which must not break the graph."""
+    """Checks that torch.compile turns a network into one correct graph."""
     model, images = small_model(name, settings)
     wanted = reference_step(model, images)
     backend = "inductor" if settings.on_gpu else "aot_eager"
@@ -227,7 +217,7 @@ def same_bits(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Row
 
 
 def on_another_stream(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """The images arrive late on that stream: a kernel on the default stream would read zeros."""
+    """Copies the images on another stream with a delay; a kernel on the default stream would read zeros."""
     stream = torch.cuda.Stream()
     late = torch.zeros_like(images)
     torch.cuda.synchronize()
@@ -240,7 +230,7 @@ def on_another_stream(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def in_graph(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Forward and backward captured and replayed; BatchNorm's statistics do not enter the result in training."""
+    """Captures and replays a training step; in training, the result does not depend on BatchNorm's running statistics."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -258,18 +248,18 @@ def in_graph(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def large_batch(settings: Settings) -> Iterator[Row]:
-    """All operators in SAN10's stage 2 at batch 32, as in training. The error of sums over pixels grows with their number."""
+    """Checks all operators in SAN10's stage 2 at batch 32. The error of sums over pixels grows with their number."""
     sizes = cases.Sizes(32, 56, 56, 7, 18, 16, 8) if settings.on_gpu else cases.SIZES[1]
     for fused in cases.OPERATORS:
         yield check_sizes(fused, "float32", sizes, settings, times=10)
     for operator in OPERATORS:
-        channels = 64 if operator.name == "aggregation" else 16  # of the values, and of phi and psi
+        channels = 64 if operator.name == "aggregation" else 16  # values, or phi and psi
         stage = OperatorCase(32, channels, 56, 56, 7, groups=8, channels_last=True)
         yield check_case(operator, stage if settings.on_gpu else CHANNELS_LAST[0], torch.float32, settings)
 
 
 def second_device(settings: Settings) -> Iterator[Row]:
-    """All operators on the second GPU, while the first one is the current device."""
+    """Checks all operators on the second GPU while the first one is the current device."""
     count = torch.cuda.device_count()
     if count < 2:
         raise SkipCase(f"needs two GPUs; this machine has {count}")
@@ -277,7 +267,7 @@ def second_device(settings: Settings) -> Iterator[Row]:
 
 
 def small_problems(settings: Settings) -> Iterator[Row]:
-    """Every operator at sizes that a sanitizer can run, which slows kernels down a hundredfold."""
+    """Checks every operator at a small size, because a sanitizer makes kernels about 100 times slower."""
     for fused, precision in itertools.product(cases.OPERATORS, ("float32", "tf32")):
         yield check_sizes(fused, precision, cases.SIZES[1], settings)
     for operator in OPERATORS:
@@ -287,7 +277,7 @@ def small_problems(settings: Settings) -> Iterator[Row]:
 
 
 def sanitized(tool: str, settings: Settings) -> Iterator[Row]:
-    """`small_problems` under compute-sanitizer."""
+    """Runs `small_problems` under compute-sanitizer."""
     if not settings.on_gpu:
         raise SkipCase("needs a GPU")
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -299,8 +289,8 @@ def sanitized(tool: str, settings: Settings) -> Iterator[Row]:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [program, "--tool", tool, "--error-exitcode", "1", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
-    yield {"check": tool, "passed": done.returncode == 0, "said": said[:20] if done.returncode else said[-1:]}
+    output = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    yield {"check": tool, "passed": done.returncode == 0, "output": output[:20] if done.returncode else output[-1:]}
     # The exit status is 0 even if a check failed.
     end = json.loads(rows.read_text().splitlines()[-1]).get("end", {}) if rows.exists() and rows.stat().st_size else {}
     yield {"check": f"{tool}: all problems passed", "passed": end.get("status") == "passed", **end}
@@ -315,7 +305,7 @@ def _in_groups(names: Sequence[str], groups: int) -> Iterator[tuple[str, list[st
         yield f"modules {number + 1} of {groups}", list(names[number::groups])
 
 
-# The types that training uses come first; sanitizers, which are slow, after the usual networks (24).
+# The types for training come first. Sanitizers are slow, so they follow the usual networks (24).
 NETWORKS = ("san10_pairwise", "san10_patchwise")
 ALL = [
     *(

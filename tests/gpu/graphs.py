@@ -1,4 +1,4 @@
-"""Steps from CUDA graphs (`engine.cuda_graphs`) against eager steps with the same images, in batches of two sizes."""
+"""Compares steps from CUDA graphs (`engine.cuda_graphs`) with eager steps, for two batch sizes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.ops.cases import error
 BATCHES = (8, 7, 8, 7, 7, 8)
 CLASSES = 10
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-3}
-"""Relative error by norm. The same kernels run in the same order, so the bits should be the same."""
+"""Allowed relative error; the same kernels run in the same order, so the bits should be the same."""
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]
 
 
 def network(name: str, settings: Settings) -> nn.Module:
-    """The same weights at each call. BatchNorm is in training mode."""
+    """Returns a model in training mode, with the same weights in each call."""
     torch.manual_seed(0)
     stages = 2 if settings.small else 3
     return san.create_model(name, CLASSES, num_stages=stages, width_mult=0.5).to(settings.device)
 
 
 def trained(model: nn.Module, step: Step, settings: Settings) -> Found:
-    """Losses of all steps, and what the steps changed in the model."""
+    """Returns the losses of all steps and the changed state of the model."""
     generator = torch.Generator().manual_seed(1)
     before, losses = whole(list(model.parameters())), []
     for batch in BATCHES:
@@ -52,7 +52,7 @@ def compared(name: str, graphs: Found, eager: Found, allowed: float) -> Iterator
 
 
 def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings) -> Found:
-    """Forward and backward as the engine runs them, and plain gradient descent; without DeepSpeed."""
+    """Runs forward and backward like the engine, with plain gradient descent and without DeepSpeed."""
     from experiments.training.engine import _flat_gradients
     from experiments.training.graphs import StepGraphs
     from experiments.training.recipe import Blend
@@ -82,7 +82,7 @@ def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings
 
 
 def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: Settings) -> Found:
-    """The trial's engine, with momentum and weight decay."""
+    """Runs the engine with momentum and weight decay."""
     from experiments.grids.config import EngineConfig, RecipeConfig
     from experiments.training.engine import Engine, join_process_group
     from experiments.training.graphs import StepGraphs
@@ -97,7 +97,7 @@ def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: S
 
 
 def steps(settings: Settings) -> Iterator[Row]:
-    """`StepGraphs` for both kinds of SAN, with and without autocast."""
+    """Checks `StepGraphs` for both kinds of SAN, with and without autocast."""
     exact_products()
     for name in NETWORKS:
         for precision, allowed in ALLOWED.items():
@@ -106,7 +106,7 @@ def steps(settings: Settings) -> Iterator[Row]:
 
 
 def engines(settings: Settings) -> Iterator[Row]:
-    """`Engine` with and without `cuda_graphs`; with `accumulate`, a batch of 7 has parts of 4 and 3."""
+    """Checks `Engine` with `cuda_graphs`; with `accumulate`, a batch of 7 consists of parts of 4 and 3."""
     import deepspeed  # noqa: F401
 
     exact_products()

@@ -1,4 +1,4 @@
-"""The image loader with 1 to 16 threads on photographs, in turn; on a GPU it decodes there."""
+"""Measures the image loader with 1 to 16 threads on photographs; on a GPU, the GPU decodes them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ THREADS = (1, 2, 4, 8, 16)
 
 
 def loading(mode: str, settings: Settings) -> Iterator[Row]:
-    """Images per second of whole epochs, from files in the page cache to normalised batches on the device."""
-    # Imported here: a machine that tests kernels only has none of what these need.
+    """Measures images per second of whole epochs, from files in the page cache to normalized batches on the device."""
+    # Imported here, because a machine for kernel tests lacks the packages for these modules.
     from pipelines import Dataset, Loader, Transform
     from tests.benchmarks.photographs import write_photographs
 

@@ -1,4 +1,4 @@
-"""Training and evaluation of whole networks at 224x224, each beside ResNet26 in the same process.
+"""Measures training and evaluation of whole networks at 224x224, each next to ResNet26 in the same process.
 
 A training step is forward, loss, backward and the step of SGD with momentum and weight decay; images are random, channels last.
 """
@@ -36,7 +36,7 @@ HOW = ("eager", "graphs", "compiled")
 
 @dataclass(frozen=True)
 class Setting:
-    """One combination."""
+    """One combination of network, batch size, precision and mode."""
 
     batch: int
     precision: str
@@ -74,7 +74,7 @@ class Network:
 
 
 def network(name: str, setting: Setting, settings: Settings) -> Iterator[Row]:
-    """Images per second and peak memory in training, then in evaluation; a network that needs too much memory is a result."""
+    """Measures images per second and peak memory in training and evaluation; running out of memory is a result."""
     kernels(settings)
     row: Row = {"model": name, "precision": setting.precision, "how": setting.how}
     graph = setting.how == "graphs"
@@ -105,12 +105,12 @@ def network(name: str, setting: Setting, settings: Settings) -> Iterator[Row]:
 
 
 def peak_MiB(before: int, settings: Settings) -> float | None:
-    """The most memory held since the network was made, warm-up and capture included."""
+    """Returns the peak memory since the network was created, including warm-up and capture."""
     return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1) if settings.on_gpu else None
 
 
 def _cases() -> Iterator[Case]:
-    """All combinations, those nearest to the usual ones first: 32 images, TF32, eager."""
+    """Yields all combinations; those closest to 32 images, TF32 and eager come first."""
     for name, batch, how_precise, how in itertools.product(NAMES, BATCHES, PRECISIONS, HOW):
         ranks = NAMES.index(name), BATCHES.index(batch), PRECISIONS.index(how_precise), HOW.index(how)
         setting = Setting(batch, how_precise, how)

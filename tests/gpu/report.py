@@ -21,13 +21,13 @@ MACHINE = ("gpu", "gpus", "memory_GiB", "driver", "cuda", "cpu", "cpus", "python
 
 
 def report(records: Sequence[Row]) -> str:
-    """All tables; what was not measured has none."""
+    """Returns the tables of all measurements."""
     facts = machine(records)
     on_gpu = facts.get("device") == "cuda"
     title = "" if on_gpu and not facts.get("small") else "**Small test sizes: not a measurement.**\n\n"
-    said = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
+    described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
     parts = (_status(records), *_cores(records), *_models(records), _loader(records), _training(records), _troubles(records))
-    return title + "\n\n".join([f"Machine: {said}.", *(part for part in parts if part)]) + "\n"
+    return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
 
 
 def machine(records: Sequence[Row]) -> Row:
@@ -49,7 +49,7 @@ def table(title: str, heading: Sequence[str], lines: Sequence[Sequence[object]])
 
 
 def ranged(values: Sequence[float] | None, digits: int = 2) -> str:
-    """Median, with the range."""
+    """Returns median and range."""
     if not values:
         return "-"
     middle, low, high = (f"{x:.{digits}f}" for x in values)
@@ -135,7 +135,7 @@ def _one_line(text: str) -> str:
 
 
 def write(page: Path, text: str) -> None:
-    """Replaces what lies between the markers."""
+    """Replaces the text between the markers."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
     page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")

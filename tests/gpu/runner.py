@@ -1,4 +1,4 @@
-"""Runs cases one after the other, each in its own process, and writes a JSON line for each as soon as it ends.
+"""Runs cases one after another, each in its own process, and writes a JSON line after each case.
 
 A case has a time limit, and all together have a budget. A case that crashes is run once more with
 `SAN_CUDA_SYNC=1`, with which every launch is followed by a synchronisation, so that the error names its kernel.
@@ -24,7 +24,7 @@ KERNEL = re.compile(r"\b(\w+_kernel)\b")
 LEAST = 5.0
 """Seconds that must be left of the budget to start a case."""
 FIRST = "build/kernels"
-"""If this case does not pass, no other one can."""
+"""No other case can pass if this one fails."""
 
 
 class Runner:
@@ -41,7 +41,7 @@ class Runner:
         self.file = open(out / "results.jsonl", "w", encoding="utf-8")
 
     def run(self, cases: Sequence[Case]) -> list[Row]:
-        """Runs the cases by priority. Those that the budget does not reach get the status `not run`."""
+        """Runs the cases by priority. Cases after the end of the budget get the status `not run`."""
         reason = ""
         for case in sorted(cases, key=lambda case: case.priority):
             if not reason and self.left() < LEAST:
@@ -65,13 +65,13 @@ class Runner:
             again = self._attempt(case, SYNCHRONOUS)
             record["synchronous"] = {key: again.get(key) for key in ("status", "error")}
         if record["status"] in ("crashed", "failed"):
-            # The synchronous error comes first: the other one may name a kernel that was launched later.
+            # The synchronous error has priority; the other one may name a later kernel.
             found = KERNEL.search(f"{record.get('synchronous', {}).get('error')}\n{record['error']}")
             record["kernel"] = found[1] if found else None
         return record
 
     def _attempt(self, case: Case, environment: Mapping[str, str]) -> Row:
-        """The record of one process."""
+        """Runs a case in a process and returns its record."""
         name = case.id.replace("/", "-") + ("-synchronous" if environment else "")
         rows_file, log_file = self.out / "logs" / f"{name}.jsonl", self.out / "logs" / f"{name}.txt"
         rows_file.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ class Runner:
         return {"part": case.part, "name": case.name, "seconds": round(time.monotonic() - began, 1), "rows": rows, **end}
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends the process and all that it started, and waits for it."""
+        """Ends the process and its children and waits for it."""
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -105,14 +105,14 @@ class Runner:
         process.wait()
 
     def _without_end(self, code: int | None, is_cut: bool, limit: float, log: Path) -> Row:
-        """How a process ended that could not tell."""
+        """Returns the status of a process that ended without reporting one."""
         if code is None and is_cut:
             return {"status": "not run", "error": f"the budget ended after {limit:.0f} s of this case"}
         if code is None:
             return {"status": "timeout", "error": f"killed after {limit:.0f} s"}
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        said = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        return {"status": "crashed", "error": f"{how}\n{said}"[:2000]}
+        output = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        return {"status": "crashed", "error": f"{how}\n{output}"[:2000]}
 
     def _write(self, record: Row) -> None:
         self.records.append(record)

@@ -1,4 +1,4 @@
-"""Cases of the GPU check that a CPU only runs in part: their order, sanitizers, CUDA graphs."""
+"""Parts of the GPU check that need no GPU: the order of cases, sanitizers, comparisons of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ops.cases import OPERATORS
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_short_budget_reaches_every_kind_of_case() -> None:
+def test_important_cases_come_first() -> None:
     cases = [case.id for case in sorted(all_cases(Settings("cuda", False, "")), key=lambda case: case.priority)]
     networks = [f"models/{name} batch 32" for name in NETWORKS]
     first = [f"{name} {how}" for name in networks for how in ("tf32 eager", "tf32 graphs", "bfloat16 eager", "bfloat16 graphs")]
@@ -42,7 +42,7 @@ def test_a_short_budget_reaches_every_kind_of_case() -> None:
         ("", [True, False]),
     ],
 )
-def test_a_sanitizer_case_needs_its_problems_to_pass(
+def test_sanitizer_case_fails_with_its_checks(
     row: str, passes: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sanitizer = tmp_path / "compute-sanitizer"
@@ -54,12 +54,12 @@ def test_a_sanitizer_case_needs_its_problems_to_pass(
 
 
 def replays_by_calling(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """Stands in for a capture: warms up, and replays by calling again."""
+    """Replaces the capture of a graph: warms up, and replays by calling again."""
     result = run().clone()
     return lambda: result.copy_(run()), result
 
 
-def replays_the_loss_alone(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+def replays_nothing(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     result = run().clone()
     return lambda: None, result
 
@@ -69,14 +69,14 @@ GRAPHS = Settings("cpu", True, "")
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Two threads wait for each other where other work takes a core."""
+    """With other work on the machine, several threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("record", "passes"), [(replays_by_calling, True), (replays_the_loss_alone, False)])
+@pytest.mark.parametrize(("record", "passes"), [(replays_by_calling, True), (replays_nothing, False)])
 def test_comparison_of_graphs_with_eager_steps(
     record: Callable[..., object], passes: bool, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
@@ -95,7 +95,7 @@ def test_graphs_need_a_gpu(case: Case) -> None:
 
 @pytest.mark.parametrize(("case", "package"), zip(graphs.ALL, ("pydantic", "deepspeed"), strict=True))
 def test_graphs_are_skipped_without_their_packages(case: Case, package: str, tmp_path: Path) -> None:
-    """In another process, where the package and all that need it were never imported."""
+    """Runs in a new process, which has not imported the package."""
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from tests.gpu import child, graphs\nfrom tests.gpu.case import Settings\n"

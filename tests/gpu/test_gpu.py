@@ -1,4 +1,4 @@
-"""The GPU check on a CPU: how it records cases that crash, hang or fail, a case of each part, and the report."""
+"""The GPU check on a CPU: records of cases that crash, hang or fail, one case of each part, and the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.report import BEGIN, END, report, write
 from tests.gpu.runner import Runner
 
 ROOT = Path(__file__).parents[2]
-# The fakes' processes import this file, so it does not import torch.
+# The processes of fake cases import this file, so it must not import torch.
 CHILD = (sys.executable, "-m", "tests.gpu.test_gpu")
 Records = dict[str, Row]
 
@@ -59,9 +59,7 @@ def breaks_cuda(settings: Settings) -> Iterator[Row]:
 
 def fails_to_launch(settings: Settings) -> Iterator[Row]:
     yield {"check": "before", "passed": True}
-    hint = (
-        "" if os.environ.get("SAN_CUDA_SYNC") == "1" else "; an earlier kernel may be the cause, set SAN_CUDA_SYNC=1 to find it"
-    )
+    hint = "; an earlier kernel may be the cause, set SAN_CUDA_SYNC=1 to find it" if "SAN_CUDA_SYNC" not in os.environ else ""
     raise RuntimeError(f"san::pairwise: kernel (hidden_kernel<scalar_t, 4>) failed: invalid argument{hint}")
 
 
@@ -136,7 +134,7 @@ def test_status(name: str, status: str, error: str | None, records: Records) -> 
     assert "error" not in record if error is None else error in record["error"]
 
 
-def test_rows_before_the_end_are_kept(records: Records) -> None:
+def test_keeps_rows_before_a_crash(records: Records) -> None:
     for name in ("aborts", "hangs", "raises", "breaks_cuda"):
         assert records[name]["rows"] == [{"check": "before", "passed": True}], name
     assert len(records["errs"]["rows"]) == 3
@@ -151,21 +149,21 @@ def test_rows_before_the_end_are_kept(records: Records) -> None:
         ("aborts", None),
     ],
 )
-def test_the_record_names_the_kernel(name: str, kernel: str | None, records: Records) -> None:
+def test_record_names_the_kernel(name: str, kernel: str | None, records: Records) -> None:
     assert records[name]["kernel"] == kernel
 
 
-def test_a_failed_launch_runs_again_with_synchronisation(records: Records) -> None:
+def test_failed_launch_runs_again_with_synchronization(records: Records) -> None:
     assert records["fails_to_launch"]["synchronous"]["error"].endswith("failed: invalid argument")
 
 
-def test_nothing_that_a_case_started_survives(records: Records) -> None:
+def test_children_of_a_killed_case_end(records: Records) -> None:
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
     assert records["hangs"]["status"] == "timeout"
     assert not any(b"1234567" in command for command in commands)
 
 
-def test_a_spent_budget_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_the_end_of_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LEAST", 0.5)
     found = run(tmp_path, ["passes", "last", "errs"], budget=4)
     assert found["passes"]["status"] == "passed"
@@ -174,7 +172,7 @@ def test_a_spent_budget_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found["passes"]["status"], found["passes"]["error"]) == ("not run", "the budget is spent")
 
 
-def test_without_kernels_nothing_else_runs(tmp_path: Path) -> None:
+def test_no_case_runs_without_kernels(tmp_path: Path) -> None:
     found = run(tmp_path, ["kernels", "passes"])
     assert found["kernels"]["status"] == "failed"
     assert (found["passes"]["status"], found["passes"]["error"]) == ("not run", "build/kernels did not pass")
@@ -204,26 +202,26 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_case_of_each_part(name: str, small_run: Path) -> None:
+def test_case_of_each_part(name: str, small_run: Path) -> None:
     found = {f"{record['part']}/{record['name']}": record for record in map(json.loads, small_run.read_text().splitlines())}
     assert found[name]["status"] == "passed", found[name]
     assert any(CHOSEN[name] in row for row in found[name]["rows"])
 
 
-def test_the_report_has_a_table_for_each_part_and_says_that_a_cpu_measures_nothing(small_run: Path) -> None:
+def test_report_of_a_cpu_has_all_tables_and_a_warning(small_run: Path) -> None:
     text = report([json.loads(line) for line in small_run.read_text().splitlines()])
     assert text.startswith("**Small test sizes: not a measurement.**")
-    for title in (
+    titles = (
         "Cases",
         "Training, tf32, batch 1",
         "Training steps",
         "Loading photographs",
         "`run_trial` and a plain PyTorch loop",
-    ):
-        assert f"**{title}**" in text
+    )
+    assert all(f"**{title}**" in text for title in titles)
 
 
-def test_results_of_a_cpu_do_not_reach_the_page(small_run: Path, tmp_path: Path) -> None:
+def test_page_rejects_results_of_a_cpu(small_run: Path, tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text(f"a\n{BEGIN}\nold\n{END}\nb\n")
     command = [sys.executable, "-m", "tests.gpu.report", str(small_run), "--write", str(page)]
@@ -232,7 +230,7 @@ def test_results_of_a_cpu_do_not_reach_the_page(small_run: Path, tmp_path: Path)
     assert "old" in page.read_text()
 
 
-def test_the_marked_part_of_the_page_is_replaced(tmp_path: Path, records: Records) -> None:
+def test_replaces_the_text_between_the_markers(tmp_path: Path, records: Records) -> None:
     facts: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H100", "driver": "580.1", "torch": "2.11.0", "date": "2026-11-22"}
     build = {"part": "build", "name": "kernels", "status": "passed", "rows": [{"machine": facts}]}
     page = tmp_path / "performance.md"
@@ -244,7 +242,7 @@ def test_the_marked_part_of_the_page_is_replaced(tmp_path: Path, records: Record
     assert "| loader/breaks_cuda | crashed | mapping_kernel |" in text
 
 
-def test_the_page_has_one_place_for_the_tables() -> None:
+def test_page_has_one_pair_of_markers() -> None:
     text = (ROOT / "docs" / "results" / "performance.md").read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
 

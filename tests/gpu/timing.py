@@ -1,4 +1,4 @@
-"""Times calls side by side: in turn in each repeat, after a warm-up; on a GPU by CUDA events, in a graph where asked."""
+"""Times several calls in turn after a warm-up; on a GPU with CUDA events and optionally CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.gpu.case import Row, Settings
 Call = Callable[[], object]
 PRECISIONS = ("tf32", "bfloat16", "float32")
 SAMPLE_MS = 20.0
-"""A sample repeats a call until it takes about so long."""
+"""Approximate duration of a sample, which repeats a call."""
 
 
 @contextmanager
 def precision(name: str, device: str) -> Iterator[None]:
-    """float32 products exact or as TF32, or bfloat16 autocast with TF32 for the rest."""
+    """Sets the precision of products: float32, TF32, or bfloat16 autocast with TF32 for float32 products."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name != "float32"
     with torch.autocast(device, torch.bfloat16, enabled=name == "bfloat16", cache_enabled=False):
         yield
 
 
 def under(backend: ops.Backend, precision_name: str, device: str, call: Call) -> Call:
-    """The call with these operators, in this precision."""
+    """Returns a function that runs the call with this back end and precision."""
 
     def run() -> None:
         with ops.backend(backend), precision(precision_name, device):
@@ -37,7 +37,7 @@ def under(backend: ops.Backend, precision_name: str, device: str, call: Call) ->
 
 
 def captured(call: Call) -> Call:
-    """The call as one CUDA graph, which takes Python and launches out of the time."""
+    """Returns the call as a CUDA graph, to exclude the time of Python and launches."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -51,7 +51,7 @@ def captured(call: Call) -> Call:
 
 
 def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls ready to be timed, warm; and those that cannot be, with the reason."""
+    """Returns the warmed-up calls, and the reasons for calls that cannot run."""
     ready, left_out = {}, {}
     for name, call in calls.items():
         try:
@@ -67,7 +67,7 @@ def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[di
 
 
 def measure(calls: dict[str, Call], settings: Settings, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds per call of each repeat, by name. All calls take turns in each repeat."""
+    """Returns milliseconds per call of each repeat, by name. All calls take turns in each repeat."""
     times = {name: _rounds(call, settings) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(2 if settings.small else repeats):
@@ -77,7 +77,7 @@ def measure(calls: dict[str, Call], settings: Settings, repeats: int) -> dict[st
 
 
 def _rounds(call: Call, settings: Settings) -> int:
-    """How many calls make a sample."""
+    """Returns the number of calls per sample."""
     call()
     return 1 if settings.small else max(1, min(100, round(SAMPLE_MS / max(_sample(call, 2, settings), 0.01))))
 
@@ -99,18 +99,18 @@ def _sample(call: Call, rounds: int, settings: Settings) -> float:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """Median, least and greatest."""
+    """Returns median, minimum and maximum."""
     return [float(f"{x:.4g}") for x in (statistics.median(values), min(values), max(values))]
 
 
 def summary(samples: dict[str, list[float]], ours: str) -> Row:
-    """Milliseconds of each, and for the others how many times as long they took as ours in the same repeat."""
+    """Returns the milliseconds of each call, and their ratios to our call in the same repeat."""
     ratios = {name: [a / b for a, b in zip(x, samples[ours], strict=True)] for name, x in samples.items() if name != ours}
     return {"ms": {n: spread(x) for n, x in samples.items()}, "times_ours": {n: spread(x) for n, x in ratios.items()}}
 
 
 def peaks(settings: Settings) -> Row:
-    """What this device reaches: bytes/s of a large copy, read and written, and FLOP/s of a large product by precision."""
+    """Measures the bytes/s of a large copy (read and written) and the FLOP/s of a large product in each precision."""
     size, elements = (256, 2**20) if settings.small else (8192, 2**28)
     source = torch.ones(elements, device=settings.device)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""A whole trial (`experiments.training.trainer.run_trial`) beside a plain torch loop with the same model, images and recipe.
+"""Compares a whole trial (`experiments.training.trainer.run_trial`) with a loop in plain PyTorch.
 
 They take turns, epoch by epoch, in the same processes (`tests.benchmarks.overhead`). On several GPUs there is a process
 for each, and the plain loop uses DistributedDataParallel.
@@ -22,7 +22,7 @@ from tests.gpu.timing import spread
 
 
 def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[str]:
-    """Synthetic images, so that only computing counts; batches of 32 a worker, as in the paper."""
+    """Returns a grid with synthetic images, which need no decoding, and batches of 32 per worker, as in the paper."""
     if settings.small:
         keys = ["recipe.epochs=2", f"recipe.batch_size={32 * workers}", "data.synthetic_per_class=16", "data.source=synthetic"]
         keys += ["data.synthetic_classes=10", "placement.gpus=0", "placement.cpus=1"]
@@ -33,7 +33,7 @@ def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[
 
 
 def training(several: bool, engine: dict[str, str], settings: Settings) -> Iterator[Row]:
-    # Looked up here: a machine that tests kernels only has none of these.
+    # Imported here, because a machine for kernel tests lacks these packages.
     import deepspeed  # noqa: F401
     import mlflow  # noqa: F401
 
@@ -64,7 +64,7 @@ def training(several: bool, engine: dict[str, str], settings: Settings) -> Itera
 
 
 def worker(profile: str, runs: Path, found: Path, keys: list[str]) -> None:
-    """One worker of the trial and of the plain loop; the first one writes the seconds of each epoch but the first."""
+    """Runs one worker of the trial and of the plain loop; the first one writes the seconds of all epochs except the first."""
     from tests.benchmarks.overhead import measure_trial
 
     trial, turns = measure_trial(profile, tuple(keys), runs)

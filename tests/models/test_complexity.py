@@ -1,4 +1,4 @@
-"""Counts: those of the meta device equal those of a real forward with the reference operators, watched call by call."""
+"""Parameters and FLOPs: counts on the meta device equal counts of real calls."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Watch(TorchFunctionMode):
-    """Counts by the paper's convention what torch is called for, with the shapes of real tensors."""
+class PaperFlops(TorchFunctionMode):
+    """Counts the FLOPs of each call of a torch function by the paper's convention."""
 
     def __init__(self, scalar: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Watch(TorchFunctionMode):
                 image, weight, bias = args[:3]
                 per_output = image.shape[1] * weight.shape[2] * weight.shape[3] + (bias is not None)
                 return math.prod(out.shape) * per_output
-            case "linear":  # the classifier, whose bias the released counter leaves out
+            case "linear":  # the classifier; the released code does not count its bias
                 return math.prod(out.shape) * args[0].shape[-1]
             case "batch_norm":
                 return 2 * math.prod(out.shape)
@@ -79,33 +79,34 @@ class Watch(TorchFunctionMode):
         return 0
 
 
+def made(which: str) -> nn.Module:
+    name, fields = MODELS[which]
+    return san.create_model(name, 7, **({} if name == "resnet26" else {"footprint": 3}) | fields).eval()
+
+
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("size", [(64, 64), (96, 64)], ids=str)
-def test_equals_a_real_forward_with_the_reference_operators(which: str, size: tuple[int, int]) -> None:
-    name, fields = MODELS[which]
-    if name != "resnet26":
-        fields = {"footprint": 3} | fields
-    model = san.create_model(name, 7, **fields).eval()
-    with torch.no_grad(), ops.backend("reference"), Watch(name == "san10_scalar") as watch:
+@torch.no_grad()
+def test_paper_flops_equal_those_of_a_forward_pass(which: str, size: tuple[int, int]) -> None:
+    model = made(which)
+    with ops.backend("reference"), PaperFlops(which == "scalar") as counter:
         model(torch.randn(1, 3, *size))
     counted = san.complexity(model, size)
-    assert counted.flops_paper == watch.total
+    assert counted.flops_paper == counter.total
     assert counted.params == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_actual_flops_are_those_of_a_reference_forward(which: str) -> None:
-    name, fields = MODELS[which]
-    if name != "resnet26":
-        fields = {"footprint": 3} | fields
-    model = san.create_model(name, 7, **fields).eval()
+@torch.no_grad()
+def test_actual_flops_equal_those_of_a_forward_pass(which: str) -> None:
+    model = made(which)
     softmax = {torch.ops.aten._softmax: lambda shape, *args, **options: 5 * math.prod(shape)}
-    with torch.no_grad(), ops.backend("reference"), FlopCounterMode(display=False, custom_mapping=softmax) as counter:
+    with ops.backend("reference"), FlopCounterMode(display=False, custom_mapping=softmax) as counter:
         model(torch.randn(1, 3, 64, 64))
     assert san.complexity(model, 64).flops_actual == counter.get_total_flops()
 
 
-def test_counts_without_a_compiler() -> None:
+def test_needs_no_compiler() -> None:
     code = "import san; print(san.complexity(san.create_model('san10_scalar')).flops_paper)"
     environment = os.environ | {"SAN_CACHE": "no-such-folder", "CXX": "no-such-compiler", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -126,7 +127,7 @@ def test_stages_add_up(which: str) -> None:
     assert all(min(dataclasses.astuple(part)[1:]) > 0 for part in counted.stages)
 
 
-def test_any_other_module_is_one_part() -> None:
+def test_other_modules_have_one_part() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1, bias=False), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3))
     counted = san.complexity(model, (5, 6))
     (part,) = counted.stages
@@ -134,7 +135,7 @@ def test_any_other_module_is_one_part() -> None:
     assert (counted.params, counted.flops_paper) == (part.params, part.flops_paper)
 
 
-def test_counts_a_model_of_another_dtype_and_other_channels() -> None:
+def test_other_dtypes_and_input_channels() -> None:
     expected = san.complexity(san.create_model("resnet26", 7), 64)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert san.complexity(san.create_model("resnet26", 7).to(dtype), 64) == expected
@@ -145,6 +146,6 @@ def test_counts_a_model_of_another_dtype_and_other_channels() -> None:
     assert expected.flops_paper - counted.flops_paper == 2 * 64 * 7 * 7 * 32 * 32
 
 
-def test_counts_a_module_without_a_convolution() -> None:
+def test_modules_without_convolutions() -> None:
     assert san.complexity(nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 2)), 4).flops_paper == 2 * 3 * 4 * 4
     assert san.complexity(nn.Flatten(), 4).params == 0

@@ -13,11 +13,7 @@ import san
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "pairwise": {"name": "san10_pairwise"},
-    "pairwise concatenation, absolute position": {
-        "name": "san10_pairwise",
-        "relation": "concatenation",
-        "position": "absolute",
-    },
+    "pairwise, absolute": {"name": "san10_pairwise", "relation": "concatenation", "position": "absolute"},
     "patchwise": {"name": "san10_patchwise"},
     "patchwise star": {"name": "san10_patchwise", "relation": "star"},
     "scalar": {"name": "san10_scalar"},

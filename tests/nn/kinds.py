@@ -1,4 +1,4 @@
-"""One attention per way in which an experiment of the paper differs from the default, for tests. Needs only torch."""
+"""Attention modules for tests: one for each relation, position, mapping and transformation. Needs only torch."""
 
 from __future__ import annotations
 
@@ -43,24 +43,41 @@ _kind("scalar", ScalarAttention)
 _kind("scalar-2-heads", ScalarAttention, heads=2)
 
 
-def made(kind: str, footprint: int, seed: int = 0) -> SelfAttention:
-    """An attention in float64 in which no parameter and no statistic has a special value."""
-    torch.manual_seed(seed)
-    module = KINDS[kind](footprint).double()
+def randomize(module: SelfAttention) -> None:
+    """Gives every parameter and running statistic a random value, so that no term of the result vanishes."""
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             if tensor.is_floating_point():
                 tensor.copy_(torch.rand_like(tensor) + 0.5 if "running_var" in name else torch.randn_like(tensor) / 2)
         for layer in module.modules():
             if isinstance(layer, nn.BatchNorm2d):
-                layer.bias.abs_()  # keeps gamma's few hidden units alive
+                layer.bias.abs_()  # otherwise ReLU would set most of gamma's few hidden units to 0
+
+
+def randomize_vectors(model: nn.Module) -> None:
+    """Adds noise to all scales and biases.
+
+    With a bias of 0, the sign of p_i - p_i = 0 before a ReLU and so its gradient would depend on rounding.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) / 10)
+
+
+def made(kind: str, footprint: int, seed: int = 0) -> SelfAttention:
+    """An attention module in float64 with random parameters and statistics."""
+    torch.manual_seed(seed)
+    module = KINDS[kind](footprint).double()
+    randomize(module)
+    with torch.no_grad():
         for role in dict.fromkeys(module.roles):
-            module.get_submodule(role).get_parameter("weight").div_(4)  # keeps the softmax from choosing a single place
+            module.get_submodule(role).get_parameter("weight").div_(4)  # otherwise the softmax would choose a single position
     return module
 
 
 def gradients(function: Callable[[Tensor], Tensor], module: SelfAttention, x: Tensor) -> list[Tensor]:
-    """Output and the gradients of the input and of all parameters, under a fixed random cotangent."""
+    """Returns the output and, for a fixed random cotangent, the gradients of the input and of all parameters."""
     leaf = x.clone().requires_grad_()
     y = function(leaf)
     cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)

@@ -1,4 +1,4 @@
-"""Attention by the paper's formulas, pixel by pixel, in plain loops: slow, and independent of `san.ops` and of its reference.
+"""The paper's formulas for attention in plain loops over pixels: slow, and independent of `san.ops`.
 
 Source: Zhao, Jia, Koltun, CVPR 2020, section 3; for scalar attention Ramachandran et al., NeurIPS 2019, section 3.
 """
@@ -14,7 +14,7 @@ Pixel = tuple[int, int]
 
 
 def reflected(coordinate: int, size: int) -> int:
-    """The coordinate inside 0..size-1 that a mirror at the border pixels shows."""
+    """Reflects a coordinate at the border pixels into the range 0 to size - 1."""
     while not 0 <= coordinate < size:
         coordinate = -coordinate if coordinate < 0 else 2 * (size - 1) - coordinate
     return coordinate
@@ -90,8 +90,8 @@ def attention(module: SelfAttention, x_NCHW: Tensor) -> Tensor:
             weight, bias = module.position.linear.weight[:, :, 0, 0], module.position.linear.bias
             p = {i: weight @ xy[i] + bias for i in pixels}
             for i in pixels:
-                told = [p[i] - p[j] if module.position.encoding == "relative" else p[j] for j in around[i]]
-                places[i] = [torch.cat((d, t.expand(N, 2)), 1) for d, t in zip(places[i], told, strict=True)]
+                encoded = [p[i] - p[j] if module.position.encoding == "relative" else p[j] for j in around[i]]
+                places[i] = [torch.cat((d, t.expand(N, 2)), 1) for d, t in zip(places[i], encoded, strict=True)]
         delta = torch.stack([torch.stack(places[i], 2) for i in pixels], 3)  # [N, d, K, P]
         alpha = gamma(module.gamma, delta).exp()
         alpha = alpha / alpha.sum(2, keepdim=True)
@@ -99,11 +99,7 @@ def attention(module: SelfAttention, x_NCHW: Tensor) -> Tensor:
         shared = module.roles[0] == module.roles[1]
         patches = [
             patch(
-                module.relation,
-                shared,
-                phi[:, :, *i],
-                [phi[:, :, *j] for j in around[i]],
-                [psi[:, :, *j] for j in around[i]],
+                module.relation, shared, phi[:, :, *i], [phi[:, :, *j] for j in around[i]], [psi[:, :, *j] for j in around[i]]
             )
             for i in pixels
         ]

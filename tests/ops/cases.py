@@ -1,4 +1,4 @@
-"""The fused operators as all tests see them: sizes, random inputs, how kernels and the plain definitions are called."""
+"""Sizes, random inputs and calls of the fused operators and of their definitions in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a direct call. Named so that a failing one can be read off the test id.
+    """The sizes of a direct call, which the test id lists.
 
-    `channels` of the relation or of a patch's piece, `hidden` and `weights` of the mapping. `own` says whether a patch has its
-    pixel's own center, `products` how many channels of a relation are products.
+    Args:
+        channels: number of channels of the relation, or of one map of a patch.
+        hidden: number of hidden channels of the mapping; 0 for a mapping without a hidden layer.
+        weights: number of weight channels.
+        products: number of channels of the relation that are products; the others are differences.
+        own: whether a patch contains the center of its pixel.
     """
 
     batch: int = 2
@@ -65,7 +69,7 @@ SIZES = [
 
 
 def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensors:
-    """An operator's tensors: maps, then parameters."""
+    """Returns random tensors for an operator: maps, then parameters."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -91,26 +95,26 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
-    """The arguments behind the tensors."""
+    """Returns the arguments that follow the tensors."""
     products = () if operator == "patch_linear" else (sizes.products,)
     return (sizes.footprint, *products, *(() if operator == "pair_statistics" else (tf32,)))
 
 
 def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
-    """What an operator is defined to be, in plain torch."""
+    """Returns the outputs of the definition in plain PyTorch."""
     arguments = rest(operator, sizes)
     out = getattr(oracle, operator)(*tensors, *(arguments if operator == "pair_statistics" else arguments[:-1]))
     return out if isinstance(out, tuple) else (out,)
 
 
 def computed(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = None, tf32: bool = False) -> Tensors:
-    """What an operator of a namespace computes, by default the one that is differentiable."""
+    """Returns the outputs of an operator, by default of the differentiable one."""
     out = getattr(namespace or torch.ops.san, operator)(*tensors, *rest(operator, sizes, tf32))
     return out if isinstance(out, tuple) else (out,)
 
 
 def cotangents(outputs: Tensors) -> Tensors:
-    """Fixed random gradients of outputs."""
+    """Returns fixed random gradients of the outputs."""
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs)
 
@@ -118,13 +122,27 @@ def cotangents(outputs: Tensors) -> Tensors:
 def backward_arguments(
     operator: str, tensors: Tensors, outputs: Tensors, grads: Tensors, sizes: Sizes, tf32: bool = False
 ) -> tuple[Any, ...]:
-    """The arguments of an operator's backward: gradients, what it kept, and the rest."""
-    kept = {"pair_weights": (outputs[0], *tensors), "patch_linear": tensors}.get(operator, (*tensors, outputs[0]))
-    return *grads, *kept, *rest(operator, sizes, tf32)
+    """Returns the arguments of the backward operator: gradients, saved tensors, and the rest."""
+    saved = {"pair_weights": (outputs[0], *tensors), "patch_linear": tensors}.get(operator, (*tensors, outputs[0]))
+    return *grads, *saved, *rest(operator, sizes, tf32)
+
+
+def run_kernels(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, tf32: bool = False) -> Tensors:
+    """Returns outputs and gradients of the forward and backward operators, without autograd."""
+    outputs = computed(operator, tensors, sizes, namespace, tf32)
+    arguments = backward_arguments(operator, tensors, outputs, cotangents(outputs), sizes, tf32)
+    return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
+
+
+def with_half_weights(operator: str, exact: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """Returns the tensors with weights of a half type and all others in float32, and the same values in float64."""
+    weights = {"pair_weights": {3, 5}, "patch_linear": {4}}.get(operator, set())
+    rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
+    return tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact)), rounded
 
 
 def differentiated(function: Callable[[Tensors], Tensors], tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Outputs of function(tensors), and the gradients of the tensors under fixed random cotangents."""
+    """Returns the outputs of function(tensors) and, for fixed random cotangents, the gradients of the tensors."""
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
     outputs = function(leaves)
     grads = torch.autograd.grad(outputs, leaves, cotangents(outputs), allow_unused=True, materialize_grads=True)
@@ -132,7 +150,10 @@ def differentiated(function: Callable[[Tensors], Tensors], tensors: Tensors) -> 
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, in norm: where a value is nearly 0, rounding decides whether ReLU passes its gradient. Some gradients are 0."""
+    """Returns the relative error in the Euclidean norm, in which single values count little.
+
+    Near 0, rounding decides whether ReLU passes a value's gradient. Some gradients are 0, so the divisor is at least 0.01.
+    """
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-2)).item()
 
 

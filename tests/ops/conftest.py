@@ -1,4 +1,4 @@
-"""The CUDA sources without a GPU, compiled once for all tests: a library can be registered only once in a process."""
+"""Compiles the CUDA sources for the CPU once per session, because a process can register a library only once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.ops.shim import compile_shim
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA operators compiled by g++, as torch.ops.san_shim on CPU tensors."""
+    """The CUDA operators compiled with g++, as torch.ops.san_shim on CPU tensors."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder in one that they share
+    if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share the parent folder
         folder = folder.parent
     built = folder / "shim.so"
     with open(folder / "shim.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             compile_shim(built)
-    assert library.load(), "the shim is compared with the CPU's kernels"
+    assert library.load(), "tests compare the shim with the CPU kernels"
     schemas.define("san_shim")
     torch.ops.load_library(built)
     return torch.ops.san_shim
@@ -34,7 +34,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(params=["forwards", "backwards"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """In which the shim runs blocks and threads: what depends on it lacks a barrier."""
+    """The order in which the shim runs blocks and threads. A result that depends on it shows a missing barrier."""
     if request.param == "backwards":
         monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
     yield request.param

@@ -1,4 +1,4 @@
-"""The operators of the unfused attention for all tests: names, random inputs, kernels, references. Add new operators here."""
+"""The operators of unfused attention: names, random inputs, kernels and references. Add a row for a new operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from san.ops import reference
 
 @dataclass(frozen=True)
 class Case:
-    """A problem size. The test id shows all its numbers.
+    """The sizes of a call, which the test id lists.
 
     With `channels_last`, maps are channels-last and weights are stored as [N, P, K, G], as in SAN's networks.
     """
@@ -48,12 +48,12 @@ class Case:
 
 
 def stored_by_pixels(weight: Tensor) -> Tensor:
-    """[N, G, K, P] as a view of [N, P, K, G]."""
+    """Stores weights [N, G, K, P] in the memory order [N, P, K, G]."""
     return weight.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
 
 
 CHANNELS_LAST = [
-    # Loads of 4 channels; 8 channels share a weight, as in SAN.
+    # The kernels load 4 channels at once; 8 channels share a weight, as in SAN.
     Case(2, 32, 5, 4, 3, groups=4, channels_last=True),
     Case(1, 64, 7, 7, 7, groups=8, channels_last=True),
     Case(1, 12, 3, 4, 3, groups=4, channels_last=True),  # 3 channels share a weight
@@ -83,26 +83,26 @@ class Operator:
         return self.inputs(case, torch.Generator().manual_seed(seed), dtype)
 
     def rest(self, case: Case) -> tuple[int, ...]:
-        """The arguments that follow the tensors."""
+        """Returns the arguments that follow the tensors."""
         return (case.footprint,) if self.groups is None else (case.footprint, self.groups(case))
 
     def kernel(self, namespace: Any = None) -> Callable[..., Tensor]:
         return getattr(namespace or torch.ops.san, self.name)
 
     def backward(self, grad: Tensor, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> tuple[Any, Any]:
-        """The backward operator and its arguments."""
+        """Returns the backward operator and its arguments."""
         rest = inputs if self.saves_inputs else (case.height, case.width)
         return getattr(namespace or torch.ops.san, f"{self.name}_backward"), (grad, *rest, case.footprint)
 
     def computed(self, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> list[Tensor]:
-        """Output and input gradients from the forward and the backward kernel, without autograd."""
+        """Returns output and input gradients of the forward and the backward kernel, without autograd."""
         out = self.kernel(namespace)(*inputs, *self.rest(case))
         backward, arguments = self.backward(cotangent(out), inputs, case, namespace)
         grads = backward(*arguments)
         return [out, *(grads if isinstance(grads, tuple) else (grads,))]
 
     def defined(self, inputs: tuple[Tensor, ...], case: Case) -> list[Tensor]:
-        """Output and input gradients of the reference."""
+        """Returns output and input gradients of the reference."""
         return gradients(self.reference, inputs, *self.rest(case))
 
     def __str__(self) -> str:
@@ -132,12 +132,12 @@ OPERATORS = [
 
 
 def cotangent(out: Tensor) -> Tensor:
-    """A fixed random gradient of an output."""
+    """Returns a fixed random gradient of an output."""
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out)
 
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: int) -> list[Tensor]:
-    """Output and input gradients under a fixed random cotangent."""
+    """Returns the output and, for a fixed random cotangent, the gradients of the inputs."""
     leaves = [x.detach().requires_grad_() for x in inputs]  # not cloned: that could change the layout in memory
     out = function(*leaves, *rest)
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent(out))]

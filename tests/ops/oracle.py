@@ -1,4 +1,4 @@
-"""The fused operators in plain torch, differentiable and in any floating type: what every kernel is compared with.
+"""Definitions of the fused operators in plain PyTorch, for any floating-point type; tests compare the kernels with them.
 
 Shapes as in `cuda_ext/schemas.py`.
 """

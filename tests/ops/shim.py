@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources with g++, so that they run on the CPU."""
+"""Compiles the CUDA sources with g++ to run them on the CPU."""
 
 from __future__ import annotations
 

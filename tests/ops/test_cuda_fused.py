@@ -1,4 +1,4 @@
-"""The CUDA sources of fused operators and of aggregation, run on the CPU through the shim, against plain torch in float64."""
+"""The CUDA sources of fused operators and of aggregation, run on the CPU through the shim."""
 
 from __future__ import annotations
 
@@ -26,19 +26,15 @@ from tests.ops.cases import (
     defined,
     differentiated,
     error,
+    run_kernels,
     sample,
+    with_half_weights,
 )
+from tests.ops.operators import cotangent, gradients, stored_by_pixels
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 SMALL = [sizes for sizes in SIZES if sizes.width < 60 and sizes.footprint < 9]
 PRODUCTS = [replace(SMALL[at], products=products) for at in (1, 4) for products in (0, 2, SMALL[at].channels)]
-
-
-def run(shim: Any, operator: str, tensors: Tensors, sizes: Sizes, tf32: bool = False) -> Tensors:
-    """Outputs and gradients."""
-    outputs = computed(operator, tensors, sizes, shim, tf32)
-    arguments = backward_arguments(operator, tensors, outputs, cotangents(outputs), sizes, tf32)
-    return *outputs, *getattr(shim, f"{operator}_backward")(*arguments)
 
 
 def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
@@ -48,71 +44,70 @@ def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 @every_operator
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=str)
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
-def test_matches_its_definition(operator: str, sizes: Sizes, dtype: torch.dtype, allowed: float, order: str, shim: Any) -> None:
+def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype, allowed: float, order: str, shim: Any) -> None:
     tensors = sample(operator, sizes)
-    assert_near(run(shim, operator, tuple(x.to(dtype) for x in tensors), sizes), wanted(operator, tensors, sizes), allowed)
+    assert_near(
+        run_kernels(operator, tuple(x.to(dtype) for x in tensors), sizes, shim), wanted(operator, tensors, sizes), allowed
+    )
 
 
 @pytest.mark.parametrize("operator", OPERATORS[:3])
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
 def test_any_number_of_products(operator: str, sizes: Sizes, shim: Any) -> None:
     tensors = sample(operator, sizes)
-    assert_near(run(shim, operator, tuple(x.float() for x in tensors), sizes), wanted(operator, tensors, sizes), 2e-5)
+    assert_near(run_kernels(operator, tuple(x.float() for x in tensors), sizes, shim), wanted(operator, tensors, sizes), 2e-5)
 
 
 @pytest.mark.parametrize("operator", OPERATORS[1:])
 @pytest.mark.parametrize("sizes", SMALL[:5], ids=str)
-def test_tf32_is_used_where_it_is_allowed(operator: str, sizes: Sizes, shim: Any) -> None:
+def test_uses_tf32_if_allowed(operator: str, sizes: Sizes, shim: Any) -> None:
     exact = sample(operator, sizes)
     tensors, want = tuple(x.float() for x in exact), wanted(operator, exact, sizes)
-    got, accurate = run(shim, operator, tensors, sizes, tf32=True), run(shim, operator, tensors, sizes)
+    got, accurate = run_kernels(operator, tensors, sizes, shim, tf32=True), run_kernels(operator, tensors, sizes, shim)
     at = 1 if operator == "pair_covariance" else 0
     assert 10 * error(accurate[at], want[at]) < error(got[at], want[at]) <= 3e-3
-    assert_near(got, want, 0.15)  # gradients of so few pixels feel each ReLU that rounding flips
+    assert_near(got, want, 0.15)  # with so few pixels, each ReLU that rounding flips changes the gradients
 
 
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", SMALL[:3], ids=str)
 def test_half_weights(operator: str, dtype: torch.dtype, sizes: Sizes, shim: Any) -> None:
-    exact = sample(operator, sizes)
-    weights = {3, 5} if operator == "pair_weights" else {4}
-    rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
-    tensors = tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact))
-    got, want = run(shim, operator, tensors, sizes), wanted(operator, rounded, sizes)
+    tensors, rounded = with_half_weights(operator, sample(operator, sizes), dtype)
+    got, want = run_kernels(operator, tensors, sizes, shim), wanted(operator, rounded, sizes)
     assert error(got[0], want[0]) <= max(5e-3, torch.finfo(dtype).eps)
     assert_near(got[1:], want[1:], 0.2)
 
 
 @every_operator
-def test_the_same_inputs_give_the_same_bits(operator: str, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_blocks_does_not_change_bits(operator: str, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(3, 7, 7, 7, 18, 16, 8)
     tensors = sample(operator, sizes, torch.float32)
-    first = run(shim, operator, tensors, sizes)
+    first = run_kernels(operator, tensors, sizes, shim)
     monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
-    assert all(map(torch.equal, first, run(shim, operator, tensors, sizes)))
+    assert all(map(torch.equal, first, run_kernels(operator, tensors, sizes, shim)))
 
 
 @every_operator
-def test_empty_batch(operator: str, shim: Any) -> None:
+def test_accepts_an_empty_batch(operator: str, shim: Any) -> None:
     sizes = Sizes(batch=0)
     tensors = sample(operator, sizes, torch.float32)
-    assert [x.shape for x in run(shim, operator, tensors, sizes)] == [x.shape for x in wanted(operator, tensors, sizes)]
+    assert [x.shape for x in run_kernels(operator, tensors, sizes, shim)] == [x.shape for x in wanted(operator, tensors, sizes)]
 
 
 @every_operator
-def test_maps_and_gradients_in_any_memory_order(operator: str, shim: Any) -> None:
+def test_accepts_any_memory_order(operator: str, shim: Any) -> None:
     tensors = sample(operator, dtype=torch.float32)
     turned = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x for x in tensors)
     outputs = computed(operator, tensors, Sizes(), shim)
     grads = tuple(x.transpose(0, -1).contiguous().transpose(0, -1) for x in cotangents(outputs))
     arguments = backward_arguments(operator, turned, outputs, grads, Sizes())
     moved = *computed(operator, turned, Sizes(), shim), *getattr(shim, f"{operator}_backward")(*arguments)
-    assert all(map(torch.equal, run(shim, operator, tensors, Sizes()), moved))
+    assert all(map(torch.equal, run_kernels(operator, tensors, Sizes(), shim), moved))
 
 
-def test_one_outlier_does_not_spoil_the_covariance(shim: Any) -> None:
-    """The first pixel is unlike all others: products of distances from it would cancel."""
+def test_covariance_with_an_outlier(shim: Any) -> None:
+    """The first pixel differs from all others, so products of distances from it would cancel."""
     sizes = Sizes(1, 24, 24, 3, 6)
     center, around, shift = sample("pair_covariance", sizes)
     center[0, 0, 0], around[0, 1, 1] = 1000, -1000
@@ -122,74 +117,64 @@ def test_one_outlier_does_not_spoil_the_covariance(shim: Any) -> None:
 
 
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
-def test_not_a_number_stays_with_the_pixels_that_see_it(operator: str, shim: Any) -> None:
+def test_nan_only_affects_footprints_that_contain_it(operator: str, shim: Any) -> None:
     center, around, *rest = sample(operator, dtype=torch.float32)
     around[0, 3, 2, 1] = float("nan")
     got = computed(operator, (center, around, *rest), Sizes(), shim)[0].flatten(-2 if operator == "patch_linear" else -1)
-    seen = got.isnan().flatten(1, -2).any(1)
-    assert seen[0].view(6, 5).nonzero().tolist() == [[h, w] for h in (2, 3, 4) for w in (1, 2, 3)] and not seen[1].any()
+    affected = got.isnan().flatten(1, -2).any(1)
+    assert affected[0].view(6, 5).nonzero().tolist() == [[h, w] for h in (2, 3, 4) for w in (1, 2, 3)]
+    assert not affected[1].any()
 
 
-def test_refuses_more_channels_than_shared_memory_holds(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_more_channels_than_fit_into_shared_memory(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", "1024")
     with pytest.raises(RuntimeError, match=r"18 relation channels need .* bytes of shared memory, .* has 1024; use fewer"):
-        run(shim, "pair_weights", sample("pair_weights", SIZES[0], torch.float32), SIZES[0])
+        run_kernels("pair_weights", sample("pair_weights", SIZES[0], torch.float32), SIZES[0], shim)
 
 
-def test_a_failed_launch_names_kernel_and_operator(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_kernel_and_operator_of_a_failed_launch(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_SHIM_FAIL", "fold_kernel")
-    said = r"san::pair_weights_backward: kernel fold_kernel<T> failed: as the test asked; an earlier kernel may be"
-    with pytest.raises(RuntimeError, match=said):
-        run(shim, "pair_weights", sample("pair_weights", dtype=torch.float32), Sizes())
-
-
-def stored_by_pixels(weight: Tensor) -> Tensor:
-    """[N, G, K, P] as a view of [N, P, K, G]."""
-    return weight.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+    message = r"san::pair_weights_backward: kernel fold_kernel<T> failed: as the test asked; an earlier kernel may be"
+    with pytest.raises(RuntimeError, match=message):
+        run_kernels("pair_weights", sample("pair_weights", dtype=torch.float32), Sizes(), shim)
 
 
 @pytest.mark.parametrize("channels", [(64, 8), (24, 4), (4, 4), (12, 2), (6, 3)], ids=str)
 @pytest.mark.parametrize("by_pixels", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("height", "width", "footprint"), [(7, 7, 7), (5, 9, 3), (4, 1, 1)])
-def test_aggregation_takes_every_memory_format(
+def test_aggregation_accepts_every_memory_format(
     height: int, width: int, footprint: int, channels_last: bool, by_pixels: bool, channels: tuple[int, int], shim: Any
 ) -> None:
     generator = torch.Generator().manual_seed(4)
     (M, G), K, P = channels, footprint**2, height * width
-    beta, grad = (torch.randn(2, M, height, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    beta = torch.randn(2, M, height, width, generator=generator, dtype=torch.float64)
     weight = torch.randn(2, G, K, P, generator=generator, dtype=torch.float64)
     if channels_last:
         beta = beta.contiguous(memory_format=torch.channels_last)
     if by_pixels:
         weight = stored_by_pixels(weight)
-    leaves = beta.detach().requires_grad_(), weight.detach().requires_grad_()
-    want = reference.aggregation(leaves[0], leaves[1], footprint)
-    gradients = torch.autograd.grad(want, leaves, grad)
-    got = shim.aggregation(beta, weight, footprint)
-    torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
-    assert got.stride() == beta.stride()
-    for like in (grad, grad.contiguous(memory_format=torch.channels_last)):
-        ours = shim.aggregation_backward(like, beta, weight, footprint)
-        for one, other, given in zip(ours, gradients, (beta, weight), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-            assert one.stride() == given.stride()
+    wanted = gradients(reference.aggregation, (beta, weight), footprint)
+    out, grad = shim.aggregation(beta, weight, footprint), cotangent(wanted[0])
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        grads = shim.aggregation_backward(grad.contiguous(memory_format=memory_format), beta, weight, footprint)
+        torch.testing.assert_close([out, *grads], wanted, rtol=1e-12, atol=1e-12)
+        assert [x.stride() for x in (out, *grads)] == [x.stride() for x in (beta, beta, weight)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_aggregation_gives_the_same_bits_in_every_memory_format(dtype: torch.dtype, shim: Any) -> None:
+def test_memory_format_does_not_change_bits_of_aggregation(dtype: torch.dtype, shim: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     beta, grad = (torch.randn(2, 16, 6, 5, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(2, 8, 9, 30, generator=generator).to(dtype)
-    plain = shim.aggregation(beta, weight, 3), *shim.aggregation_backward(grad, beta, weight, 3)
+
+    def run(beta: Tensor, weight: Tensor) -> list[Tensor]:
+        return [shim.aggregation(beta, weight, 3), *shim.aggregation_backward(grad, beta, weight, 3)]
+
     last, by_pixels = beta.contiguous(memory_format=torch.channels_last), stored_by_pixels(weight)
     sliced = torch.cat((beta, beta), 1)[:, 16:]  # a view with gaps
     for one, other in ((last, weight), (beta, by_pixels), (last, by_pixels), (sliced, weight[:1].expand(2, -1, -1, -1))):
-        if other.stride(0) == 0:
-            plain = shim.aggregation(beta, other.contiguous(), 3), *shim.aggregation_backward(grad, beta, other.contiguous(), 3)
-        got = shim.aggregation(one, other, 3), *shim.aggregation_backward(grad, one, other, 3)
-        for ours, theirs in zip(got, plain, strict=True):
-            assert torch.equal(ours, theirs)
+        assert all(map(torch.equal, run(one, other), run(beta, other.contiguous())))
 
 
 PROBE = """
@@ -227,9 +212,8 @@ def test_shim_shows_a_missing_barrier(tmp_path: Path) -> None:
     torch_lib = Path(torch.__file__).parent / "lib"
     link = [compile_command[0], str(tmp_path / "probe.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]
     build.run([*link, "-o", str(program)])
-    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
-    assert float(said[0]) == 63 * 64 / 2
-    assert "nan" in said[1]
-    environment = {**os.environ, "SAN_SHIM_REVERSE": "1"}
-    said = subprocess.run([program], capture_output=True, text=True, check=True, env=environment).stdout.split()
-    assert float(said[0]) == 63 * 64 / 2
+    for reverse in ({}, {"SAN_SHIM_REVERSE": "1"}):
+        done = subprocess.run([program], capture_output=True, text=True, check=True, env=os.environ | reverse)
+        with_barrier, without = done.stdout.split()
+        assert float(with_barrier) == 63 * 64 / 2
+        assert reverse or "nan" in without

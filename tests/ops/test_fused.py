@@ -1,4 +1,4 @@
-"""Fused operators on the CPU: against their definition, gradients, registration, bits, refusals, extreme values."""
+"""Fused operators on the CPU: results, gradients, registration, reproducibility, error messages, extreme values."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ from tests.ops.cases import (
     differentiated,
     rest,
     sample,
+    with_half_weights,
 )
 
 ROOT = Path(__file__).parents[2]
 
-assert library.load(), "the extension must build: these tests are about it"
+assert library.load(), "these tests need the compiled kernels"
 
+# With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
+LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @every_operator
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, *LONG_ROWS], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "values", "gradients"), [(torch.float64, 1e-11, 1e-10), (torch.float32, 1e-5, 1e-4)], ids=str
 )
-def test_matches_its_definition(operator: str, sizes: Sizes, dtype: torch.dtype, values: float, gradients: float) -> None:
+def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype, values: float, gradients: float) -> None:
     exact = sample(operator, sizes)
     got, got_grads = differentiated(lambda t: computed(operator, t, sizes), tuple(x.to(dtype) for x in exact))
     want, want_grads = differentiated(lambda t: defined(operator, t, sizes), exact)
@@ -54,16 +57,16 @@ def test_gradcheck(operator: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: computed(operator, x, sizes), leaves)
 
 
-ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "channels first": lambda x: x.movedim(-1, 1).contiguous().movedim(1, -1) if x.dim() > 1 else x,
 }
 
 
 @every_operator
-@pytest.mark.parametrize("arranged", ARRANGED)
-def test_opcheck(operator: str, arranged: str) -> None:
-    tensors = tuple(ARRANGED[arranged](x) for x in sample(operator, dtype=torch.float32))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck(operator: str, layout: str) -> None:
+    tensors = tuple(LAYOUTS[layout](x) for x in sample(operator, dtype=torch.float32))
     leaves = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(getattr(torch.ops.san, operator).default, (*leaves, *rest(operator, Sizes())))
     outputs = computed(operator, tuple(x.detach() for x in tensors), Sizes())
@@ -84,11 +87,8 @@ def test_noncontiguous_gradient(operator: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
 def test_half_weights(operator: str, dtype: torch.dtype) -> None:
-    """Only the weights are of a half type; attention weights are of theirs."""
-    exact = sample(operator)
-    weights = {3, 5} if operator == "pair_weights" else {4}
-    rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
-    ours = tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact))
+    """Maps and shifts stay in float32. The attention weights have the type of the weights."""
+    ours, rounded = with_half_weights(operator, sample(operator), dtype)
     got, grads = differentiated(lambda t: computed(operator, t, Sizes()), ours)
     want, want_grads = differentiated(lambda t: defined(operator, t, Sizes()), rounded)
     assert got[0].dtype == (dtype if operator == "pair_weights" else torch.float32)
@@ -131,12 +131,12 @@ def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes, threa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
 @pytest.mark.parametrize("sizes", [Sizes(2, 11, 13, 5, 9, 17, 5, products=4), Sizes(1, 15, 37, 3, 6, 3, 1)], ids=str)
-def test_every_instruction_set_gives_the_same_numbers(
+def test_all_instruction_sets_match_the_definition(
     operator: str, dtype: torch.dtype, instructions: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has = {"baseline": (), "v3": ("avx2", "fma"), "v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
+    required = {"baseline": (), "v3": ("avx2", "fma"), "v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if missing := [name for name in has[instructions] if f" {name}" not in flags]:
+    if missing := [name for name in required[instructions] if f" {name}" not in flags]:
         pytest.skip(f"this machine has no {', '.join(missing)}")
     exact = sample(operator, sizes)
     monkeypatch.setenv("SAN_CPU", instructions)
@@ -152,47 +152,46 @@ def test_rejects_an_unknown_instruction_set(operator: str, monkeypatch: pytest.M
         computed(operator, sample(operator), Sizes())
 
 
-def _changed(operator: str, at: int, change: Callable[[Tensor], Tensor]) -> tuple[str, Tensors]:
+def changed(operator: str, at: int, change: Callable[[Tensor], Tensor]) -> tuple[str, Tensors]:
     tensors = list(sample(operator))
     tensors[at] = change(tensors[at])
     return operator, tuple(tensors)
 
 
+def cropped(x: Tensor) -> Tensor:
+    """Removes the first value of a vector, or the first column of a matrix or row of a map."""
+    return x[1:] if x.dim() == 1 else x[:, 1:]
+
+
+COVARIANCE, WEIGHTS = ((name, sample(name)) for name in ("pair_covariance", "pair_weights"))
+HALF = "pair_statistics", sample("pair_statistics", dtype=torch.bfloat16)
 REFUSALS: dict[str, tuple[tuple[str, Tensors], dict[str, int], str]] = {
-    "even footprint": (_changed("pair_weights", 0, lambda x: x), {"footprint": 2}, "2x2 footprint does not fit a 6x5 map"),
-    "large footprint": (_changed("pair_covariance", 0, lambda x: x), {"footprint": 11}, "11x11 footprint does not fit a 6x5"),
-    "three dimensions": (_changed("pair_weights", 0, lambda x: x[0]), {}, "center must have 4 dimensions"),
-    "two sizes": (_changed("pair_statistics", 1, lambda x: x[:, 1:]), {}, "center and around must have the same shape"),
-    "two types": (_changed("pair_weights", 2, lambda x: x.float()), {}, "shift must have the dtype and the device of center"),
-    "half maps": (
-        ("pair_statistics", sample("pair_statistics", dtype=torch.bfloat16)),
-        {},
-        "center must be float32 or float64",
-    ),
-    "shift": (_changed("pair_covariance", 2, lambda x: x[1:]), {}, "shift does not fit center's 3 channels"),
-    "products": (
-        _changed("pair_covariance", 2, lambda x: x),
-        {"products": 4},
-        "products must be between 0 and the 3 channels, not 4",
-    ),
-    "weight1": (_changed("pair_weights", 3, lambda x: x[:, 1:]), {}, r"weight1 must be \[E, 3\]"),
-    "shift2": (_changed("pair_weights", 4, lambda x: x[1:]), {}, "shift2 must have 5 values"),
-    "weight2": (_changed("pair_weights", 5, lambda x: x[:, 1:]), {}, r"weight2 must be \[G, 5\]"),
-    "patches of two sizes": (_changed("patch_linear", 0, lambda x: x[:, 1:]), {}, "must be maps of one size"),
-    "scale": (_changed("patch_linear", 2, lambda x: x[1:]), {}, "scale and shift must have the 30 channels of a patch"),
-    "columns": (_changed("patch_linear", 4, lambda x: x[:, 1:]), {}, r"weight must be \[E, 30\]"),
+    "even footprint": (WEIGHTS, {"footprint": 2}, "2x2 footprint does not fit a 6x5 map"),
+    "large footprint": (COVARIANCE, {"footprint": 11}, "11x11 footprint does not fit a 6x5"),
+    "three dimensions": (changed("pair_weights", 0, lambda x: x[0]), {}, "center must have 4 dimensions"),
+    "two sizes": (changed("pair_statistics", 1, cropped), {}, "center and around must have the same shape"),
+    "two types": (changed("pair_weights", 2, Tensor.float), {}, "shift must have the dtype and the device of center"),
+    "half maps": (HALF, {}, "center must be float32 or float64"),
+    "shift": (changed("pair_covariance", 2, cropped), {}, "shift does not fit center's 3 channels"),
+    "products": (COVARIANCE, {"products": 4}, "products must be between 0 and the 3 channels, not 4"),
+    "weight1": (changed("pair_weights", 3, cropped), {}, r"weight1 must be \[E, 3\]"),
+    "shift2": (changed("pair_weights", 4, cropped), {}, "shift2 must have 5 values"),
+    "weight2": (changed("pair_weights", 5, cropped), {}, r"weight2 must be \[G, 5\]"),
+    "patches of two sizes": (changed("patch_linear", 0, cropped), {}, "must be maps of one size"),
+    "scale": (changed("patch_linear", 2, cropped), {}, "scale and shift must have the 30 channels of a patch"),
+    "columns": (changed("patch_linear", 4, cropped), {}, r"weight must be \[E, 30\]"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_rejects_below_python(what: str) -> None:
+def test_kernels_reject(what: str) -> None:
     (operator, tensors), changes, message = REFUSALS[what]
     with pytest.raises(RuntimeError, match=message):
         computed(operator, tensors, Sizes(**changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
-def test_rejects_another_shape_in_backward(operator: str) -> None:
+def test_backward_rejects_a_gradient_of_the_wrong_shape(operator: str) -> None:
     tensors = sample(operator)
     outputs = computed(operator, tensors, Sizes())
     arguments = backward_arguments(operator, tensors, outputs, (outputs[0][:1],), Sizes())
@@ -202,8 +201,8 @@ def test_rejects_another_shape_in_backward(operator: str) -> None:
         getattr(torch.ops.san, f"{operator}_backward")(*arguments)
 
 
-def test_rejects_a_footprint_of_nothing() -> None:
-    """In a process of its own, which it must survive."""
+def test_rejects_a_footprint_of_0() -> None:
+    """Runs in a new process, because a missing check would crash it."""
     code = """
 from san.ops import library
 from tests.ops.cases import OPERATORS, Sizes, computed, sample
@@ -219,29 +218,26 @@ for operator in OPERATORS:
     assert done.stdout.count("0x0 footprint does not fit") == len(OPERATORS)
 
 
-def test_is_ready_without_a_module() -> None:
-    """In a process of its own, in which nothing has asked for the kernels yet."""
+def test_loads_the_kernels_on_the_first_call() -> None:
+    """Runs in a new process, in which nothing has loaded the kernels."""
     code = "import torch, san.ops.fused as f\nx = torch.randn(1, 4, 5, 5)\nprint(f.pair_statistics(x, x, 3)[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "[4]" in done.stdout, done.stderr
 
 
-# Extreme values.
-
-
 @every_operator
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_what_is_not_finite_is_not_lost(operator: str, value: float) -> None:
+def test_nonfinite_inputs_give_nonfinite_results(operator: str, value: float) -> None:
     for at, tensor in enumerate(sample(operator)):
         tensors = sample(operator, dtype=torch.float32)
         tensors[at].view(-1)[tensor.numel() // 2] = value
         for got, want in zip(computed(operator, tensors, Sizes()), defined(operator, tensors, Sizes()), strict=True):
             lost = got.isfinite() & ~want.isfinite()
-            assert not lost.any(), f"argument {at}: finite at {int(lost.sum())} places where it must not be"
+            assert not lost.any(), f"argument {at}: {int(lost.sum())} results are finite"
 
 
 @every_operator
-def test_not_a_number_reaches_the_gradients(operator: str) -> None:
+def test_nan_reaches_the_gradients(operator: str) -> None:
     for at in range(2):
         tensors = sample(operator, dtype=torch.float32)
         tensors[at].view(-1)[0] = float("nan")
@@ -250,12 +246,12 @@ def test_not_a_number_reaches_the_gradients(operator: str) -> None:
 
 
 def _slope(x: Tensor) -> Tensor:
-    """Neighbours differ by little, as the coordinates of a map do."""
+    """Neighbors differ little, like the coordinates of a map."""
     return torch.linspace(-1, 1, x.shape[1]).view(1, -1, 1, 1).expand(x.shape).contiguous()
 
 
 def _edges(x: Tensor) -> Tensor:
-    """The first pixels of every fourth row are unlike all others: squares of distances from them would cancel."""
+    """The first pixels of every fourth row differ from all others, so squared distances from them would cancel."""
     x = torch.zeros_like(x)
     x[:, ::4, :2] = 1
     return x
@@ -298,10 +294,9 @@ def test_extreme_logits_do_not_overflow(times: float) -> None:
     assert_near((w,), (wanted,), 1e-3)
 
 
-def test_a_saturated_softmax_has_the_gradients_of_its_definition() -> None:
-    """One position has nearly all the weight."""
+def test_gradients_of_a_saturated_softmax() -> None:
     *tensors, weight2 = sample("pair_weights", dtype=torch.float32)
-    arguments = (*tensors, weight2 * 1e3)
+    arguments = (*tensors, weight2 * 1e3)  # one position has nearly all the weight
     _, got = differentiated(lambda t: computed("pair_weights", t, Sizes()), arguments)
     _, want = differentiated(lambda t: defined("pair_weights", t, Sizes()), tuple(x.double() for x in arguments))
     assert_near(got, want, 1e-2)

@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` and forward-mode derivatives, of operators and networks, which the kernels do not know."""
+"""`torch.func` transforms and forward-mode derivatives of operators and networks, which run on the reference."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.autograd import forward_ad, gradcheck
 import san
 from san import ops
 from san.ops.functional import fuses
+from tests.nn.kinds import randomize_vectors
 from tests.ops.operators import OPERATORS, Case, Operator
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
@@ -26,7 +27,7 @@ def scalar(function: Function) -> Function:
     return lambda x: function(x).square().sum()
 
 
-# What is asked of a function at x, in a direction; all are tensors of the size of x or of a result.
+# Each transform gets a function, its input x, and a direction of the same shape.
 TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
     "jvp": lambda f, x, t: func.jvp(f, (x,), (t,))[1],
     "vjp": lambda f, x, t: func.vjp(scalar(f), x)[1](torch.ones((), dtype=x.dtype))[0],
@@ -46,12 +47,12 @@ every_transform = pytest.mark.parametrize("transform", TRANSFORMS)
 def tangent(function: Function, x: Tensor, direction: Tensor) -> Tensor:
     with forward_ad.dual_level():
         found = forward_ad.unpack_dual(function(forward_ad.make_dual(x, direction))).tangent
-    assert found is not None, "the derivative was lost"
+    assert found is not None, "the result has no tangent"
     return found
 
 
 @every_operator
-def test_forward_mode_and_batches_of_gradients_match_differences(operator: Operator) -> None:
+def test_gradcheck_with_forward_mode_and_batched_gradients(operator: Operator) -> None:
     inputs = tuple(x.requires_grad_() for x in operator.sample(CASE))
     arguments = (*inputs, *operator.rest(CASE))
     options = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
@@ -60,7 +61,7 @@ def test_forward_mode_and_batches_of_gradients_match_differences(operator: Opera
 
 @every_operator
 @every_transform
-def test_operators_match_the_reference(operator: Operator, transform: str) -> None:
+def test_operators_match_reference(operator: Operator, transform: str) -> None:
     first, *others = operator.sample(CASE)
     (direction, *_) = operator.sample(CASE, seed=1)
 
@@ -73,13 +74,9 @@ def test_operators_match_the_reference(operator: Operator, transform: str) -> No
 
 
 def made(name: str) -> nn.Module:
-    """In evaluation, where no parameter has a special value."""
     torch.manual_seed(0)
     model = san.create_model(name, 3, depths=(1,), widths=(32,)).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) / 10)
+    randomize_vectors(model)
     return model
 
 
@@ -88,8 +85,8 @@ def images(seed: int) -> Tensor:
 
 
 @every_model
-@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "linearize"])  # which takes no in-place ReLU
-def test_networks_match_the_reference(name: str, transform: str) -> None:
+@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "linearize"])  # it rejects in-place ReLUs
+def test_networks_match_reference(name: str, transform: str) -> None:
     model = made(name)
     ours = TRANSFORMS[transform](model, images(0), images(1))
     with ops.backend("reference"):
@@ -99,7 +96,7 @@ def test_networks_match_the_reference(name: str, transform: str) -> None:
 
 @every_model
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_the_tangent_of_a_network_matches_differences(name: str, frozen: bool) -> None:
+def test_tangents_of_networks_match_finite_differences(name: str, frozen: bool) -> None:
     model, x, direction, step = made(name).requires_grad_(not frozen), images(0), images(1), 1e-6
     wanted = (model(x + step * direction) - model(x - step * direction)) / (2 * step)
     for backend in ("auto", "unfused"):
@@ -110,8 +107,8 @@ def test_the_tangent_of_a_network_matches_differences(name: str, frozen: bool) -
 
 
 @every_model
-def test_gradients_of_parameters_are_those_of_backward(name: str) -> None:
-    """In evaluation: torch's own BatchNorm counts the batches of training in a way that `func.grad` refuses."""
+def test_func_grad_equals_backward_for_parameters(name: str) -> None:
+    """Tests evaluation only: `func.grad` rejects the batch counter of PyTorch's BatchNorm in training."""
     model = made(name)
     plain = copy.deepcopy(model)
     wanted = torch.autograd.grad(plain(images(0)).square().sum(), list(plain.parameters()))
@@ -126,19 +123,19 @@ def test_gradients_of_parameters_are_those_of_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_a_compiled_transform_is_one_graph(transform: str) -> None:
+def test_compiled_transform_is_one_graph(transform: str) -> None:
     torch.compiler.reset()
     module = san.PairwiseAttention(32, 3, group_size=4).double().eval()
     x, t = torch.randn(2, 2, 32, 5, 4, dtype=torch.float64)
 
     def transformed(x: Tensor) -> Tensor:
-        return TRANSFORMS[transform](lambda z: module(z), x, t)  # vmap asks for a name, which no graph takes of a module
+        return TRANSFORMS[transform](lambda z: module(z), x, t)  # vmap reads __name__, which a compiled module lacks
 
     compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), transformed(x))
 
 
-def test_a_module_is_fused_again_behind_a_transform() -> None:
+def test_fuses_again_after_a_transform() -> None:
     x = torch.zeros(1, 1, 3, 3)
     chosen: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""The graph for a GPU, as far as DALI looks at it without one, and how far ahead the graphs work."""
+"""The DALI graph for GPUs, as far as it can be checked without one, and the number of prefetched batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +17,11 @@ def on_gpu() -> Any:
     return pipeline
 
 
-def test_gpu_graph_can_be_written_down_without_a_driver() -> None:
-    """DALI checks the operators, the names and types of their arguments, and the way from CPU to GPU.
-
-    There it ends without a driver: nothing is decoded, and whether the hints to the decoder are good is not seen.
-    """
-    written = on_gpu().serialize()
-    assert b"mixed" in written and b"hw_decoder_load" in written
-    assert b"ImageSlice" not in written
+def test_gpu_graph_can_be_serialized_without_a_driver() -> None:
+    """DALI checks the operators and the names and types of their arguments. Without a driver it decodes nothing."""
+    serialized = on_gpu().serialize()
+    assert b"mixed" in serialized and b"hw_decoder_load" in serialized
+    assert b"ImageSlice" not in serialized
 
 
 def test_hardware_decoder_preallocates_little() -> None:
@@ -33,17 +30,17 @@ def test_hardware_decoder_preallocates_little() -> None:
     assert 32 * decoder["hw_decoder_load"] * 3 * pixels < 100 * 2**20
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_graph_is_built_no_further_without_a_driver() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpu_graph_needs_a_driver() -> None:
     with pytest.raises(RuntimeError, match="requires a CUDA-capable GPU"):
         on_gpu().build()
 
 
 @pytest.mark.parametrize(("size", "batch", "ahead"), [(8, 2, 4), (224, 64, 4), (224, 128, 3), (224, 256, 2), (224, 8192, 2)])
-def test_large_batches_are_prepared_less_far_ahead(size: int, batch: int, ahead: int) -> None:
+def test_prefetches_fewer_large_batches(size: int, batch: int, ahead: int) -> None:
     assert dali.prefetch(Transform(size=size, resize=size), batch) == ahead
 
 
-def test_sixteen_threads_wait_for_files() -> None:
-    """A file server takes milliseconds for each; see docs/results/performance.md."""
+def test_reads_files_with_16_threads() -> None:
+    """Each file of a file server takes milliseconds; see docs/results/performance.md."""
     assert dali.reading_pipeline(iter([]), packed=True, max_batch=1).num_threads == 16

@@ -1,4 +1,4 @@
-"""The arithmetic of who sees what: every image once, evenly, whatever the number of ranks."""
+"""The distribution of images over ranks and steps."""
 
 from itertools import chain
 
@@ -16,18 +16,18 @@ quick = settings(max_examples=60)
 
 
 def all_shares(count: int, batch: int, world: int) -> list[list[sampler.Indices]]:
-    """Shares as [rank][step]."""
+    """Returns the indices by rank and step."""
     return shares_after(0, count, batch, world)
 
 
 def shares_after(seen: int, count: int, batch: int, world: int) -> list[list[sampler.Indices]]:
-    """Shares of what is left of the same epoch."""
+    """Returns the indices by rank and step for the rest of an epoch after `seen` images."""
     rest = sampler.epoch_order(count, seed=3, epoch=5)[seen:]
     return [sampler.rank_indices(rest, sampler.steps(len(rest), batch), rank, world) for rank in range(world)]
 
 
 def together(shares: list[list[sampler.Indices]]) -> list[list[int]]:
-    """The global batches: what all ranks see in each step."""
+    """Returns the global batch of each step, over all ranks."""
     return [np.concatenate(parts).tolist() for parts in zip(*shares, strict=True)]
 
 
@@ -47,26 +47,25 @@ def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
     whole = sizes.sum(axis=0)
     if len(whole):
         assert whole.max() <= batch and np.ptp(whole) <= 1
-        assert np.ptp(sizes) <= 1, "a compiled model meets two sizes of batch at most"
+        assert np.ptp(sizes) <= 1, "there must be at most two batch sizes, because each one compiles the model again"
 
 
-def test_few_shares_of_imagenet_are_smaller() -> None:
+def test_batch_sizes_on_imagenet() -> None:
     sizes = [len(share) for rank in range(8) for share in sampler.rank_indices(np.arange(1_281_167), 5005, rank, 8)]
     assert [sizes.count(size) for size in (31, 32)] == [113, len(sizes) - 113]
 
 
 @quick
 @given(counts, batches, worlds)
-def test_global_batches_are_the_same_for_any_world(count: int, batch: int, world: int) -> None:
+def test_global_batches_do_not_depend_on_the_number_of_ranks(count: int, batch: int, world: int) -> None:
     assert together(all_shares(count, batch, world)) == together(all_shares(count, batch, 1))
 
 
 @quick
 @given(counts, batches, worlds, worlds, st.data())
-def test_rest_after_a_stop_is_what_was_still_to_come(
+def test_resumed_epoch_continues_with_any_number_of_ranks(
     count: int, batch: int, before: int, after: int, data: st.DataObject
 ) -> None:
-    """After a stop at any step, with the same number of ranks and with another."""
     whole = together(all_shares(count, batch, before))
     done = data.draw(st.integers(0, len(whole)))
     seen = sampler.seen_after(count, batch, done)
@@ -77,7 +76,7 @@ def test_rest_after_a_stop_is_what_was_still_to_come(
 
 @quick
 @given(counts, batches, batches, worlds, worlds, st.data())
-def test_rest_with_another_batch_is_complete(
+def test_resumed_epoch_with_another_batch_size_is_complete(
     count: int, batch: int, other: int, before: int, after: int, data: st.DataObject
 ) -> None:
     whole = together(all_shares(count, batch, before))
@@ -88,7 +87,7 @@ def test_rest_with_another_batch_is_complete(
 
 @quick
 @given(counts, batches, worlds)
-def test_full_ranks_are_promised_exactly_where_they_hold(count: int, batch: int, world: int) -> None:
+def test_require_full_ranks_rejects_empty_batches(count: int, batch: int, world: int) -> None:
     smallest = min((len(share) for of_rank in all_shares(count, batch, world) for share in of_rank), default=1)
     if smallest >= 1:
         sampler.require_full_ranks(count, batch, world)
@@ -100,13 +99,13 @@ def test_full_ranks_are_promised_exactly_where_they_hold(count: int, batch: int,
 @quick
 @given(counts, st.integers(0, 2**40), st.integers(0, 1000))
 def test_epoch_order_is_a_repeatable_permutation(count: int, seed: int, epoch: int) -> None:
-    first, again = sampler.epoch_order(count, seed, epoch), sampler.epoch_order(count, seed, epoch)
-    assert first.dtype == np.int64 and np.array_equal(first, again)
+    first, second = sampler.epoch_order(count, seed, epoch), sampler.epoch_order(count, seed, epoch)
+    assert first.dtype == np.int64 and np.array_equal(first, second)
     assert sorted(first.tolist()) == list(range(count))
 
 
 def test_epoch_order_is_pinned() -> None:
-    """Old runs stay repeatable only while these numbers stay what they are."""
+    """A change would make earlier runs irreproducible."""
     assert sampler.epoch_order(8, seed=1, epoch=2).tolist() == [6, 0, 7, 5, 1, 4, 3, 2]
 
 

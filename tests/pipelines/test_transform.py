@@ -1,4 +1,4 @@
-"""What is drawn for an image: by its index alone, and by the usual algorithm."""
+"""Random crops and mirrors, which depend only on seed, epoch and index; and manipulations."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ transforms = st.sampled_from(
 
 
 def usual_crop(transform: Transform, numbers: list[float], height: int, width: int) -> tuple[int, int, int, int]:
-    """The random resized crop as it is written everywhere, one image at a time: top, left, height, width."""
+    """The usual random resized crop of one image: top, left, height, width."""
     (least, most), (narrow, wide) = transform.crop_area, transform.crop_ratio
     for attempt in range(10):
         area = (least + (most - least) * numbers[attempt]) * (height * width)
@@ -46,7 +46,7 @@ def usual_crop(transform: Transform, numbers: list[float], height: int, width: i
 
 @quick
 @given(transforms, st.lists(st.tuples(sides, sides), min_size=1, max_size=20), seeds)
-def test_crops_are_the_usual_ones(transform: Transform, sizes: list[tuple[int, int]], seed: int) -> None:
+def test_crops_equal_the_usual_ones(transform: Transform, sizes: list[tuple[int, int]], seed: int) -> None:
     numbers = random_numbers(seed, 3, np.arange(len(sizes)))
     ours = np.concatenate(random_crops(transform, numbers, np.array(sizes)), axis=1)
     theirs = [usual_crop(transform, row, *size) for row, size in zip(numbers.tolist(), sizes, strict=True)]
@@ -55,7 +55,7 @@ def test_crops_are_the_usual_ones(transform: Transform, sizes: list[tuple[int, i
 
 @quick
 @given(transforms, sides, sides, seeds)
-def test_crops_lie_in_the_image(transform: Transform, height: int, width: int, seed: int) -> None:
+def test_crops_lie_inside_the_image(transform: Transform, height: int, width: int, seed: int) -> None:
     start, extent = random_crops(transform, random_numbers(seed, 0, np.arange(20)), np.array([[height, width]] * 20))
     assert start.min() >= 0 and extent.min() >= 1
     assert (start + extent <= (height, width)).all()
@@ -65,7 +65,7 @@ def many_crops(transform: Transform) -> tuple[NDArray[np.int32], NDArray[np.int3
     return random_crops(transform, random_numbers(5, 1, np.arange(4000)), np.array([[375, 500]] * 4000))
 
 
-def test_areas_ratios_and_places_of_crops() -> None:
+def test_distribution_of_crops() -> None:
     start, extent = many_crops(Transform())
     area, ratio = extent.prod(axis=1) / (375 * 500), extent[:, 1] / extent[:, 0]
     assert 0.078 < area.min() < 0.09 and 0.9 < area.max() <= 1
@@ -75,12 +75,12 @@ def test_areas_ratios_and_places_of_crops() -> None:
     assert (where.min(axis=0) == 0).all() and (where.max(axis=0) == 1).all()
     assert np.allclose(where.mean(axis=0), 0.5, atol=0.03)
 
-    _, small = many_crops(Transform(crop_area=(0.1, 0.2)))  # None is refused, so nothing is bent.
+    _, small = many_crops(Transform(crop_area=(0.1, 0.2)))  # every first attempt fits
     assert abs((small.prod(axis=1) / (375 * 500)).mean() - 0.15) < 0.002
     assert abs(np.log(small[:, 1] / small[:, 0]).mean()) < 0.01
 
 
-def test_half_of_the_images_are_mirrored_and_crops_stay() -> None:
+def test_half_of_the_images_are_mirrored() -> None:
     numbers = random_numbers(5, 1, np.arange(4000))
     mirror = random_mirrors(Transform(), numbers)
     assert set(mirror.tolist()) == {0, 1} and abs(mirror.mean() - 0.5) < 0.03
@@ -90,26 +90,26 @@ def test_half_of_the_images_are_mirrored_and_crops_stay() -> None:
 
 @quick
 @given(st.lists(st.integers(0, 2_000_000), max_size=30), seeds, st.integers(0, 1000))
-def test_draws_depend_on_their_index_alone(indices: list[int], seed: int, epoch: int) -> None:
+def test_random_numbers_depend_only_on_their_index(indices: list[int], seed: int, epoch: int) -> None:
     together = random_numbers(seed, epoch, np.array(indices, dtype=np.int64))
     alone = [random_numbers(seed, epoch, np.array([index]))[0] for index in indices]
     assert together.tolist() == [row.tolist() for row in alone]
 
 
-def test_draws_are_uniform_and_differ() -> None:
+def test_random_numbers_are_uniform_and_differ() -> None:
     numbers = np.stack([random_numbers(seed, epoch, np.arange(2000)) for seed in (0, 1) for epoch in (0, 1)])
     assert len(np.unique(numbers)) == numbers.size
     assert numbers.min() >= 0 and numbers.max() < 1
     assert np.allclose(numbers.mean(axis=(0, 1)), 0.5, atol=0.02)
 
 
-def test_draws_are_pinned() -> None:
-    """Old runs stay repeatable only while these numbers stay what they are."""
+def test_random_numbers_are_pinned() -> None:
+    """A change would make earlier runs irreproducible."""
     assert random_numbers(1, 2, np.array([7]))[0, :3].tolist() == [0.44639269526401415, 0.1868319057143616, 0.4119892057706497]
 
 
 def source_of(name: str, row: int, column: int, last: int) -> tuple[int, int]:
-    """Where the pixel at (row, column) of a manipulated square comes from."""
+    """Returns the original position of the pixel at (row, column)."""
     return {
         "none": (row, column),
         "rotate90": (last - column, row),

@@ -1,4 +1,4 @@
-"""What is read from an image folder, and what is refused."""
+"""Data sets: scans of image folders, subsets, digests, error messages."""
 
 import hashlib
 import os
@@ -18,22 +18,15 @@ from pipelines.datasets.dataset import _images, skipped_files
 
 
 def put(root: Path, *names: str) -> None:
+    """Writes files that contain their own names."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(name.encode())
 
 
 def test_scan_sorts_classes_and_files(tmp_path: Path) -> None:
-    put(
-        tmp_path,
-        "val/b/2.jpg",
-        "val/b/1.JPEG",
-        "val/a-x/3.png",
-        "val/a/4.jpeg",
-        "val/a/note.txt",
-        "val/a/._4.jpeg",
-    )
-    put(tmp_path, "val/.cache/5.jpg", "val/readme.txt")
+    put(tmp_path, "val/b/2.jpg", "val/b/1.JPEG", "val/a-x/3.png", "val/a/4.jpeg")
+    put(tmp_path, "val/a/note.txt", "val/a/._4.jpeg", "val/.cache/5.jpg", "val/readme.txt")
     data = Dataset.scan(tmp_path, "val")
     assert data.classes == ("a", "a-x", "b")
     assert data.paths == ("val/a/4.jpeg", "val/a-x/3.png", "val/b/1.JPEG", "val/b/2.jpg")
@@ -41,31 +34,25 @@ def test_scan_sorts_classes_and_files(tmp_path: Path) -> None:
     assert len(data) == 4
 
 
-def test_digest_follows_names_and_sizes(tmp_path: Path) -> None:
+def test_digest_depends_on_names_and_sizes(tmp_path: Path) -> None:
     put(tmp_path / "one", "val/a/1.jpg", "val/b/2.jpg")
     put(tmp_path / "two", "val/a/1.jpg", "val/b/2.jpg")
     one, two = (Dataset.scan(tmp_path / name, "val") for name in ("one", "two"))
     assert one.digest() == two.digest()
-    assert len(one.digest()) == 16 and int(one.digest(), 16) >= 0
     (two.root / "val/a/1.jpg").write_bytes(b"longer than before")
     assert Dataset.scan(tmp_path / "two", "val").digest() != one.digest()
-    assert one.digest() == two.digest()  # as it was listed
-    (two.root / "val/a/1.jpg").unlink()
-    assert one.digest() == two.digest()  # and the disk is not asked again
+    (two.root / "val/b/2.jpg").unlink()
+    assert one.digest() == two.digest(), "the digest must use the sizes of the scan"
     put(tmp_path / "three", "val/a/3.jpg", "val/b/2.jpg")
     assert Dataset.scan(tmp_path / "three", "val").digest() != one.digest()
+    # Recorded runs contain this digest.
+    assert one.digest() == hashlib.sha256(b"val/a/1.jpg\x0011\nval/b/2.jpg\x0011\n").hexdigest()[:16]
 
 
-def test_names_and_sizes_give_the_digest_that_they_always_gave(tmp_path: Path) -> None:
-    put(tmp_path, "val/a/1.jpg", "val/b/2.jpg")
-    expected = hashlib.sha256(b"val/a/1.jpg\x0011\nval/b/2.jpg\x0011\n").hexdigest()[:16]
-    assert Dataset.scan(tmp_path, "val").digest() == expected
-
-
-def test_scan_takes_files_alone(tmp_path: Path) -> None:
+def test_scan_skips_other_files(tmp_path: Path) -> None:
     put(tmp_path, "val/a/1.jpg", "val/a/2.txt", "val/a/Thumbs.db", "val/a/.DS_Store", "elsewhere/3.jpg")
     (tmp_path / "val/a/folder.jpg").mkdir()
-    os.mkfifo(tmp_path / "val/a/pipe.jpg")  # to read it would take forever
+    os.mkfifo(tmp_path / "val/a/pipe.jpg")  # reading would block
     (tmp_path / "val/a/link.jpg").symlink_to(tmp_path / "elsewhere/3.jpg")
     (tmp_path / "val/a/nowhere.jpg").symlink_to(tmp_path / "nothing")
     (tmp_path / "val/a/circle.jpg").symlink_to("circle.jpg")
@@ -81,26 +68,26 @@ def test_scan_takes_files_alone(tmp_path: Path) -> None:
     }
     put(tmp_path, "val/4.jpg")
     assert skipped_files(tmp_path, "val") == [
-        *("val/4.jpg", "val/circle"),  # beside the classes
+        *("val/4.jpg", "val/circle"),  # next to the classes
         *("val/a/.DS_Store", "val/a/2.txt", "val/a/Thumbs.db"),
     ]
 
 
-def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+def test_skipped_files_rejects_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read this data folder \(No such file or directory: .*/val"):
         skipped_files(tmp_path, "val")
 
 
-def test_a_link_to_the_folder_above_ends(tmp_path: Path) -> None:
+def test_scan_does_not_follow_a_link_to_its_parent_forever(tmp_path: Path) -> None:
     put(tmp_path, "val/a/1.jpg")
     (tmp_path / "val/b").symlink_to(tmp_path / "val")
     with pytest.raises(DataError, match=r"1 class folder without an image .*: b;"):
         Dataset.scan(tmp_path, "val")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
 @pytest.mark.parametrize("folder", ["", "val", "val/a"])
-def test_rejects_what_may_not_be_read(tmp_path: Path, folder: str) -> None:
+def test_rejects_folders_without_read_access(tmp_path: Path, folder: str) -> None:
     put(tmp_path, "val/a/1.jpg")
     (tmp_path / folder).chmod(0)
     try:
@@ -112,7 +99,7 @@ def test_rejects_what_may_not_be_read(tmp_path: Path, folder: str) -> None:
 
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The class folders that are scanned; scans of any size are kept."""
+    """Records the scanned class folders; even small scans are cached."""
     scanned: list[Path] = []
     monkeypatch.setattr("pipelines.datasets.dataset.KEPT_FROM", 1)
     monkeypatch.setattr("pipelines.datasets.dataset._images", lambda folder: scanned.append(folder) or _images(folder))
@@ -120,16 +107,18 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def settled(*folders: Path) -> None:
-    """As if nothing had changed in these folders for some minutes."""
+    """Sets the modification times of folders to a few minutes ago."""
     for folder in folders:
         os.utime(folder, (0, folder.stat().st_mtime - 200))
 
 
-def test_scan_is_kept_until_a_folder_changes(tmp_path: Path, scans: list[Path]) -> None:
+def test_scan_is_cached_until_a_folder_changes(tmp_path: Path, scans: list[Path]) -> None:
     root, listings = tmp_path / "images", tmp_path / "listings"
     put(root, "train/a/1.jpg", "train/a/2.jpg", "train/b/1.jpg", "val/a/1.jpg")
     expected = Dataset.scan(root, "train")
-    assert Dataset.open(root, "train", None, listings) == expected and not listings.exists(), "it may change again unseen"
+    assert Dataset.open(root, "train", None, listings) == expected and not listings.exists(), (
+        "recent changes could go unnoticed"
+    )
     settled(root / "train/a", root / "train/b")
     assert Dataset.open(root, "train", None, listings) == expected
     scans.clear()
@@ -150,49 +139,37 @@ def test_scan_is_kept_until_a_folder_changes(tmp_path: Path, scans: list[Path]) 
     assert Dataset.open(root, "train", None, listings).classes == ("a", "c")
 
 
-def test_small_sets_are_scanned_each_time(tmp_path: Path) -> None:
+def test_scans_of_small_data_sets_are_not_cached(tmp_path: Path) -> None:
     put(tmp_path, "images/train/a/1.jpg")
     settled(tmp_path / "images/train/a")
     Dataset.open(tmp_path / "images", "train", None, tmp_path / "listings")
     assert not (tmp_path / "listings").exists()
 
 
-def test_rejects_missing_root(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent: no such data folder; expected .*absent/train/<class>"):
-        Dataset.scan(tmp_path / "absent", "train")
-
-
 @pytest.mark.parametrize("split", ["", ".", "..", "../x", "train/a", "two\nlines"])
-def test_rejects_what_is_no_name_of_a_split(tmp_path: Path, split: str) -> None:
+def test_rejects_invalid_names_of_splits(tmp_path: Path, split: str) -> None:
     for opened in (Dataset.scan, Dataset.open, Dataset.open_shards):
         with pytest.raises(DataError, match=rf"^{re.escape(repr(split))} is not a valid split; expected"):
             opened(tmp_path, split)
 
 
-def test_rejects_missing_split(tmp_path: Path) -> None:
-    put(tmp_path, "train/a/1.jpg")
-    with pytest.raises(DataError, match="has no folder val/"):
-        Dataset.scan(tmp_path, "val")
-
-
-def test_rejects_split_without_class_folders(tmp_path: Path) -> None:
-    put(tmp_path, "train/1.jpg")
-    with pytest.raises(DataError, match="train: no class folders"):
-        Dataset.scan(tmp_path, "train")
-
-
-def test_rejects_empty_classes_and_names_all(tmp_path: Path) -> None:
-    put(tmp_path, "train/cat/1.jpg", "train/dog/notes.txt")
-    (tmp_path / "train/eel").mkdir()
-    with pytest.raises(DataError, match=r"2 class folders without an image .*: dog, eel; add"):
-        Dataset.scan(tmp_path, "train")
-
-
-def test_many_empty_classes_are_counted(tmp_path: Path) -> None:
-    for name in range(14):
-        (tmp_path / f"train/{name:02d}").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"14 class folders without an image .*: 00, .*, 09 and 4 more; add"):
-        Dataset.scan(tmp_path, "train")
+@pytest.mark.parametrize(
+    ("files", "folders", "message"),
+    [
+        ([], [], r"no such data folder; expected .*images/train/<class>"),
+        (["val/a/1.jpg"], [], "has no folder train/"),
+        (["train/1.jpg"], [], "train: no class folders"),
+        (["train/cat/1.jpg", "train/dog/notes.txt"], ["eel"], r"2 class folders without an image .*: dog, eel; add"),
+        ([], [f"{i:02d}" for i in range(14)], r"14 class folders without an image .*: 00, .*, 09 and 4 more; add"),
+    ],
+    ids=["no folder", "no split", "no classes", "empty classes", "many empty classes"],
+)
+def test_rejects_incomplete_folders(tmp_path: Path, files: list[str], folders: list[str], message: str) -> None:
+    put(tmp_path / "images", *files)
+    for folder in folders:
+        (tmp_path / "images/train" / folder).mkdir(parents=True)
+    with pytest.raises(DataError, match=message):
+        Dataset.scan(tmp_path / "images", "train")
 
 
 def test_rejects_splits_with_other_classes(tmp_path: Path) -> None:
@@ -210,26 +187,23 @@ def many(tmp_path: Path) -> Dataset:
     return Dataset.scan(tmp_path, "train")
 
 
-def test_first_takes_as_many_of_each_class(many: Dataset) -> None:
+def test_first_chooses_equally_many_images_of_each_class(many: Dataset) -> None:
     few = many.first(4)
     assert list(few.labels) == [0] * 4 + [1] * 4 + [2] * 4
-    assert few.classes == many.classes
-    assert list(few.paths) == sorted(few.paths)  # the order of the whole
+    assert few.classes == many.classes and few.digest() != many.digest()
+    assert list(few.paths) == sorted(few.paths)
     assert all(path.split("/")[1] == few.classes[label] for path, label in zip(few.paths, few.labels, strict=True))
-    assert len(few.digest()) == 16 and few.digest() != many.digest()
-
-
-def test_first_is_always_the_same_and_grows(many: Dataset) -> None:
     choices = [set(many.first(count).paths) for count in range(1, 6)]
     assert all(small < large for small, large in pairwise(choices))
-    # Pinned, so that results stay comparable over the years.
+    # A change would make earlier results incomparable.
     assert [path[6:10] for path in many.first(2).paths] == ["a/03", "a/07", "b/07", "b/10", "c/00", "c/01"]
+    with pytest.raises(DataError, match=r"train: too few images for 13 per class: b has 12, c has 5; use at most 5"):
+        many.first(13)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sets(st.integers(0, 36), max_size=8), st.integers(1, 5), st.integers(0, 2**70))
-def test_an_image_that_goes_changes_its_own_pick_alone(many: Dataset, gone: set[int], per_class: int, seed: int) -> None:
-    """Whatever its class, its place in the list, or what else is there."""
+def test_removed_images_do_not_change_the_choice_of_others(many: Dataset, gone: set[int], per_class: int, seed: int) -> None:
     gone = {index for index in gone if index < 32 and many.labels[:32].count(many.labels[index]) - len(gone) >= per_class}
     lost = {many.paths[index] for index in gone}
     before, after = (set(data.first(per_class, seed).paths) for data in (many, many.without(gone)))
@@ -237,8 +211,7 @@ def test_an_image_that_goes_changes_its_own_pick_alone(many: Dataset, gone: set[
     assert len(after - before) == len(before & lost)
 
 
-def test_the_choice_hangs_on_classes_and_names_alone(many: Dataset, tmp_path: Path) -> None:
-    """Not on the name of the split's folder, nor on which classes there are besides."""
+def test_choice_depends_on_neither_split_nor_other_classes(many: Dataset, tmp_path: Path) -> None:
     names = [path.removeprefix("train/") for path in many.first(3, 7).paths]
     shutil.copytree(tmp_path / "train", tmp_path / "other")
     assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names
@@ -246,7 +219,7 @@ def test_the_choice_hangs_on_classes_and_names_alone(many: Dataset, tmp_path: Pa
     assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names[3:]
 
 
-def test_requires_the_sizes_that_were_listed(many: Dataset) -> None:
+def test_require_sizes_rejects_changed_files(many: Dataset) -> None:
     many.require_sizes([], [])
     many.require_sizes(np.array([3, 20]), (14, 14))
     sentence = rf"{many.root}/train/b/00\.jpg: 12 bytes, but 14 when the file was listed; .*`san data check {many.root}`"
@@ -254,28 +227,21 @@ def test_requires_the_sizes_that_were_listed(many: Dataset) -> None:
         many.require_sizes([3, 20], [14, 12])
 
 
-def test_hold_out_parts_the_images(many: Dataset) -> None:
-    train, val = many.hold_out(2)
-    assert val == many.first(2)
-    assert sorted([*train.paths, *val.paths]) == list(many.paths)
-    assert train.classes == val.classes == many.classes
-    with pytest.raises(DataError, match="too few images for 5 per class plus 1 to keep: c has 5; use at most 4"):
-        many.hold_out(5)  # nothing would be left to train on
-    (many.root / "train/c/00.jpg").rename(many.root / "train/a/20.jpg")
-    for index in range(1, 4):
-        (many.root / f"train/c/{index:02d}.jpg").unlink()
-    with pytest.raises(DataError, match="1 to keep: c has 1; add images, or remove the class from all splits"):
-        Dataset.scan(many.root, "train").hold_out(1)
-
-
-def test_seeds_hold_out_other_images(many: Dataset) -> None:
+def test_hold_out_splits_the_images(many: Dataset) -> None:
     parts = [many.hold_out(2, seed) for seed in range(4)]
-    assert parts[0] == many.hold_out(2)
+    assert parts[0] == many.hold_out(2) and parts[0][1] == many.first(2)
     assert len({tuple(val.paths) for _, val in parts}) == 4
     for train, val in parts:
-        assert not set(train.paths) & set(val.paths)
         assert sorted([*train.paths, *val.paths]) == list(many.paths)
         assert list(val.labels) == [0, 0, 1, 1, 2, 2]
+        assert train.classes == val.classes == many.classes
+
+
+def test_hold_out_rejects_small_classes(many: Dataset) -> None:
+    with pytest.raises(DataError, match="too few images for 5 per class plus 1 to keep: c has 5; use at most 4"):
+        many.hold_out(5)  # would leave no training image of class c
+    with pytest.raises(DataError, match="1 to keep: c has 1; add images, or remove the class from all splits"):
+        many.without(range(33, 37)).hold_out(1)
 
 
 def test_without_keeps_the_rest_in_order(many: Dataset) -> None:
@@ -287,19 +253,19 @@ def test_without_keeps_the_rest_in_order(many: Dataset) -> None:
         many.without(range(32, 37))
 
 
-def test_images_reach_another_process_whole(many: Dataset) -> None:
+def test_data_sets_can_be_pickled(many: Dataset) -> None:
     train, val = pickle.loads(pickle.dumps(many.hold_out(2)))
     assert (train, val) == many.hold_out(2)
     assert train != val and many.paths[2:] == tuple(many.paths)[2:] and many.paths[-1] == "train/c/04.jpg"
 
 
-def test_images_tell_where_they_are(many: Dataset) -> None:
+def test_names_and_sources_of_images(many: Dataset) -> None:
     assert not many.packed and not many.is_synthetic
     assert many.name_of(20) == many.source(20).file == str(many.root / "train/b/00.jpg")
     assert many.source(20).read() == b"train/b/00.jpg"
 
 
-def test_synthetic_images_have_names_alone() -> None:
+def test_synthetic_data_sets() -> None:
     data = Dataset.synthetic("train", classes=3, per_class=4)
     assert data.is_synthetic and not data.packed
     assert len(data) == len(set(data.paths)) == 12
@@ -309,18 +275,8 @@ def test_synthetic_images_have_names_alone() -> None:
     assert data.digest() != Dataset.synthetic("train", classes=4, per_class=3).digest()
 
 
-def test_rejects_more_synthetic_images_than_fit_into_memory() -> None:
+def test_rejects_too_many_synthetic_images() -> None:
     with pytest.raises(
         DataError, match="1000000000 classes with 50 synthetic images each make 50000000000 images; the maximum is 5000000"
     ):
         Dataset.synthetic("train", classes=10**9, per_class=50)
-
-
-def test_first_rejects_small_classes_and_names_all(many: Dataset) -> None:
-    assert len(many.first(5)) == 15
-    with pytest.raises(DataError, match=r"train: too few images for 13 per class: b has 12, c has 5; use at most 5"):
-        many.first(13)
-
-
-def test_data_error_is_a_value_error() -> None:
-    assert issubclass(DataError, ValueError)

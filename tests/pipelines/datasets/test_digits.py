@@ -1,4 +1,4 @@
-"""The embedded dataset: complete, always the same, safe to prepare from many processes."""
+"""The embedded data sets: contents, reproducibility, concurrent preparation, error messages."""
 
 import multiprocessing
 import shutil
@@ -49,25 +49,25 @@ def test_counts(digits: Path) -> None:
     assert set(Counter(val.labels).values()) == {36}
 
 
-def test_every_image_once_under_its_digit(digits: Path) -> None:
+def test_each_image_is_in_the_folder_of_its_digit(digits: Path) -> None:
     files = sorted(digits.glob("*/*/*.jpg"), key=lambda file: file.name)
     assert [int(file.stem) for file in files] == list(range(1797))
     assert [int(file.parent.name) for file in files] == load_digits().target.tolist()
 
 
 def small(digit: NDArray[np.float64]) -> NDArray[np.float64]:
-    """As large as the originals, values 0..16."""
+    """Reduces an image to the size and range of the originals: 8x8, 0 to 16."""
     image = Image.fromarray(digit.astype(np.uint8)).resize((8, 8), Image.Resampling.BOX)
     return np.asarray(image, np.float64) * (16 / 255)
 
 
-def test_images_show_the_originals(folders: dict[str, Path]) -> None:
+def test_images_equal_the_originals(folders: dict[str, Path]) -> None:
     image = pixels(folders["digits"], 42)
     assert image.shape == (32, 32)
     assert np.abs(small(image) - load_digits().images[42]).mean() < 0.8
 
 
-def test_shifted_digits_lie_whole_on_black(folders: dict[str, Path]) -> None:
+def test_shifted_digits_are_complete_on_a_black_canvas(folders: dict[str, Path]) -> None:
     drawing, originals = DIGITS["shifted_digits"], load_digits().images
     places = set()
     for index in range(0, 1797, 6):
@@ -78,36 +78,32 @@ def test_shifted_digits_lie_whole_on_black(folders: dict[str, Path]) -> None:
         assert canvas[inside].shape == (drawing.digit, drawing.digit)
         assert np.abs(small(canvas[inside]) - originals[index]).mean() < 1, index
         canvas[inside] = 0
-        assert canvas.max() < 60, index  # what JPEG adds around an edge
+        assert canvas.max() < 60, index  # JPEG artifacts
         places.add((left, top))
     side = range(drawing.canvas - drawing.digit + 1)
-    assert {left for left, _ in places} == {top for _, top in places} == set(side)  # everywhere on the canvas
+    assert {left for left, _ in places} == {top for _, top in places} == set(side)
     assert len(places) > len(side) ** 2 / 2
 
 
-def test_same_split_and_bytes_every_time(digits: Path, name: str, tmp_path: Path) -> None:
+def test_preparation_is_reproducible(digits: Path, name: str, tmp_path: Path) -> None:
     again = prepare_digits(tmp_path / "digits", name)
     for split in ("train", "val"):
         assert Dataset.scan(again, split).digest() == Dataset.scan(digits, split).digest()
     assert all((again / file.relative_to(digits)).read_bytes() == file.read_bytes() for file in digits.glob("val/*/*.jpg"))
-    # Pinned, so that results stay comparable over the years: the first validation images of digit 0, and some places.
-    assert [file.stem for file in sorted((digits / "val/0").iterdir())][:4] == [
-        "0048",
-        "0079",
-        "0335",
-        "0386",
-    ]
+    # A change would make earlier results incomparable.
+    first = [file.stem for file in sorted((digits / "val/0").iterdir())][:4]
+    assert first == ["0048", "0079", "0335", "0386"]
     assert [Drawing(digit=16, canvas=24).position(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
     assert {DIGITS["digits"].position(index) for index in range(9)} == {(0, 0)}
 
 
-def test_second_call_touches_nothing(copy: Path, name: str) -> None:
+def test_second_call_changes_nothing(copy: Path, name: str) -> None:
     before = {file: file.stat().st_mtime_ns for file in copy.rglob("*")}
     assert prepare_digits(copy, name) == copy
     assert {file: file.stat().st_mtime_ns for file in copy.rglob("*")} == before
 
 
-def test_concurrent_callers_agree(tmp_path: Path) -> None:
+def test_concurrent_calls(tmp_path: Path) -> None:
     root = tmp_path / "digits"
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         assert pool.map(prepare_digits, [root] * 3) == [root] * 3
@@ -134,11 +130,7 @@ def test_rejects_another_drawing(copy: Path, name: str, monkeypatch: pytest.Monk
         prepare_digits(copy, name)
 
 
-def test_places_are_always_the_same() -> None:
-    assert [DIGITS["shifted_digits"].position(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
-
-
-def test_rejects_the_other_data_set(folders: dict[str, Path]) -> None:
+def test_rejects_another_data_set(folders: dict[str, Path]) -> None:
     with pytest.raises(
         DataError, match=r"does not hold the complete shifted_digits dataset that shifted_digits\.json describes"
     ):

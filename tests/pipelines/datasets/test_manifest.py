@@ -1,4 +1,4 @@
-"""File lists: they tell what a scan would, without one, and no damage goes unnoticed."""
+"""Image lists, which replace scans of folders: contents, damage, error messages."""
 
 import shutil
 from hashlib import sha256
@@ -14,7 +14,7 @@ from tests.pipelines.datasets.test_dataset import put
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n/"), min_size=1, max_size=8)
 ROWS = st.lists(st.tuples(st.builds("train/{}/{}".format, NAMES, NAMES), st.integers(0, 10**12)), min_size=1, max_size=6)
-# One folder for all examples: each writes the file anew.
+# All examples can share a folder, because each one overwrites the file.
 shared_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -33,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
 
 @shared_folder
 @given(rows=ROWS)
-def test_what_is_written_is_read(tmp_path: Path, rows: list[tuple[str, int]]) -> None:
+def test_round_trip(tmp_path: Path, rows: list[tuple[str, int]]) -> None:
     paths, sizes = map(list, zip(*rows, strict=True))
     write_list(tmp_path / "train.txt", paths, sizes)
     assert list(map(list, read_list(tmp_path / "train.txt"))) == [paths, sizes]
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.txt"]
 
 
-def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+def test_rejects_any_changed_byte(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     write_list(path, ["train/a/1.jpg", "train/b/20.jpg"], [17, 2048])
     written = path.read_bytes()
@@ -63,7 +63,7 @@ NO_LIST = ": not an image list; expected a digest .*; move the file away, or kee
         ("# digest e3b0c44298fc1c14\n", ": damaged or edited by hand.*; regenerate the list with `san data check`"),
     ],
 )
-def test_rejects_what_is_no_list_and_replaces_only_what_was_one(tmp_path: Path, text: str, sentence: str) -> None:
+def test_rejects_other_files_and_overwrites_only_lists(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "train.txt"
     path.write_text(text)
     with pytest.raises(DataError, match=rf"train\.txt{sentence}"):
@@ -86,7 +86,7 @@ def test_rejects_rows_without_a_size(tmp_path: Path, size: str) -> None:
         read_list(tmp_path / "train.txt")
 
 
-def test_rejects_names_that_a_row_cannot_hold(tmp_path: Path) -> None:
+def test_rejects_names_with_line_breaks(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"'train/a/1\\n\.jpg': this file name contains a line break.*; rename the file, or leave"
     ):
@@ -94,7 +94,7 @@ def test_rejects_names_that_a_row_cannot_hold(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_to_nothing_is_no_missing_list(folder: Path) -> None:
+def test_rejects_a_broken_link(folder: Path) -> None:
     (folder / "train.txt").symlink_to("lists/train.txt")
     with pytest.raises(DataError, match=r"train\.txt: cannot read this file \(No such file or directory\); .* or remove it"):
         Dataset.open(folder, "train")
@@ -117,14 +117,14 @@ def test_names_need_not_be_utf8(tmp_path: Path) -> None:
     assert Dataset.open(tmp_path, "train").paths == (f"train/a/{name}",)
 
 
-def test_open_takes_the_list_or_scans(folder: Path) -> None:
+def test_open_scans_only_without_a_list(folder: Path) -> None:
     scanned = listed(folder, "train")
     shutil.move(folder / "train/b/1.jpg", folder / "train/b/9.jpg")
-    assert Dataset.open(folder, "train") == scanned  # as it was
+    assert Dataset.open(folder, "train") == scanned
     assert Dataset.open(folder, "val") == Dataset.scan(folder, "val")
 
 
-def test_a_list_in_the_folder_of_lists_comes_first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_list_in_the_folder_of_lists_has_priority(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     lists = tmp_path_factory.mktemp("lists")
     scanned = listed(folder, "train")
     assert Dataset.open(folder, "train", lists) == scanned
@@ -136,7 +136,7 @@ def test_a_list_in_the_folder_of_lists_comes_first(folder: Path, tmp_path_factor
         Dataset.open(folder, "train", lists / "nowhere")
 
 
-def test_a_list_may_have_another_name_than_its_folder(folder: Path) -> None:
+def test_list_of_a_part_of_a_folder(folder: Path) -> None:
     train, val = Dataset.scan(folder, "train").hold_out(1)
     write_list(list_path(folder, "val-split"), val.paths, val.sizes)
     opened = Dataset.open(folder, "val-split")

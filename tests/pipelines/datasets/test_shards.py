@@ -1,4 +1,4 @@
-"""Tar shards: any tool reads them, what was begun is continued, damage is told, and training sees what it saw in the folder."""
+"""Tar shards: contents, resumed packing, damaged shards, and the same training as from folders."""
 
 import fcntl
 import hashlib
@@ -28,7 +28,7 @@ SIZES = st.lists(st.integers(1, 4000), min_size=1, max_size=12)
 
 
 def folder_of(root: Path, sizes: list[int]) -> Dataset:
-    """A split of three classes with files of these sizes, any bytes in them."""
+    """Writes a split of three classes; its files have these sizes and random contents."""
     for index, size in enumerate([1, 1, 1, *sizes]):
         path = root / f"train/{'abc'[index % 3]}/{index:02d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +57,8 @@ def test_shards_hold_every_image_once_and_in_order(sizes: list[int], shard_bytes
         data = folder_of(Path(folder) / "images", sizes)
         shards = packed(data, Path(folder) / "out", shard_bytes, workers)
         opened = Dataset.open_shards(Path(folder) / "out", "train")
-        assert (opened.classes, opened.paths, opened.labels, opened.sizes) == (
-            data.classes,
-            data.paths,
-            data.labels,
-            data.sizes,
-        )
+        assert (opened.classes, opened.paths) == (data.classes, data.paths)
+        assert (opened.labels, opened.sizes) == (data.labels, data.sizes)
         assert opened.digest() == data.digest()
         for index in range(len(data)):
             assert opened.encoded(index).tobytes() == opened.source(index).read() == data.source(index).read()
@@ -73,7 +69,7 @@ def test_shards_hold_every_image_once_and_in_order(sizes: list[int], shard_bytes
             assert hashlib.sha256(path.read_bytes()).hexdigest() == one.shard.sha256
 
 
-def test_standard_tools_read_them(data: Dataset, out: Path) -> None:
+def test_tarfile_reads_shards(data: Dataset, out: Path) -> None:
     shards = packed(data, out)
     assert len(shards) > 3
     index = 0
@@ -88,7 +84,7 @@ def test_standard_tools_read_them(data: Dataset, out: Path) -> None:
     assert index == len(data)
 
 
-def test_images_are_named_by_shard_and_member(data: Dataset, out: Path) -> None:
+def test_names_of_images_contain_shard_and_member(data: Dataset, out: Path) -> None:
     packed(data, out)
     opened = Dataset.open_shards(out, "train")
     assert opened.packed
@@ -100,7 +96,7 @@ def test_images_are_named_by_shard_and_member(data: Dataset, out: Path) -> None:
     assert held.paths == data.hold_out(1)[1].paths and held.digest() == data.hold_out(1)[1].digest()
 
 
-def test_another_process_opens_the_shards_itself(data: Dataset, out: Path) -> None:
+def test_open_shards_can_be_pickled(data: Dataset, out: Path) -> None:
     packed(data, out)
     opened = Dataset.open_shards(out, "train")
     opened.encoded(5)
@@ -109,7 +105,7 @@ def test_another_process_opens_the_shards_itself(data: Dataset, out: Path) -> No
     assert copied.encoded(5).tobytes() == opened.encoded(5).tobytes()
 
 
-def test_threads_read_the_same_and_files_are_closed(data: Dataset, out: Path) -> None:
+def test_threads_share_files_which_are_closed_at_the_end(data: Dataset, out: Path) -> None:
     packed(data, out)
     before = len(os.listdir("/proc/self/fd"))
     opened = Dataset.open_shards(out, "train")
@@ -126,7 +122,7 @@ def times(out: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
 
 
-def test_the_same_images_give_the_same_bytes(data: Dataset, out: Path, tmp_path: Path) -> None:
+def test_shards_are_reproducible(data: Dataset, out: Path, tmp_path: Path) -> None:
     packed(data, out, workers=1)
     packed(data, tmp_path / "again", workers=3)
     files = sorted(path.name for path in out.iterdir())
@@ -134,14 +130,14 @@ def test_the_same_images_give_the_same_bytes(data: Dataset, out: Path, tmp_path:
     assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in files)
 
 
-def test_what_is_complete_is_kept(data: Dataset, out: Path) -> None:
+def test_complete_shards_are_kept(data: Dataset, out: Path) -> None:
     packed(data, out)
     before = times(out)
     assert all(one.kept for one in packed(data, out))
     assert times(out) == before
 
 
-def test_an_interrupted_packing_goes_on(data: Dataset, out: Path) -> None:
+def test_interrupted_packing_resumes(data: Dataset, out: Path) -> None:
     begun = pack(data, out, 6000, 1)
     first = next(begun)
     begun.close()
@@ -150,14 +146,14 @@ def test_an_interrupted_packing_goes_on(data: Dataset, out: Path) -> None:
     with pytest.raises(DataError, match=r": no shards of 'train'; expected .*train\.index, in a folder that"):
         Dataset.open_shards(out, "train")
     before = times(out)
-    again = packed(data, out)
-    assert {one.shard.name for one in again if one.kept} == before.keys() >= {first.shard.name}
+    resumed = packed(data, out)
+    assert {one.shard.name for one in resumed if one.kept} == before.keys() >= {first.shard.name}
     assert {name: time for name, time in times(out).items() if name in before} == before
     assert sorted(path.name for path in out.iterdir() if path.suffix != ".tar") == ["train.index"]
 
 
-def test_a_killed_packing_goes_on(data: Dataset, out: Path) -> None:
-    """Whatever it was doing: a line of its journal half-written, a shard without its name, a shard that is not whole."""
+def test_killed_packing_resumes(data: Dataset, out: Path) -> None:
+    """The last line of the journal, a shard's name and a shard's contents may be incomplete."""
     packed(data, out)
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
     lines = [line for line in whole["train.index"].split(b"\n") if line.startswith(b"# shard ")]
@@ -185,28 +181,28 @@ def replaced_by_an_older_file(path: Path) -> None:
 
 
 def replaced_by_a_link(path: Path) -> None:
-    """The file that it leads to was there before."""
+    """The target of the link is older than the shards."""
     path.with_name("link").symlink_to(path.parents[2] / "twin")
     path.with_name("link").rename(path)
 
 
 @pytest.mark.parametrize("replace", [replaced_in_place, replaced_by_an_older_file, replaced_by_a_link])
-def test_a_replaced_image_of_the_same_size_is_packed_anew(data: Dataset, out: Path, replace: Callable[[Path], None]) -> None:
+def test_replaced_image_of_the_same_size_is_packed_again(data: Dataset, out: Path, replace: Callable[[Path], None]) -> None:
     (data.root / "twin").write_bytes(data.source(12).read()[::-1])
     shards = packed(data, out)
-    time.sleep(0.02)  # the clock of a file system has coarse steps
+    time.sleep(0.02)  # file times are coarse
     replace(data.root / data.paths[12])
-    again = packed(data, out)
-    (anew,) = [number for number, one in enumerate(again) if not one.kept]
-    assert [one.shard.name for one in again] == [one.shard.name for one in shards]
+    repacked = packed(data, out)
+    (changed,) = [one for one in repacked if not one.kept]
+    assert [one.shard.name for one in repacked] == [one.shard.name for one in shards]
     opened = Dataset.open_shards(out, "train")
     assert opened.encoded(12).tobytes() == data.source(12).read()
     assert opened.shards is not None and not any(complaint for _, complaint in opened.shards.damaged(1))
-    assert opened.shards.find(opened.offsets[12])[0].name == again[anew].shard.name
+    assert opened.shards.find(opened.offsets[12])[0].name == changed.shard.name
     assert all(one.kept for one in packed(data, out))
 
 
-def test_an_image_that_is_replaced_while_packing_goes_on_is_packed_anew(data: Dataset, out: Path) -> None:
+def test_image_replaced_during_packing_is_packed_again(data: Dataset, out: Path) -> None:
     begun = pack(data, out, 6000, 1)
     next(begun)
     time.sleep(0.02)
@@ -217,7 +213,7 @@ def test_an_image_that_is_replaced_while_packing_goes_on_is_packed_anew(data: Da
     assert Dataset.open_shards(out, "train").encoded(0).tobytes() == data.source(0).read()
 
 
-def test_splits_share_a_folder(data: Dataset, out: Path) -> None:
+def test_splits_can_share_a_folder(data: Dataset, out: Path) -> None:
     put(data.root, "train-split/a/1.jpg", "val/a/1.jpg")
     others = [Dataset.scan(data.root, split) for split in ("train-split", "val")]
     for one in (data, *others, data):
@@ -225,7 +221,7 @@ def test_splits_share_a_folder(data: Dataset, out: Path) -> None:
     assert [len(Dataset.open_shards(out, split)) for split in ("train", "train-split", "val")] == [23, 1, 1]
 
 
-def test_refuses_to_mix_packings(data: Dataset, out: Path) -> None:
+def test_rejects_shards_of_other_images_or_sizes(data: Dataset, out: Path) -> None:
     shards = packed(data, out)
     before = times(out)
     sentence = f"holds {len(shards)} shards? of train made from other images or with another --shard-size"
@@ -236,7 +232,7 @@ def test_refuses_to_mix_packings(data: Dataset, out: Path) -> None:
     assert len(Dataset.open_shards(out, "train")) == len(data)
 
 
-def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
+def test_rejects_a_second_process(data: Dataset, out: Path) -> None:
     out.mkdir()
     with open(out / "train.index.part", "w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
@@ -260,16 +256,14 @@ def test_refuses_a_second_process(data: Dataset, out: Path) -> None:
         (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when the file was listed"),
     ],
 )
-def test_an_image_that_is_not_as_listed_stops_it(
-    data: Dataset, out: Path, change: Callable[[Path], object], sentence: str
-) -> None:
+def test_packing_stops_at_a_changed_image(data: Dataset, out: Path, change: Callable[[Path], object], sentence: str) -> None:
     change(data.root / "train/b/04.JPEG")
     with pytest.raises(DataError, match=sentence):
         packed(data, out, 10**6)
     assert not list(out.iterdir())
 
 
-def test_a_name_that_an_index_cannot_hold_is_told_before_packing(data: Dataset, out: Path) -> None:
+def test_rejects_line_breaks_in_names_before_packing(data: Dataset, out: Path) -> None:
     (data.root / "train/c/9\n9.JPEG").write_bytes(b"image")
     with pytest.raises(DataError, match=r"'train/c/9\\n9\.JPEG': this file name contains a line break"):
         packed(Dataset.scan(data.root, "train"), out)
@@ -279,7 +273,7 @@ def test_a_name_that_an_index_cannot_hold_is_told_before_packing(data: Dataset, 
 @pytest.mark.parametrize("row", ["\t".join(map(str, one)) for one in (
     ("x", 0, 512), ("x", 9, 0), ("x", 9, 0, "abc"), ("x", -9, 0, 512), ("x", 9, 99, 512), ("x", 9, 0, 10**9), ("x", 9, 0, 0),
 )])  # fmt: skip
-def test_refuses_an_index_with_other_rows(data: Dataset, out: Path, row: str) -> None:
+def test_rejects_an_index_with_invalid_rows(data: Dataset, out: Path, row: str) -> None:
     packed(data, out)
     _, *lines = (out / "train.index").read_text().splitlines()
     lines[-1] = f"train/c/1.jpg{row}".replace("x", "", 1)
@@ -289,21 +283,21 @@ def test_refuses_an_index_with_other_rows(data: Dataset, out: Path, row: str) ->
         Dataset.open_shards(out, "train")
 
 
-def test_refuses_the_index_of_another_split(data: Dataset, out: Path) -> None:
+def test_rejects_the_index_of_another_split(data: Dataset, out: Path) -> None:
     packed(data, out)
     shutil.copy(out / "train.index", out / "val.index")
     with pytest.raises(DataError, match=r"val\.index: lists images of train/, but val needs images of val/"):
         Dataset.open_shards(out, "val")
 
 
-def test_refuses_a_folder_that_cannot_be_made(data: Dataset) -> None:
+def test_rejects_a_folder_that_cannot_be_created(data: Dataset) -> None:
     with pytest.raises(
         DataError, match=r"00\.JPEG/out: cannot write to this folder \(Not a directory\); .* use another folder"
     ):
         packed(data, data.root / "train/a/00.JPEG" / "out")
 
 
-def test_refuses_what_does_not_fit_on_the_disk(data: Dataset, out: Path) -> None:
+def test_rejects_shards_larger_than_the_free_space(data: Dataset, out: Path) -> None:
     endless = Dataset(data.root, data.split, data.classes, data.paths, data.labels, (2**60,) * len(data))
     with pytest.raises(DataError, match=r"\d+ bytes are free, but the shards need \d+; free some space"):
         packed(endless, out)
@@ -326,14 +320,14 @@ def lost_byte(path: Path) -> None:
         ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
     ],
 )
-def test_refuses_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object], sentence: str) -> None:
+def test_rejects_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object], sentence: str) -> None:
     packed(data, out)
     damage(out / name)
     with pytest.raises(DataError, match=sentence):
         Dataset.open_shards(out, "train")
 
 
-def test_all_damaged_shards_are_named(data: Dataset, out: Path) -> None:
+def test_error_names_all_damaged_shards(data: Dataset, out: Path) -> None:
     shards = packed(data, out, 1)
     assert len(shards) == 23
     for one in shards[2:14]:
@@ -346,7 +340,7 @@ def test_all_damaged_shards_are_named(data: Dataset, out: Path) -> None:
 
 @pytest.mark.parametrize("length", [0, 700])
 @pytest.mark.parametrize("read_before", [False, True])
-def test_a_shard_that_is_cut_off_later_is_named(data: Dataset, out: Path, length: int, read_before: bool) -> None:
+def test_error_names_a_shard_that_was_truncated_after_opening(data: Dataset, out: Path, length: int, read_before: bool) -> None:
     packed(data, out, 10**6)
     opened = Dataset.open_shards(out, "train")
     if read_before:
@@ -358,7 +352,7 @@ def test_a_shard_that_is_cut_off_later_is_named(data: Dataset, out: Path, length
         opened.encoded(20)
 
 
-def test_a_changed_byte_is_found_by_its_checksum(data: Dataset, out: Path) -> None:
+def test_checksum_finds_a_changed_byte(data: Dataset, out: Path) -> None:
     shards = packed(data, out)
     content = bytearray((out / "train-00001.tar").read_bytes())
     content[700] ^= 1
@@ -376,7 +370,7 @@ PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
-    """The same 13 images, JPEG and PNG of many sizes, as a folder and in shards."""
+    """The same 13 images of different sizes in a folder and in shards."""
     root = tmp_path_factory.mktemp("both")
     for index in range(13):
         path = root / f"train/{'abc'[index % 3]}/{index:02d}.{'jpg' if index % 2 else 'png'}"
@@ -391,12 +385,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
 @given(
     train=st.booleans(),
     world=st.integers(1, 3),
-    batch_size=st.integers(4, 13),  # then every rank has an image in every step
+    batch_size=st.integers(4, 13),  # each rank gets an image in every step
     seed=st.integers(0, 2**31),
     epoch=st.integers(0, 99),
     threads=st.integers(1, 2),
 )
-def test_training_from_shards_is_training_from_the_folder(
+def test_shards_give_the_same_batches_as_the_folder(
     both: tuple[Dataset, Dataset], train: bool, world: int, batch_size: int, seed: int, epoch: int, threads: int
 ) -> None:
     seen = 0
@@ -412,8 +406,8 @@ def test_training_from_shards_is_training_from_the_folder(
     assert seen == len(both[0])
 
 
-def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
-    """A memory map would end the process."""
+def test_training_reports_a_truncated_shard(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    """With a memory map, this would crash the process."""
     root = Path(shutil.copytree(both[1].root, tmp_path / "cut"))
     batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch_size=1).epoch(0)
     next(batches)
@@ -425,6 +419,6 @@ def test_training_on_a_shard_that_is_cut_off_ends_in_a_sentence(both: tuple[Data
         list(batches)
 
 
-def test_shards_may_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+def test_shards_can_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     moved = Path(shutil.copytree(both[1].root, tmp_path / "moved"))
     assert Dataset.open_shards(moved, "train").digest() == both[0].digest()
