@@ -45,4 +45,6 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
     """
     G = weight_NGKP.shape[1]
     values = unfold(beta_NCHW, kernel_size).unflatten(1, (beta_NCHW.shape[1] // G, G))  # [N, S, G, K, P]
-    return torch.einsum("ngkp,nsgkp->nsgp", weight_NGKP, values).flatten(1, 2).unflatten(2, beta_NCHW.shape[2:])
+    y_NSGP = torch.einsum("ngkp,nsgkp->nsgp", weight_NGKP, values)
+    # torch.export cannot prove that one reshape is valid for every size if G is 1.
+    return y_NSGP.flatten(1, 2).contiguous().unflatten(2, beta_NCHW.shape[2:])

@@ -47,7 +47,8 @@ def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
 
 IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
 OTHER_SIZE = torch.randn(1, 3, 37, 30, generator=torch.Generator().manual_seed(2))
-ANY_SIZE = {axis: torch.export.Dim.AUTO for axis in (0, 2, 3)}
+SIDE = {"min": 16, "max": 512}
+ANY_SIZE = {0: torch.export.Dim("n"), 2: torch.export.Dim("height", **SIDE), 3: torch.export.Dim("width", **SIDE)}
 
 
 @every_model
@@ -124,6 +125,17 @@ def test_onnxruntime_gives_the_same_numbers(which: str, opset: int, tmp_path: Pa
     for images in (IMAGES, OTHER_SIZE):
         (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
         np.testing.assert_allclose(logits, model(images).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["pairwise", "patchwise"])
+def test_compiles_with_aotinductor(which: str, tmp_path: Path) -> None:
+    model = made(which, {"depths": (1,), "widths": (32,)})
+    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(ANY_SIZE,))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    compiled = torch._inductor.aoti_load_package(package)
+    for images in (IMAGES, OTHER_SIZE):
+        torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-5)
 
 
 @every_model
