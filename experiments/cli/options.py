@@ -67,7 +67,8 @@ PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
-    help="Dataset and model size: digits, study (harder digits), imagenet (as in the paper), imagenet-1gpu or imagenet-fast.",
+    help="Dataset and model size: digits, study (harder digits), folder (your own images), imagenet (as in the paper), "
+    "imagenet-1gpu, imagenet-fast, or a .yaml file.",
 )
 RUNS = click.option(
     "--runs",

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
-from experiments.grids.expand import parse_override, profile_path, read_profile
+from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
 from experiments.runs.store import LocalStore, is_uri, open_store
 from experiments.runs.workspace import open_runs, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
@@ -110,7 +110,7 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    changes = merged({}, *map(parse_override, overrides))
+    changes = anchored(merged({}, *map(parse_override, overrides)), Path.cwd())
     for key in flat(changes):
         if not key.startswith(("data.", "model.")) and key not in ALLOWED_OVERRIDES:
             raise UserError(

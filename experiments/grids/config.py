@@ -128,8 +128,9 @@ class DataConfig(Strict):
     random noise, to measure compute speed without disk I/O. `digits`, `shifted_digits`: embedded datasets, written to `root`
     if missing."""
     root: str | None = None
-    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path is resolved from the project's
-    folder, or from the current folder if the project is installed as a package. Not used with synthetic images."""
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. The number of class folders is the number of classes.
+    A relative path is resolved from the current folder; in a profile file, from the file's folder. Not used with synthetic
+    images."""
     lists: str | None = None
     """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
     Relative paths are resolved as for `root`."""

@@ -145,6 +145,7 @@ def report_of(job: Job, results: Mapping[str, Result]) -> Report:
         store=job.workspace.tracking_uri,
         samples=attention_samples(job.workspace, finished_cells(job.trials, results)),
         measurements=measurements_of(job, results),
+        profile_option=job.profile_option,
     )
 
 

@@ -244,6 +244,8 @@ class Report:
     samples: Sequence[AttentionSample]
     measurements: Sequence[Measurement]
     """The table of the grid's protocol, if it names one."""
+    profile_option: str = "digits"
+    """As in `Job`."""
 
     @property
     def profile(self) -> str:

@@ -109,7 +109,10 @@ def page(report: Report) -> str:
         most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
         is_server=report.store.startswith(("http://", "https://")),
         **_facts(report),
-        row_commands={row: commands_for_row(report.grid, row, report.trials, report.overrides) for row in report.shown_rows},
+        row_commands={
+            row: commands_for_row(report.grid, row, report.trials, report.overrides, report.profile_option)
+            for row in report.shown_rows
+        },
         commands_note=_limit_note(report, "a command on this page"),
     )
 
@@ -234,7 +237,7 @@ def _facts(report: Report) -> dict[str, Any]:
     return {"same_facts": {SAME[name]: value for name, value in same.items()}, "cell_facts": each}
 
 
-def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str]) -> str:
+def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str], profile: str) -> str:
     """Shell commands that write a grid with only this row and train its cells, with the same keys."""
     (mine,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
@@ -243,5 +246,5 @@ def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: S
     content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     file = f"{row}.yaml"
-    command = shlex.join(["san", "run", file, "--profile", trials[0].profile, *overrides])
+    command = shlex.join(["san", "run", file, "--profile", profile, *overrides])
     return f"cat > {shlex.quote(file)} <<'END'\n{text}END\n{command}"

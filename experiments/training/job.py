@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cluster import Placement
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, base_folder
-from experiments.grids.expand import expand
+from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import table_names
 from experiments.runs.workspace import Workspace, open_workspace
@@ -39,6 +39,8 @@ class Job:
     """The `san run` that was, or would be, asked for; wherever its runs are kept."""
     runs: str | None = None
     """`--runs` as it was given."""
+    profile_option: str = "digits"
+    """`--profile` as it was given: the name or the file of the profile."""
 
     def kept_there(self, command: str) -> str:
         """A command for the same runs."""
@@ -76,7 +78,7 @@ def open_job(
     """
     workspace = open_workspace(runs)
     workspace.store.check()
-    expanded = expand(path, profile, overrides, table_names())
+    name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names())
     configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.placement): (row, c) for row, c in configs.items()}
@@ -86,7 +88,7 @@ def open_job(
         except UserError as error:
             raise UserError(f"{path}: row {row}: {error}") from None
     trials = tuple(
-        Trial(path.stem, profile, row, seed, config, data_digest(config.data))
+        Trial(path.stem, name, row, seed, config, data_digest(config.data))
         for row, config in configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
@@ -95,7 +97,8 @@ def open_job(
             say(scaling)
     command = _run_command(path, profile, overrides, seeds)
     given = None if runs is None else str(runs)
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command, given)
+    grid, full_size = expanded.grid, expanded.full_size
+    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile)
 
 
 def _placed(data: DataConfig) -> DataConfig:

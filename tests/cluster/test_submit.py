@@ -420,7 +420,7 @@ def test_explains_a_wrong_address(
 def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / ODD_NAME).write_text(GRID)
-    size = submit.stage(tmp_path / ODD_NAME, tmp_path / "copy")
+    size = submit.stage(tmp_path / ODD_NAME, "digits", tmp_path / "copy")
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, *submit.FILES, "job"}
     assert yaml.safe_load((tmp_path / "copy" / "job" / ODD_NAME).read_text()) == yaml.safe_load(GRID)
     junk = [

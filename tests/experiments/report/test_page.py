@@ -294,7 +294,9 @@ def test_commands_for_a_row_train_the_same_cells(finished_job: Callable[..., Job
     job = finished_job("recipe.lr=0.05")
     for row in ("pairwise_5", "resnet26_3"):
         found = re.fullmatch(
-            r"cat > (\S+) <<'END'\n(.*)END\n(.*)", commands_for_row(job.grid, row, job.trials, job.overrides), re.DOTALL
+            r"cat > (\S+) <<'END'\n(.*)END\n(.*)",
+            commands_for_row(job.grid, row, job.trials, job.overrides, job.profile),
+            re.DOTALL,
         )
         assert found is not None
         file, text, command = found.groups()
@@ -308,6 +310,6 @@ def test_commands_for_a_row_train_the_same_cells(finished_job: Callable[..., Job
 def test_commands_for_a_row_keep_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "turned.yaml").write_text("{question: q, robustness: rotation, rows: [{id: one, model: {name: resnet26}}]}")
     job = open_job(tmp_path / "turned.yaml", "digits", (), tmp_path / "runs")
-    text = commands_for_row(job.grid, "one", job.trials, ()).partition("<<'END'\n")[2].partition("END\n")[0]
+    text = commands_for_row(job.grid, "one", job.trials, (), "digits").partition("<<'END'\n")[2].partition("END\n")[0]
     (tmp_path / "one.yaml").write_text(text)
     assert open_job(tmp_path / "one.yaml", "digits", (), tmp_path / "runs").grid.robustness == "rotation"
