@@ -23,6 +23,7 @@ from experiments.grids.config import (
     TrialConfig,
     base_folder,
     contradictions,
+    fine_tuning_mistakes,
     merged,
     mistakes,
     model_mistakes,
@@ -123,8 +124,8 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A layer whose relative paths are resolved from a folder. Paths relative to `base_folder` stay relative, because other nodes
-    may have it in another place."""
+    """A layer whose relative paths are resolved from a folder. Those in `base_folder` stay relative, because other nodes may
+    have it elsewhere."""
     for section, key in PATHS if folder.resolve() != base_folder() else ():
         if _has(layer, f"{section}.{key}") and isinstance(value := layer[section][key], str):
             layer = merged(layer, {section: {key: os.path.abspath(folder / value)}})
@@ -341,6 +342,8 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
             if model not in known:
                 known[model] = list(model_mistakes(ModelConfig.model_validate(values["model"]), size))
             mine += known[model]
+            if row.id in found and not known[model]:
+                mine += fine_tuning_mistakes(found[row.id])
         for key, what in mine:
             problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
             problems.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)

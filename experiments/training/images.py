@@ -79,7 +79,7 @@ def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """The folder of the images and, if it is another one, the folder of their lists."""
     if config.root is None:
         raise DataError(
-            f"data.root: missing; data.source={config.source} requires the folder of the images, such as data.root=photos"
+            f"data.root: missing; data.source={config.source} requires the folder of the images; add data.root=FOLDER"
         )
     return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from cluster import Placement
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, base_folder
+from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, TrialConfig, base_folder
 from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import table_names
 from experiments.runs.workspace import Workspace, open_workspace
 from experiments.tracking import Result
-from experiments.training.images import data_digest, loaders
+from experiments.training.images import data_digest, loaders, open_data
+from experiments.training.pretrained import init_digest, initialize
 
 if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker
@@ -87,8 +88,12 @@ def open_job(
             loaders(config, seed=0, rank=0, world=config.placement.workers)
         except UserError as error:
             raise UserError(f"{path}: row {row}: {error}") from None
+    digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
+    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
+    for done in dict.fromkeys(_initialized(path, row, config, digests) for row, config in tuned.values()):
+        say(done)
     trials = tuple(
-        Trial(path.stem, name, row, seed, config, data_digest(config.data))
+        Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init])
         for row, config in configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
@@ -99,6 +104,17 @@ def open_job(
     given = None if runs is None else str(runs)
     grid, full_size = expanded.grid, expanded.full_size
     return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile)
+
+
+def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:
+    """What `recipe.init` does to a row's model, in words. Raises UserError if the file does not fit."""
+    init = config.recipe.init
+    assert init is not None
+    model = config.model.spec().build(len(open_data(config.data)[0].classes))
+    try:
+        return initialize(model, init, digests[init])
+    except UserError as error:
+        raise UserError(f"{path}: row {row}: {error}") from None
 
 
 def _placed(data: DataConfig) -> DataConfig:

@@ -32,6 +32,7 @@ from experiments.training.device import computing, enough_memory, training_devic
 from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
+from experiments.training.pretrained import initialize
 from experiments.training.reporter import ProgressReporter, Report
 from experiments.training.watchdog import Watchdog
 from pipelines import Loader
@@ -90,6 +91,8 @@ def _prepare(
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
+    if config.recipe.init is not None:
+        _log.info(initialize(model, config.recipe.init, trial.init_digest))
     complexity, tags = san.complexity(model, config.data.size), computing(config.engine, device)
     if config.recipe.scaling is not None and rank == 0:
         _log.info(config.recipe.scaling)
@@ -154,7 +157,7 @@ class Trainer:
         try:
             running = self.resume()
             while running.number < self.trial.config.recipe.epochs and self._continues(running):
-                self.engine.module.train()
+                self.engine.train()
                 unchecked: list[_Step] = []
                 first, clock = running.steps + 1, _Clock(running, self.train)
                 for images_NCHW, labels_N in self.train.epoch(running.number, self.train.seen_after(running.steps)):

@@ -249,7 +249,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             [
                 "row e: recipe.epoch:",
                 "unknown key; did you mean `recipe.epochs`?",
-                "Allowed: batch_size, ema_decay, epochs, grad_accum_steps",
+                "Allowed: batch_size, ema_decay, epochs, freeze, grad_accum_steps",
             ],
         ],
         strict=True,
@@ -485,3 +485,28 @@ def test_rejects_a_profile_file_with_the_name_of_ours(small_grid: Path, tmp_path
     (tmp_path / "digits.yaml").write_text(PROFILE)
     text = error_message(lambda: expand(small_grid, profile=str(tmp_path / "digits.yaml")))
     assert text == f"{tmp_path / 'digits.yaml'}: the project has a profile with this name; rename the file"
+
+
+def test_a_changed_init_file_is_another_cell_and_a_moved_one_is_not(small_grid: Path) -> None:
+    config = expand(small_grid, "recipe.init=/a.pt")["pairwise_3"].config
+    moved = expand(small_grid, "recipe.init=/b.pt")["pairwise_3"].config
+    random = expand(small_grid)["pairwise_3"]
+    one, same, changed = (
+        Trial("g", "digits", "a", 0, each, "digest", digest) for each, digest in ((config, "1"), (moved, "1"), (config, "2"))
+    )
+    assert one.key == same.key
+    assert len({one.key, changed.key, random.key}) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.freeze=[stem]"], "recipe.freeze: needs recipe.init, because random weights would stay random"),
+        (["recipe.init=a", "recipe.freeze=[stag1]"], "has no part 'stag1'; did you mean `stage1`? Parts: stem, stage1, stage2"),
+        (["recipe.init=a", "recipe.freeze=[stem, stage1, stage2, head]"], "recipe.freeze: freezes the whole model"),
+        (["recipe.layer_decay=0.5", "engine.zero_stage=1"], "recipe.layer_decay: cannot be combined with engine.zero_stage=1"),
+        (["recipe.layer_decay=2"], "recipe.layer_decay: must be a number greater than 0 and at most 1, not 2"),
+    ],
+)
+def test_rejects_fine_tuning_that_cannot_work(overrides: list[str], message: str, small_grid: Path) -> None:
+    assert message in error_message(lambda: expand(small_grid, *overrides))
