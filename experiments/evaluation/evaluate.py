@@ -229,7 +229,7 @@ def evaluate_checkpoint(
         DataError: an image cannot be used.
     """
     loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch_size)
-    loss, top1, top5, count = evaluate(opened.model.to(loader.device), loader, ended)
+    loss, top1, top5, count, _ = evaluate(opened.model.to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),
         model=opened.model.spec.name,

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from experiments.errors import UserError
@@ -20,6 +20,7 @@ from experiments.report.data import Measurement, Report, TableRow, finished_cell
 from experiments.report.page import page
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
 from experiments.runs.retry import retry
+from experiments.runs.summary import CONFUSION, Confusion
 from experiments.tracking import Result
 from experiments.tracking.view import runs_page
 from experiments.training.job import Job, is_done, is_finished, say
@@ -146,7 +147,19 @@ def report_of(job: Job, results: Mapping[str, Result]) -> Report:
         samples=attention_samples(job.workspace, finished_cells(job.trials, results)),
         measurements=measurements_of(job, results),
         profile_option=job.profile_option,
+        confusions=_confusions(job, results, shown),
     )
+
+
+def _confusions(job: Job, results: Mapping[str, Result], rows: Collection[str]) -> dict[str, Confusion]:
+    """The confusion matrices of the finished cells of some rows. Cells of older versions have none."""
+    found: dict[str, Confusion] = {}
+    for trial, _ in finished_cells(job.trials, results):
+        content = job.workspace.store.read(f"{job.workspace.folder(trial)}/{CONFUSION}") if trial.row in rows else None
+        one = Confusion.of_csv(content)
+        if one is not None:
+            found[trial.row] = found[trial.row] + one if trial.row in found else one
+    return found
 
 
 def _command() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import san
@@ -13,6 +13,7 @@ from experiments.evaluation.protocol import Numbers, Protocol
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow
 from experiments.report import interval
+from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
 
@@ -246,6 +247,8 @@ class Report:
     """The table of the grid's protocol, if it names one."""
     profile_option: str = "digits"
     """As in `Job`."""
+    confusions: Mapping[str, Confusion] = field(default_factory=dict)
+    """By row, summed over its finished seeds; empty for many classes."""
 
     @property
     def profile(self) -> str:

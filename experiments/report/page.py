@@ -27,6 +27,7 @@ from experiments.report.charts import cost_charts, curve_charts, plot_charts, ro
 from experiments.report.data import Measurement, Report, TableRow, grid_measurements
 from experiments.report.plots import Chart
 from experiments.report.tables import MEASUREMENT_COLUMNS, Column
+from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 
 MINUS = "\N{MINUS SIGN}"
@@ -105,6 +106,7 @@ def page(report: Report) -> str:
         robustness_section=_robustness_section(report),
         results=_results_table(report),
         sections=[section for section in (_plot_section(report), _cost_section(report), _curves_section(report)) if section],
+        by_classes=_by_classes(report.confusions),
         most_samples=MOST_SAMPLES,
         most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
         is_server=report.store.startswith(("http://", "https://")),
@@ -121,6 +123,14 @@ def _limit_note(report: Report, what: str) -> str:
     """Says which rows have `what` if not all of them do."""
     most, total = report_data.MOST_ROWS, len(report.rows)
     return f" Only the best {most} of the {total} rows, by top-1, have {what}." if total > most else ""
+
+
+def _by_classes(confusions: Mapping[str, Confusion]) -> dict[tuple[str, ...], dict[str, Confusion]]:
+    """Confusion matrices by their classes, because rows may be trained on different images."""
+    found: dict[tuple[str, ...], dict[str, Confusion]] = {}
+    for row, confusion in confusions.items():
+        found.setdefault(confusion.classes, {})[row] = confusion
+    return found
 
 
 def _robustness_section(report: Report) -> Section | None:

@@ -25,7 +25,7 @@ from experiments.grids.grid import Trial
 from experiments.runs.locks import cell_lock
 from experiments.runs.retry import PATIENCE
 from experiments.runs.store import Lock, StorageError
-from experiments.runs.summary import Epoch, read_ended, summary_csv
+from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
 from experiments.training.device import computing, enough_memory, training_device
@@ -240,9 +240,12 @@ class Trainer:
 
     def validate(self, running: RunningEpoch) -> Epoch:
         self.engine.average_buffers()
-        loss, top1, top5, _ = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
+        loss, top1, top5, _, counts = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
         if not math.isfinite(loss):
             raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
+        is_last = running.number + 1 == self.trial.config.recipe.epochs
+        if is_last and counts is not None and dist.get_rank() == 0:
+            self.checkpoints.write(CONFUSION, Confusion(self.train.dataset.classes, counts).as_csv())
         return running.finished(len(self.train.dataset), loss, top1, top5)
 
     def save(self, running: RunningEpoch) -> None:
