@@ -192,7 +192,7 @@ def plan(
 ) -> None:
     """List a grid's cells, their status and the estimated time.
 
-    Trains nothing, but writes the images of the profile's embedded dataset if they are missing.
+    Trains nothing and writes nothing.
 
     \b
     Example: san plan experiments/grids/footprint.yaml --profile digits
@@ -201,7 +201,7 @@ def plan(
     from experiments.cli.plan import plan_in_words
     from experiments.training.job import open_job
 
-    job = open_job(grid, profile, overrides, runs, seeds)
+    job = open_job(grid, profile, overrides, runs, seeds, writes=False)
     cells = plan_job(job)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))

@@ -17,7 +17,7 @@ from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import table_names
 from experiments.runs.workspace import Workspace, open_workspace
 from experiments.tracking import Result
-from experiments.training.images import data_digest, loaders, open_data
+from experiments.training.images import data_digest, loaders, open_data, without_writing
 from experiments.training.pretrained import init_digest, initialize
 
 if TYPE_CHECKING:
@@ -66,11 +66,16 @@ def has_store(uri: str) -> bool:
 
 
 def open_job(
-    path: Path, profile: str, overrides: Sequence[str], runs: str | Path | None = None, seeds: int | None = None
+    path: Path,
+    profile: str,
+    overrides: Sequence[str],
+    runs: str | Path | None = None,
+    seeds: int | None = None,
+    writes: bool = True,
 ) -> Job:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
-    With `seeds`, 0 to seeds - 1 come instead of the grid's.
+    With `seeds`, 0 to seeds - 1 come instead of the grid's. With `writes` false, a missing embedded dataset is not written.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
@@ -80,7 +85,8 @@ def open_job(
     workspace = open_workspace(runs)
     workspace.store.check()
     name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names())
-    configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
+    place = _placed if writes else lambda data: without_writing(_placed(data))
+    configs = {row: config.model_copy(update={"data": place(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.placement): (row, c) for row, c in configs.items()}
     for row, config in apart.values():

@@ -133,6 +133,19 @@ def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(run_san: San, tm
     assert not (tmp_path / "runs").exists()
 
 
+def test_plan_leaves_no_file_behind(tmp_path: Path) -> None:
+    """Neither a missing dataset in a mistyped `data.root`, nor temporary files."""
+    places = {name: tmp_path / name for name in ("TMPDIR", "SAN_RUNS")}
+    for folder in places.values():
+        folder.mkdir()
+    variables = os.environ | {name: str(folder) for name, folder in places.items()} | {"PYTHONPATH": str(PROJECT_DIR)}
+    command = [sys.executable, "-m", "experiments", "plan", str(SMALL_GRID), f"data.root={tmp_path / 'imagnet'}"]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 cells, 3 to train" in done.stdout
+    assert sorted(tmp_path.rglob("*")) == sorted(places.values())
+
+
 def test_report_of_an_untrained_grid(run_san: San, tmp_path: Path) -> None:
     code, out, err = run_san("report", SMALL_GRID, "--seeds", "2", "--json")
     assert code == 0
@@ -266,7 +279,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["bad.yaml/x: no such folder, and its parent ", "write the dataset there with `san data prepare digits"],
     ),
     "data in a read-only folder": (
-        lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],
+        lambda tmp: ["run", str(SMALL_GRID), "data.root=/proc/x"],
         ["/proc/x: cannot read or write images", "set another data.root"],
     ),
     "digits in a file": (
