@@ -52,7 +52,8 @@ def measure_all(
             for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
                 found[condition.name] = numbers
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
-            ours[name] = [found]
+            row = opened.row or name
+            ours[f"{row} ({name})" if row in ours else row] = [found]
     return ours
 
 

@@ -58,6 +58,8 @@ class LoadedModel:
     data_digest: str = ""
     """Digest of the trial's training and validation images."""
     seed: int = 0
+    row: str | None = None
+    """Row of the trial's grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,9 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     origin = found.origin
     config = _config(merged(origin.record, changes))
     file = path / found.name if path.is_dir() else path
-    return LoadedModel(file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed)
+    return LoadedModel(
+        file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed, origin.row
+    )
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:

@@ -181,6 +181,8 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths), wrong)
     if not wrong and grid.plot is not None:
         wrong += _unplottable(path, grid.plot, configs)
+    elif not wrong and grid.table is None:
+        grid = grid.model_copy(update={"plot": _default_plot(path, grid, configs)})
     if grid.early_stopping is not None:
         wrong += _unstoppable(path, grid, grid.early_stopping, configs)
     if wrong:
@@ -224,7 +226,7 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
     axes = _axes(path, grid, wrong)
     alone = "rows" not in content and axes
     rows = _multiplied((Row.model_construct(id=""),) if alone else grid.rows, axes)
-    grid = grid.model_copy(update={"rows": rows, "product": {}})
+    grid = grid.model_copy(update={"rows": rows, "product": axes})
     for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
         twice = [str(value) for value, count in Counter(values).items() if count > 1]
         if twice:
@@ -357,6 +359,18 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
 
 def _fits_model(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str)
+
+
+def _default_plot(path: Path, grid: Grid, configs: dict[str, TrialConfig]) -> Plot | None:
+    """A plot against the first numeric axis of the grid's product; None if rows would be at the same point."""
+    axes = [key for key, values in grid.product.items() if len(values) > 1]
+    for x in axes:
+        if not any(isinstance(value, bool) for value in grid.product[x]):
+            for series in (*(key for key in axes if key != x), "model.name"):
+                plot = Plot(x=x, series=series, label=x)
+                if not _unplottable(path, plot, configs):
+                    return plot
+    return None
 
 
 def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> list[str]:

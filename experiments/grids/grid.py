@@ -76,7 +76,7 @@ class Grid(Strict):
     seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
     """Seeds of the runs: each row is trained once per seed."""
     plot: Plot | None = None
-    """Plot of the results. Null: the plot has one mark per row."""
+    """Plot of the results. Null: top-1 against the first numeric key of `product`, or one mark per row if there is none."""
     early_stopping: EarlyStopping | None = None
     """Early stopping of weak cells. Null: off. Not part of a cell's key, because it does not change the
     results of finished cells."""

@@ -16,7 +16,16 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.paper import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
 from experiments.report.attention_samples import attention_samples
 from experiments.report.charts import CURVES, save_plot
-from experiments.report.data import Measurement, Report, TableRow, finished_cells, grid_measurements, shown_rows, table_rows
+from experiments.report.data import (
+    Measurement,
+    Report,
+    TableRow,
+    counts_of_trained,
+    finished_cells,
+    grid_measurements,
+    shown_rows,
+    table_rows,
+)
 from experiments.report.page import page
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
 from experiments.runs.retry import retry
@@ -31,8 +40,10 @@ LONGEST_NOTE = 5000
 
 def rows_of(job: Job, results: Mapping[str, Result]) -> list[TableRow]:
     """The rows of a grid's table, with the numbers of finished cells."""
-    printed = paper_rows(job.grid.table) if job.grid.table else {}
-    return table_rows(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))
+    if job.grid.table is None:
+        return table_rows(job.grid, job.trials, results, {}, counts_of_trained(job.trials))
+    counts = counts_at_paper_setting(job.full_size)
+    return table_rows(job.grid, job.trials, results, paper_rows(job.grid.table), counts)
 
 
 def measurements_of(job: Job, results: Mapping[str, Result]) -> list[Measurement]:
@@ -180,14 +191,17 @@ def _setting(job: Job) -> str:
     ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if job.grid.robustness:
         return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
+    if job.grid.table is None:
+        return f"{ours}; params and FLOPs of the trained models."
     return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."
 
 
-def column_metrics(job: Job) -> list[str]:
-    """Metrics of the grid's protocol with a column in MLflow: the first of each condition except the undisturbed one."""
-    if job.grid.robustness is None:
-        return []
-    return [condition.metric(condition.numbers[0]) for condition in PROTOCOLS[job.grid.robustness].conditions[1:]]
+def own_columns(job: Job) -> list[str]:
+    """The grid's own columns in MLflow: the keys of its product, and the first metric of each condition of its protocol except
+    the undisturbed one."""
+    conditions = PROTOCOLS[job.grid.robustness].conditions[1:] if job.grid.robustness else ()
+    measured = [f"metrics.`{condition.metric(condition.numbers[0])}`" for condition in conditions]
+    return [*(f"params.`{key}`" for key in job.grid.product), *measured]
 
 
 def note(job: Job, results: Mapping[str, Result]) -> str:

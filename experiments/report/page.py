@@ -26,7 +26,7 @@ from experiments.report.attention_samples import MOST_SAMPLES
 from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
 from experiments.report.data import Measurement, Report, TableRow, grid_measurements
 from experiments.report.plots import Chart
-from experiments.report.tables import MEASUREMENT_COLUMNS, Column
+from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting_columns, value_of
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 
@@ -40,7 +40,7 @@ NO_DIFFERENCE = (
     "No difference is shown, because our training differs from the paper's in the images, the image size or the number "
     "of epochs."
 )
-COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the full-size models."
+COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the {} models."
 SAME = {
     "images": "digest of the image lists",
     "workers": "workers per cell",
@@ -86,7 +86,12 @@ def page(report: Report) -> str:
     )
     environment.filters["svg"] = lambda chart: Markup(plots.svg(chart))
     environment.filters["attention_svg"] = lambda attention: Markup(attention_plot.svg(attention))
-    environment.filters |= {"number": _number, "variance_in_words": variance_in_words, "shell_join": shlex.join}
+    environment.filters |= {
+        "number": _number,
+        "value_of": value_of,
+        "variance_in_words": variance_in_words,
+        "shell_join": shlex.join,
+    }
     environment.globals["icon"] = lambda style, salt: Markup(plots.icon(style, salt))
     done, cells = len(report.finished), len(report.trials)
     facts = [
@@ -167,7 +172,9 @@ def _family_styles(report: Report) -> dict[str, int]:
     return {name: style for style, name in enumerate(report.families)}
 
 
-def _number(value: float, form: str = ".1f") -> str:
+def _number(value: float | str, form: str = ".1f") -> str:
+    if isinstance(value, str) or form == ".3g":
+        return format(value, form)
     return format(round(value, 1) + 0.0, form).replace("-", MINUS)  # adding 0.0 turns -0.0 into 0.0
 
 
@@ -182,17 +189,21 @@ def _results_table(report: Report) -> HtmlTable:
         field: [("paper", field, ".1f")] * _has(rows, "paper_top1") for field in ("paper_top1", "paper_params", "paper_flops")
     }
     difference = [("difference", "difference", "+.1f")] * _has(rows, "difference")
+    form = ".1f" if report.grid.table else ".3g"
     groups: Groups = {
+        "settings": setting_columns(rows),
         "top-1, %": [*paper["paper_top1"], ("ours", "top1", ".1f"), *difference],
-        "top-5, %": [("ours", "top5", ".1f")],
-        "parameters, 10⁶": [*paper["paper_params"], ("ours", "params", ".1f")],
-        "FLOPs, 10⁹": [*paper["paper_flops"], ("ours", "flops", ".1f")],
+        "top-5, %": [("ours", "top5", ".1f")] * (_has(rows, "top5") or not _has(rows, "top1")),
+        "parameters, 10⁶": [*paper["paper_params"], ("ours", "params", form)],
+        "FLOPs, 10⁹": [*paper["paper_flops"], ("ours", "flops", form)],
     }
+    groups = {heading: columns for heading, columns in groups.items() if columns}
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not difference)
     caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
+    counts = COUNTS.format("full-size" if report.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
-    return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, COUNTS], "not finished")
+    return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
 
 
 def _protocol_table(found: Sequence[Measurement]) -> HtmlTable:

@@ -25,8 +25,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
-from experiments.report.build import column_metrics as measured_metrics
-from experiments.report.build import measurements_of
+from experiments.report.build import measurements_of, own_columns
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.job import Job, known_results, open_job
@@ -189,7 +188,7 @@ def test_grid_measures_only_missing_conditions(
 
 def test_mlflow_shows_a_column_for_each_condition(job: Job) -> None:
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    job.tracker.describe("", measured_metrics(job))
+    job.tracker.describe("", own_columns(job))
     experiment = job.tracker.client.get_experiment_by_name(job.name)
     assert experiment is not None
     columns = json.loads(experiment.tags["mlflow.sharedViewState.grid"])["columnOrder"]
