@@ -73,7 +73,7 @@ def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
 
 def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
     """The measurements of the grid's protocol that finished cells lack."""
-    return works(job.workspace, job.grid.robustness, finished_cells(job.trials, results)) if job.grid.robustness else {}
+    return works(job.workspace, job.grid.robustness, finished_cells(job.wanted, results)) if job.grid.robustness else {}
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
@@ -99,7 +99,7 @@ def print_unfinished(job: Job, results: Mapping[str, Result]) -> bool:
     if stopped:
         say(f"stopped early: {', '.join(stopped)}; to train these cells fully, remove early_stopping and run the grid again")
     unmeasured = missing_measurements(job, results)
-    unfinished = [trial.name for trial in job.trials if not is_done(job, results, trial) or trial.key in unmeasured]
+    unfinished = [trial.name for trial in job.wanted if not is_done(job, results, trial) or trial.key in unmeasured]
     if unfinished:
         say(f"not finished: {', '.join(unfinished)}; to resume, run `{job.kept_there(job.command)}`")
     return not unfinished

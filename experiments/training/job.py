@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,13 @@ class Job:
     """`--runs` as it was given."""
     profile_option: str = "digits"
     """`--profile` as it was given: the name or the file of the profile."""
+    only: tuple[str, ...] = ()
+    """The rows to train; empty for all."""
+
+    @property
+    def wanted(self) -> tuple[Trial, ...]:
+        """The cells to train."""
+        return tuple(trial for trial in self.trials if not self.only or trial.row in self.only)
 
     def kept_there(self, command: str) -> str:
         """A command for the same runs."""
@@ -72,10 +80,12 @@ def open_job(
     runs: str | Path | None = None,
     seeds: int | None = None,
     writes: bool = True,
+    only: tuple[str, ...] = (),
 ) -> Job:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
     With `seeds`, 0 to seeds - 1 come instead of the grid's. With `writes` false, a missing embedded dataset is not written.
+    With `only`, these rows are trained.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
@@ -85,6 +95,7 @@ def open_job(
     workspace = open_workspace(runs)
     workspace.store.check()
     name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names())
+    _require_rows(path, only, expanded.configs)
     place = _placed if writes else lambda data: without_writing(_placed(data))
     configs = {row: config.model_copy(update={"data": place(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
@@ -106,10 +117,19 @@ def open_job(
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
             say(scaling)
-    command = _run_command(path, profile, overrides, seeds)
+    command = _run_command(path, profile, [*overrides, *(f"--only={row}" for row in only)], seeds)
     given = None if runs is None else str(runs)
     grid, full_size = expanded.grid, expanded.full_size
-    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile)
+    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only)
+
+
+def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:
+    """Raises UserError if the grid lacks a row."""
+    for row in only:
+        if row not in rows:
+            near = difflib.get_close_matches(row, rows, n=1)
+            hint = f"did you mean {near[0]}? Rows" if near else "rows"
+            raise UserError(f"--only {row}: {path} has no such row; {hint}: {', '.join(rows)}")
 
 
 def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:

@@ -294,7 +294,7 @@ class Trainer:
     def _log_resumed(self, saved: Checkpoint | None) -> None:
         world = dist.get_world_size()
         if saved is not None:
-            _log.info("resuming from %s", saved.name)
+            _log.info("resuming from %s, after epoch %d", saved.name, len(saved.history))
         if saved is not None and saved.workers != world:
             _log.warning(
                 "the number of workers changed from %d to %d: BatchNorm resumes from the mean of the workers' statistics and "

@@ -95,7 +95,7 @@ def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainCell], No
     """Replaces Ray: calls a function with the callable, the value and the observer of each cell instead."""
 
     @contextmanager
-    def session(address: str | None) -> Iterator[Resources]:
+    def session(address: str | None, restart: object = None) -> Iterator[Resources]:
         yield Resources((Node(cpus=2, gpus=0),))
 
     def replace(train_cell: TrainCell) -> None:

@@ -133,6 +133,20 @@ def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(run_san: San, tm
     assert not (tmp_path / "runs").exists()
 
 
+def test_only_selects_rows(run_san: San) -> None:
+    _, out, _ = run_san("plan", SMALL_GRID, "--only", "resnet26_3", "--only", "pairwise_3", "--json")
+    assert {cell["row"] for cell in json.loads(out)} == {"resnet26_3", "pairwise_3"}
+    code, _, err = run_san("plan", SMALL_GRID, "--only", "resnet26")
+    assert code == 2
+    assert "--only resnet26: " in err and "did you mean resnet26_3? Rows: pairwise_3, resnet26_3, patchwise_3" in err
+
+
+def test_shells_complete_commands() -> None:
+    words = {"_SAN_COMPLETE": "bash_complete", "COMP_WORDS": "san del", "COMP_CWORD": "1", "PYTHONPATH": str(PROJECT_DIR)}
+    done = subprocess.run([sys.executable, "-m", "experiments"], env=os.environ | words, capture_output=True, text=True)
+    assert done.stdout == "plain,delete\n"
+
+
 def test_plan_leaves_no_file_behind(tmp_path: Path) -> None:
     """Neither a missing dataset in a mistyped `data.root`, nor temporary files."""
     places = {name: tmp_path / name for name in ("TMPDIR", "SAN_RUNS")}

@@ -222,7 +222,7 @@ def test_command_accepts_keys_run_ids_and_registered_models(protocol: Any, train
     arguments = [run_id, trained.folder.name, "models:/small-digits-pairwise_3/1", "--protocol", protocol]
     _, out, err = run_san("robustness", *arguments, "--runs", trained.job.workspace.runs, "--json")
     cells = json.loads(out)
-    by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == row] for row in arguments[:3]}
+    by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == f"pairwise_3 ({row})"] for row in arguments[:3]}
     assert by_row[run_id] == by_row[trained.folder.name] == by_row[arguments[2]]
     assert len(by_row[run_id]) == sum(len(condition.numbers) for condition in PROTOCOLS[protocol].conditions)
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
@@ -241,6 +241,7 @@ def test_model_overrides_apply_only_to_released_files(model: list[str], trained:
     san.save_released_checkpoint(trained.best.model(), names[2])
     overrides = [*model, "data.split=val-split", "data.val_split_per_class=2"]
     found = json.loads(run_san("robustness", *names, *overrides, "--profile", "digits", "--json")[1])
+    names[0] = f"pairwise_3 ({names[0]})"
     of_trial, of_own, of_released = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
     assert of_trial == of_own == of_released and len(of_trial) == 10
 
