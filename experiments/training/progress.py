@@ -198,7 +198,7 @@ class Progress:
         cell, now = self.cells[key], self.clock()
         is_first = cell.latest is None
         cell.report(metrics, now)
-        if is_first and int(cell.done_before or 0):
+        if is_first and cell.done_before is not None and cell.done_before >= 1:
             self._say(f"{cell.name} resumes after epoch {int(cell.done_before)}")
         # Lines from inside an epoch become rarer, down to one per minute.
         pause = min(max((now - cell.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
