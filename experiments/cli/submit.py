@@ -113,7 +113,9 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
             the job's temporary folder.
     """
     for config in expand(grid, profile, overrides, table_names(), resolve_paths=False).configs.values():
-        data = config.data
+        data, init = config.data, config.recipe.init
+        if init is not None and not PurePosixPath(init).is_absolute():
+            raise UserError(f"recipe.init={init}: a relative path; give the absolute path of a file on the cluster")
         if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
             raise UserError(f"data.root={data.root}: a relative path; give the absolute path of a folder on the cluster")
     if runs is not None and is_uri(runs):
