@@ -260,7 +260,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
             "row a: model.footprnt: unknown key; did you mean `model.footprint`?",
         ],
     ),
-    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot read", "give the path of a grid"]),
+    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot read", "give the path of a YAML file"]),
     "missing data folder": (
         lambda tmp: ["run", str(SMALL_GRID), "data.source=folder", f"data.root={tmp / 'nowhere'}"],
         ["nowhere"],
