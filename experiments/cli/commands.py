@@ -28,6 +28,7 @@ from experiments.cli.options import (
     ADDRESS,
     AS_JSON,
     GRID,
+    ONLY,
     OVERRIDES,
     PROFILE,
     RUNS,
@@ -54,7 +55,7 @@ class _Commands(GroupedCommands):
         "Models": ("models", "complexity", "doctor"),
         "Data": ("data",),
         "Cluster": ("submit",),
-        "Runs": ("runs", "ui"),
+        "Runs": ("runs", "delete", "ui"),
     }
 
 
@@ -151,10 +152,17 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
 @OVERRIDES
 @PROFILE
 @SEEDS
+@ONLY
 @RUNS
 @ADDRESS
 def run(
-    grid: Path, overrides: tuple[str, ...], profile: str, runs: Path | str | None, seeds: int | None, address: str | None
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    only: tuple[str, ...],
+    address: str | None,
 ) -> None:
     """Train a grid's unfinished cells and print the results.
 
@@ -166,7 +174,7 @@ def run(
     from experiments.cli.run import run as run_job
     from experiments.training.job import open_job
 
-    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds), address) else 1)
+    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds, only=only), address) else 1)
 
 
 @cli.command()
@@ -174,6 +182,7 @@ def run(
 @OVERRIDES
 @PROFILE
 @SEEDS
+@ONLY
 @RUNS
 @ADDRESS
 @AS_JSON
@@ -183,12 +192,13 @@ def plan(
     profile: str,
     runs: Path | str | None,
     seeds: int | None,
+    only: tuple[str, ...],
     address: str | None,
     as_json: bool,
 ) -> None:
     """List a grid's cells, their status and the estimated time.
 
-    Trains nothing, but writes the images of the profile's embedded dataset if they are missing.
+    Trains nothing and writes nothing.
 
     \b
     Example: san plan experiments/grids/footprint.yaml --profile digits
@@ -197,7 +207,7 @@ def plan(
     from experiments.cli.plan import plan_in_words
     from experiments.training.job import open_job
 
-    job = open_job(grid, profile, overrides, runs, seeds)
+    job = open_job(grid, profile, overrides, runs, seeds, writes=False, only=only)
     cells = plan_job(job)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
@@ -387,6 +397,33 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
             return
         if not in_place:
             click.echo()
+
+
+@cli.command()
+@click.argument("names", nargs=-1, required=True, metavar="KEY|GRID...")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@RUNS
+def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
+    """Delete cells: their runs, checkpoints and logs.
+
+    KEY is a cell's key from the output of `san runs`; the name of a GRID means all its cells. Cells that are being trained are
+    not deleted. `san run` trains a deleted cell again.
+
+    \b
+    Example: san delete 0123456789ab
+    """
+    from experiments.runs.workspace import open_workspace
+    from experiments.tracking.deletion import delete_cells, find_cells
+
+    workspace = open_workspace(runs)
+    found = find_cells(workspace.tracking_uri, names)
+    click.echo("\n".join(f"{cell.key}  {cell.grid}-{cell.profile} {cell.name}" for cell in found), err=True)
+    if not yes and not sys.stdin.isatty():
+        raise UserError(f"{len(found)} runs would be deleted; add --yes to delete them without a question")
+    if not yes and not click.confirm(f"Delete these {len(found)} runs with their checkpoints and logs?", err=True):
+        return
+    delete_cells(workspace, found)
+    click.echo(f"deleted {len({cell.key for cell in found})} cells")
 
 
 def _listed(run: Listed) -> str:

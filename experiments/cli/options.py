@@ -67,7 +67,8 @@ PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
-    help="Dataset and model size: digits, study (harder digits), imagenet (as in the paper), imagenet-1gpu or imagenet-fast.",
+    help="Dataset and model size: digits, study (harder digits), folder (your own images), imagenet (as in the paper), "
+    "imagenet-1gpu, imagenet-fast, or a .yaml file.",
 )
 RUNS = click.option(
     "--runs",
@@ -78,6 +79,7 @@ OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 SEEDS = click.option(
     "--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's seeds."
 )
+ONLY = click.option("--only", multiple=True, metavar="ROW", help="Train only this row; can be given several times.")
 ADDRESS = click.option(
     "--address",
     callback=named_address,

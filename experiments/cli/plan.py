@@ -34,9 +34,9 @@ class Cell:
 def plan(job: Job) -> list[Cell]:
     """The finished and stopped cells, then those to train, in the order in which `run` starts them."""
     results = known_results(job)
-    done = [trial for trial in job.trials if is_done(job, results, trial)]
+    done = [trial for trial in job.wanted if is_done(job, results, trial)]
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
-    for trial in job.trials:
+    for trial in job.wanted:
         alike[trial.key].append(trial)
     cells = []
     for trial in done:
@@ -54,7 +54,7 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
     In the order in which they start: the shortest first, so that results are available early.
     """
     missing: dict[str, Trial] = {}
-    for trial in job.trials:
+    for trial in job.wanted:
         if not is_done(job, results, trial):
             missing.setdefault(trial.key, trial)
     estimator = Estimator(results.values())

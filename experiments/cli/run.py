@@ -20,7 +20,7 @@ from experiments.evaluation.cells import Watch, Work, measure
 from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.grid import Trial
 from experiments.grids.paper import paper_claims
-from experiments.report.build import column_metrics, missing_measurements, note, show
+from experiments.report.build import missing_measurements, note, own_columns, show
 from experiments.report.study import section_of, write_study
 from experiments.runs.locks import WhileLocked, claimed_cells, mlflow_lock
 from experiments.runs.retry import retry
@@ -49,13 +49,13 @@ def run(job: Job, address: str | None) -> bool:
     """
     results = known_results(job)
     missing = {trial.key: trial for trial, _ in to_train(job, results)}
-    done = sum(is_finished(results, trial) for trial in job.trials)
-    stopped = sum(is_done(job, results, trial) for trial in job.trials) - done
-    equal = len(job.trials) - done - stopped - len(missing)
+    done = sum(is_finished(results, trial) for trial in job.wanted)
+    stopped = sum(is_done(job, results, trial) for trial in job.wanted) - done
+    equal = len(job.wanted) - done - stopped - len(missing)
     found = f", {done} already finished" if done else ""
     found += f", {stopped} already stopped early" if stopped else ""
     found += f", {equal} identical to another cell" if equal else ""
-    say(f"grid {job.name}, profile {job.profile}: {len(job.trials)} cells{found}, {len(missing)} to train")
+    say(f"grid {job.name}, profile {job.profile}: {len(job.wanted)} cells{found}, {len(missing)} to train")
     if not missing and not missing_measurements(job, results):
         files, complete = show(job, results)
         _refresh(job, results, files, complete)
@@ -73,8 +73,8 @@ def run(job: Job, address: str | None) -> bool:
             _measure(job, unmeasured, results, address)
             results = retry(lambda: known_results(job))
         files, complete = show(job, results)
-        retry(lambda: job.tracker.log_report(files, complete))
-        retry(lambda: job.tracker.describe(note(job, results), column_metrics(job)))
+        retry(lambda: job.tracker.log_report(files, complete and job.wanted == job.trials))
+        retry(lambda: job.tracker.describe(note(job, results), own_columns(job)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
@@ -123,7 +123,7 @@ def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str
             results = known_results(job)  # another run may have finished cells in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as should_continue:
-                outcomes = _sweep(job, claimed, results, lock, should_continue, restart)
+                outcomes = _sweep(job, claimed, results, lock, should_continue, restart, start)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _store_traceback(job, missing[key], outcome.traceback)
@@ -162,7 +162,7 @@ def _prepare(job: Job, results: Mapping[str, Result]) -> None:
     """Creates the grid's experiment and describes the results so far."""
     with mlflow_lock(job.workspace.store):
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        job.tracker.describe(note(job, results), column_metrics(job))
+        job.tracker.describe(note(job, results), own_columns(job))
 
 
 def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
@@ -172,7 +172,7 @@ def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complet
     """
     try:
         _prepare(job, results)
-        job.tracker.log_report(files, complete)
+        job.tracker.log_report(files, complete and job.wanted == job.trials)
     except UserError as error:
         say(f"MLflow's pages of the grid were not updated: {error}")
 
@@ -184,13 +184,14 @@ def _sweep(
     lock: Lock,
     should_continue: Judge | None,
     restart: Restart,
+    start: float,
 ) -> dict[str, Outcome]:
     from cluster.sweep import sweep  # imports Ray Tune and Train
 
     _prepare(job, results)
     job.tracker.begin()
     names = {key: trial.name for key, trial in missing.items()}
-    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr)
+    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
     train = functools.partial(run_trial, job.workspace, should_continue=should_continue)
     try:

@@ -18,7 +18,7 @@ import yaml
 
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.expand import expand, read_grid
+from experiments.grids.expand import expand, profile_path, read_grid, read_profile
 from experiments.grids.paper import table_names
 from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
@@ -50,9 +50,9 @@ def submit_grid(
     check(grid, profile, overrides, runs)
     variables = environment(names)
     server = JobServer(address)
-    job = new_id(grid, profile)
+    job = new_id(grid, profile_path(profile).stem)
     with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
-        size = stage(grid, Path(folder))
+        size = stage(grid, profile, Path(folder))
         click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
         server.submit(job, run_command(grid, profile, overrides, runs, seeds), Path(folder), variables)
     click.echo(f"job {job}\n{_hint(server, job)}", err=True)
@@ -88,16 +88,20 @@ def _follow(server: JobServer, job: str) -> NoReturn:
     sys.exit(2 if finished.exit_code == 2 else 1)
 
 
-def stage(grid: Path, folder: Path) -> int:
-    """Copies the packages and the grid into a folder; returns its size in bytes."""
+def stage(grid: Path, profile: str, folder: Path) -> int:
+    """Copies the packages, the grid and the profile into a folder; returns its size in bytes."""
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for name in FILES:  # missing if the project is installed as a package
         if (PROJECT_DIR / name).exists():
             shutil.copy(PROJECT_DIR / name, folder / name)
-    (folder / GRID_FOLDER).mkdir()
-    # With the keys of the grid that it extends, which is not copied.
-    (folder / GRID_FOLDER / grid.name).write_text(yaml.safe_dump(read_grid(grid), sort_keys=False), encoding="utf-8")
+    # With the keys of the files that they extend, which are not copied.
+    contents = {folder / GRID_FOLDER / grid.name: read_grid(grid)}
+    if profile.endswith(".yaml"):
+        contents[folder / _copied_profile(profile)] = read_profile(profile_path(profile))
+    for path, content in contents.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -108,8 +112,10 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
         UserError: lists all errors in the grid, the profile and the overrides; or a path is relative, so that it would be in
             the job's temporary folder.
     """
-    for config in expand(grid, profile, overrides, table_names()).configs.values():
-        data = config.data
+    for config in expand(grid, profile, overrides, table_names(), resolve_paths=False).configs.values():
+        data, init = config.data, config.recipe.init
+        if init is not None and not PurePosixPath(init).is_absolute():
+            raise UserError(f"recipe.init={init}: a relative path; give the absolute path of a file on the cluster")
         if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
             raise UserError(f"data.root={data.root}: a relative path; give the absolute path of a folder on the cluster")
     if runs is not None and is_uri(runs):
@@ -122,10 +128,15 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
 
 def run_command(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, seeds: int | None) -> list[str]:
     """The arguments of the command that runs on the head: `san run` with the copied grid."""
-    options = ["--profile", profile]
+    options = ["--profile", _copied_profile(profile)]
     options += ["--runs", runs] if runs is not None else []
     options += ["--seeds", str(seeds)] if seeds is not None else []
     return ["python", "-m", "experiments", "run", *options, "--", f"{GRID_FOLDER}/{grid.name}", *overrides]
+
+
+def _copied_profile(profile: str) -> str:
+    """The option `--profile` of the job."""
+    return f"{GRID_FOLDER}/profiles/{Path(profile).name}" if profile.endswith(".yaml") else profile
 
 
 def environment(names: Iterable[str]) -> dict[str, str]:

@@ -52,7 +52,7 @@ def measure_all(
             for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
                 found[condition.name] = numbers
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
-            ours[name] = [found]
+            ours[name if opened.row is None else f"{opened.row} ({name})"] = [found]
     return ours
 
 

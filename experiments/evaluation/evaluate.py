@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
-from experiments.grids.expand import parse_override, profile_path, read_profile
+from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
 from experiments.runs.store import LocalStore, is_uri, open_store
 from experiments.runs.workspace import open_runs, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
@@ -58,6 +58,8 @@ class LoadedModel:
     data_digest: str = ""
     """Digest of the trial's training and validation images."""
     seed: int = 0
+    row: str | None = None
+    """Row of the trial's grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,13 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     origin = found.origin
     config = _config(merged(origin.record, changes))
     file = path / found.name if path.is_dir() else path
-    return LoadedModel(file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed)
+    return LoadedModel(
+        file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed, origin.row
+    )
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    changes = merged({}, *map(parse_override, overrides))
+    changes = anchored(merged({}, *map(parse_override, overrides)), Path.cwd())
     for key in flat(changes):
         if not key.startswith(("data.", "model.")) and key not in ALLOWED_OVERRIDES:
             raise UserError(
@@ -229,7 +233,7 @@ def evaluate_checkpoint(
         DataError: an image cannot be used.
     """
     loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch_size)
-    loss, top1, top5, count = evaluate(opened.model.to(loader.device), loader, ended)
+    loss, top1, top5, count, _ = evaluate(opened.model.to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),
         model=opened.model.spec.name,

@@ -128,8 +128,9 @@ class DataConfig(Strict):
     random noise, to measure compute speed without disk I/O. `digits`, `shifted_digits`: embedded datasets, written to `root`
     if missing."""
     root: str | None = None
-    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. A relative path is resolved from the project's
-    folder, or from the current folder if the project is installed as a package. Not used with synthetic images."""
+    """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. The number of class folders is the number of classes.
+    A relative path is resolved from the current folder; in a profile file, from the file's folder. Not used with synthetic
+    images."""
     lists: str | None = None
     """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
     Relative paths are resolved as for `root`."""
@@ -198,6 +199,15 @@ class RecipeConfig(Strict):
     """Precision of the layers that torch's autocast covers. Weights, their updates and validation are always float32."""
     sync_batchnorm: bool = False
     """Computes BatchNorm statistics over the images of all workers. GPUs only."""
+    init: str | None = None
+    """File with the initial weights, for fine-tuning: a checkpoint, a file of `san convert` or `san.save_checkpoint`, or a file
+    of the paper's authors. If the number of classes differs, the classifier is new. Relative paths are resolved as for
+    `data.root`. A cell's key contains a digest of the file instead of its path. Null: random weights."""
+    freeze: tuple[str, ...] = ()
+    """Parts of the model that keep the weights and BatchNorm statistics of `init`, for example `[stem, stage1]`."""
+    layer_decay: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    """Factor by which the learning rate decreases from each part of the model to the one before it, from the classifier down to
+    the stem. 1: one learning rate for all parts."""
 
     @property
     def lr_used(self) -> float:
@@ -319,6 +329,26 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
             f"cannot be combined with engine.zero_stage={engine.zero_stage}, which keeps all weights in one flat buffer; "
             "leave out engine.channels_last or engine.zero_stage",
         )
+
+
+def fine_tuning_mistakes(config: TrialConfig) -> Iterator[tuple[str, str]]:
+    """Errors in the keys for fine-tuning of a model that can be built."""
+    recipe, stage = config.recipe, config.engine.zero_stage
+    for key, is_set in {"freeze": bool(recipe.freeze), "layer_decay": recipe.layer_decay != 1}.items():
+        if is_set and stage:
+            yield f"recipe.{key}", f"cannot be combined with engine.zero_stage={stage}; leave out one of the two keys"
+    if not recipe.freeze:
+        return
+    if recipe.init is None:
+        yield "recipe.freeze", "needs recipe.init, because random weights would stay random; add recipe.init=FILE"
+    with torch.device("meta"):
+        parts = list(config.model.spec().build(num_classes=2).parts())
+    for name in set(recipe.freeze) - set(parts):
+        near = difflib.get_close_matches(name, parts, n=1)
+        hint = f"did you mean `{near[0]}`? Parts" if near else "parts"
+        yield "recipe.freeze", f"{config.model.name} has no part {name!r}; {hint}: {', '.join(parts)}"
+    if set(parts) <= set(recipe.freeze):
+        yield "recipe.freeze", "freezes the whole model; leave out the parts to train"
 
 
 def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:

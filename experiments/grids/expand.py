@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +21,9 @@ from experiments.grids.config import (
     ModelConfig,
     Strict,
     TrialConfig,
+    base_folder,
     contradictions,
+    fine_tuning_mistakes,
     merged,
     mistakes,
     model_mistakes,
@@ -31,6 +34,9 @@ from experiments.grids.transform import transform_mistakes
 
 GRIDS_DIR = Path(__file__).parent
 PROFILES_DIR = GRIDS_DIR / "profiles"
+PATHS = (("data", "root"), ("data", "lists"), ("recipe", "init"))
+"""Keys whose values are paths. Relative paths are resolved from the current folder, those in a profile file from its folder,
+and those in the project's own profiles from `base_folder`."""
 MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -61,7 +67,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise UserError(f"{path}: cannot read ({error.strerror}); give the path of a grid's YAML file") from None
+        raise UserError(f"{path}: cannot read ({error.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
@@ -87,20 +93,43 @@ def read_grid(path: Path) -> dict[str, Any]:
 
 
 def profile_path(name: str) -> Path:
-    """The file of a profile. Raises UserError for an unknown profile."""
+    """The file of a profile: one of the project's by its name, or a path that ends in `.yaml`.
+
+    Raises:
+        UserError: an unknown profile, or a file with the name of one of the project's, from which results could not be told.
+    """
     known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
+    if name.endswith(".yaml"):
+        path = Path(name)
+        if path.stem in known and path.resolve() != known[path.stem]:
+            raise UserError(f"{name}: the project has a profile with this name; rename the file")
+        return path
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean `{near[0]}`? Profiles" if near else "profiles"
-        raise UserError(f"unknown profile {name!r}; {hint}: {', '.join(known)}")
+        raise UserError(f"unknown profile {name!r}; {hint}: {', '.join(known)}; or give the path of a .yaml file")
     return known[name]
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """Reads a profile and the profile that it extends."""
+    """Reads a profile and the profile that it extends. Relative paths in the file of a user become absolute."""
     content = read_yaml(path)
     extended = content.pop("extends", None)
-    return content if extended is None else merged(read_profile(profile_path(extended)), content)
+    if path.parent.resolve() != PROFILES_DIR:
+        content = anchored(content, path.parent)
+    if extended is None:
+        return content
+    parent = path.parent / extended if extended.endswith(".yaml") else extended
+    return merged(read_profile(profile_path(str(parent))), content)
+
+
+def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A layer whose relative paths are resolved from a folder. Those in `base_folder` stay relative, because other nodes may
+    have it elsewhere."""
+    for section, key in PATHS if folder.resolve() != base_folder() else ():
+        if _has(layer, f"{section}.{key}") and isinstance(value := layer[section][key], str):
+            layer = merged(layer, {section: {key: os.path.abspath(folder / value)}})
+    return layer
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -122,11 +151,12 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collection[str]) -> Expanded:
+def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collection[str], resolve_paths: bool = True) -> Expanded:
     """Reads a grid file and validates every row: profile, then `base`, the row, and overrides, which override earlier values.
 
     Args:
         tables: valid values of the key `table`.
+        resolve_paths: whether relative paths are resolved from the current folder.
 
     Raises:
         UserError: lists all errors in the file, the profile and the overrides, each with its location and key.
@@ -148,9 +178,11 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
             if isinstance(key, str) and _has(layer, key)
         ]
     profile_file = profile_path(profile)
-    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers), wrong)
+    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths), wrong)
     if not wrong and grid.plot is not None:
         wrong += _unplottable(path, grid.plot, configs)
+    elif not wrong and grid.table is None:
+        grid = grid.model_copy(update={"plot": _default_plot(path, grid, configs)})
     if grid.early_stopping is not None:
         wrong += _unstoppable(path, grid, grid.early_stopping, configs)
     if wrong:
@@ -194,7 +226,7 @@ def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wron
     axes = _axes(path, grid, wrong)
     alone = "rows" not in content and axes
     rows = _multiplied((Row.model_construct(id=""),) if alone else grid.rows, axes)
-    grid = grid.model_copy(update={"rows": rows, "product": {}})
+    grid = grid.model_copy(update={"rows": rows, "product": axes})
     for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
         twice = [str(value) for value, count in Counter(values).items() if count > 1]
         if twice:
@@ -255,11 +287,11 @@ class _Layers:
     profile_path: Path
     profile: dict[str, Any]
     overrides: Sequence[tuple[str, dict[str, Any]]]
+    resolve_paths: bool
 
     def values(self, row: Row) -> dict[str, Any]:
-        return merged(
-            self.profile, self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *(layer for _, layer in self.overrides)
-        )
+        layers = self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *(layer for _, layer in self.overrides)
+        return merged(self.profile, anchored(merged({}, *layers), Path.cwd()) if self.resolve_paths else merged({}, *layers))
 
     def lacks_root(self, row: Row, source: str) -> bool:
         """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""
@@ -312,6 +344,8 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
             if model not in known:
                 known[model] = list(model_mistakes(ModelConfig.model_validate(values["model"]), size))
             mine += known[model]
+            if row.id in found and not known[model]:
+                mine += fine_tuning_mistakes(found[row.id])
         for key, what in mine:
             problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
             problems.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
@@ -325,6 +359,18 @@ def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
 
 def _fits_model(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str)
+
+
+def _default_plot(path: Path, grid: Grid, configs: dict[str, TrialConfig]) -> Plot | None:
+    """A plot against the first numeric axis of the grid's product; None if rows would be at the same point."""
+    axes = [key for key, values in grid.product.items() if len(values) > 1]
+    for x in axes:
+        if not any(isinstance(value, bool) for value in grid.product[x]):
+            for series in (*(key for key in axes if key != x), "model.name"):
+                plot = Plot(x=x, series=series, label=x)
+                if not _unplottable(path, plot, configs):
+                    return plot
+    return None
 
 
 def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> list[str]:

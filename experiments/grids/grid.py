@@ -76,7 +76,7 @@ class Grid(Strict):
     seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
     """Seeds of the runs: each row is trained once per seed."""
     plot: Plot | None = None
-    """Plot of the results. Null: the plot has one mark per row."""
+    """Plot of the results. Null: top-1 against the first numeric key of `product`, or one mark per row if there is none."""
     early_stopping: EarlyStopping | None = None
     """Early stopping of weak cells. Null: off. Not part of a cell's key, because it does not change the
     results of finished cells."""
@@ -101,6 +101,8 @@ class Trial:
     seed: int
     config: TrialConfig
     data_digest: str
+    init_digest: str = ""
+    """Digest of the file `recipe.init`, if there is one."""
 
     @property
     def name(self) -> str:
@@ -121,7 +123,8 @@ class Trial:
         """
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(LOCATION_FIELDS))
-        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size"}) | {"lr": recipe.lr_used}
+        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size", "init"}) | {"lr": recipe.lr_used}
+        how |= {"init": self.init_digest} if self.init_digest else {}
         how = with_old_keys("recipe", how)
         spec = config.model.spec()
         content: list[object] = [_record(spec), data, how, self.seed, self.data_digest]

@@ -91,8 +91,8 @@ def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.
     return {row: counts[repr(model)] for row, model in models.items()}
 
 
-def count(model: ModelConfig, size: int) -> san.Complexity:
-    """A model's counts for the paper's number of classes and images of `size` pixels."""
+def count(model: ModelConfig, size: int, classes: int = CLASSES) -> san.Complexity:
+    """A model's counts for images of `size` pixels and, by default, the paper's number of classes."""
     with torch.device("meta"):
-        module = model.spec().build(CLASSES)
+        module = model.spec().build(classes)
     return san.complexity(module, size)

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from experiments.errors import UserError
@@ -16,10 +16,20 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.paper import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
 from experiments.report.attention_samples import attention_samples
 from experiments.report.charts import CURVES, save_plot
-from experiments.report.data import Measurement, Report, TableRow, finished_cells, grid_measurements, shown_rows, table_rows
+from experiments.report.data import (
+    Measurement,
+    Report,
+    TableRow,
+    counts_of_trained,
+    finished_cells,
+    grid_measurements,
+    shown_rows,
+    table_rows,
+)
 from experiments.report.page import page
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
 from experiments.runs.retry import retry
+from experiments.runs.summary import CONFUSION, Confusion
 from experiments.tracking import Result
 from experiments.tracking.view import runs_page
 from experiments.training.job import Job, is_done, is_finished, say
@@ -30,8 +40,10 @@ LONGEST_NOTE = 5000
 
 def rows_of(job: Job, results: Mapping[str, Result]) -> list[TableRow]:
     """The rows of a grid's table, with the numbers of finished cells."""
-    printed = paper_rows(job.grid.table) if job.grid.table else {}
-    return table_rows(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))
+    if job.grid.table is None:
+        return table_rows(job.grid, job.trials, results, {}, counts_of_trained(job.trials))
+    counts = counts_at_paper_setting(job.full_size)
+    return table_rows(job.grid, job.trials, results, paper_rows(job.grid.table), counts)
 
 
 def measurements_of(job: Job, results: Mapping[str, Result]) -> list[Measurement]:
@@ -61,7 +73,7 @@ def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
 
 def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
     """The measurements of the grid's protocol that finished cells lack."""
-    return works(job.workspace, job.grid.robustness, finished_cells(job.trials, results)) if job.grid.robustness else {}
+    return works(job.workspace, job.grid.robustness, finished_cells(job.wanted, results)) if job.grid.robustness else {}
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
@@ -87,7 +99,7 @@ def print_unfinished(job: Job, results: Mapping[str, Result]) -> bool:
     if stopped:
         say(f"stopped early: {', '.join(stopped)}; to train these cells fully, remove early_stopping and run the grid again")
     unmeasured = missing_measurements(job, results)
-    unfinished = [trial.name for trial in job.trials if not is_done(job, results, trial) or trial.key in unmeasured]
+    unfinished = [trial.name for trial in job.wanted if not is_done(job, results, trial) or trial.key in unmeasured]
     if unfinished:
         say(f"not finished: {', '.join(unfinished)}; to resume, run `{job.kept_there(job.command)}`")
     return not unfinished
@@ -145,7 +157,20 @@ def report_of(job: Job, results: Mapping[str, Result]) -> Report:
         store=job.workspace.tracking_uri,
         samples=attention_samples(job.workspace, finished_cells(job.trials, results)),
         measurements=measurements_of(job, results),
+        profile_option=job.profile_option,
+        confusions=_confusions(job, results, shown),
     )
+
+
+def _confusions(job: Job, results: Mapping[str, Result], rows: Collection[str]) -> dict[str, Confusion]:
+    """The confusion matrices of the finished cells of some rows. Cells of older versions have none."""
+    found: dict[str, Confusion] = {}
+    for trial, _ in finished_cells(job.trials, results):
+        content = job.workspace.store.read(f"{job.workspace.folder(trial)}/{CONFUSION}") if trial.row in rows else None
+        one = Confusion.of_csv(content)
+        if one is not None:
+            found[trial.row] = found[trial.row] + one if trial.row in found else one
+    return found
 
 
 def _command() -> str:
@@ -166,14 +191,17 @@ def _setting(job: Job) -> str:
     ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if job.grid.robustness:
         return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
+    if job.grid.table is None:
+        return f"{ours}; params and FLOPs of the trained models."
     return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."
 
 
-def column_metrics(job: Job) -> list[str]:
-    """Metrics of the grid's protocol with a column in MLflow: the first of each condition except the undisturbed one."""
-    if job.grid.robustness is None:
-        return []
-    return [condition.metric(condition.numbers[0]) for condition in PROTOCOLS[job.grid.robustness].conditions[1:]]
+def own_columns(job: Job) -> list[str]:
+    """The grid's own columns in MLflow: the keys of its product, and the first metric of each condition of its protocol except
+    the undisturbed one."""
+    conditions = PROTOCOLS[job.grid.robustness].conditions[1:] if job.grid.robustness else ()
+    measured = [f"metrics.`{condition.metric(condition.numbers[0])}`" for condition in conditions]
+    return [*(f"params.`{key}`" for key in job.grid.product), *measured]
 
 
 def note(job: Job, results: Mapping[str, Result]) -> str:

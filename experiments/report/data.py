@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import san
 from experiments.evaluation.protocol import Numbers, Protocol
+from experiments.grids.config import value_at
 from experiments.grids.grid import Grid, Trial
-from experiments.grids.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow
+from experiments.grids.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
 from experiments.report import interval
+from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
 
@@ -38,6 +41,7 @@ class TableRow:
     difference: float | None
     """Ours minus the paper's; None unless the training matches the paper's (`is_papers_setting`)."""
     top5: float | None
+    """None for at most five classes, with which it is always 100."""
     seeds: int
     """Number of finished seeds."""
     paper_params: float | None
@@ -46,6 +50,8 @@ class TableRow:
     flops: float | None
     note: str | None = None
     """The seeds that were stopped early."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The values of the keys in the grid's `product`."""
 
     def spread_of(self, field: str) -> Spread:
         return (self.top1_by_seed, self.top1_half_width) if field == "top1" else ((), None)
@@ -88,13 +94,47 @@ def table_rows(
     paper: Mapping[str, PaperRow],
     counts: Mapping[str, san.Complexity | None],
 ) -> list[TableRow]:
-    """The rows of a grid's table in the grid's order. `counts` has the full-size model of each row."""
-    return [_table_row(row.id, trials, results, paper.get(row.id, PaperRow()), counts.get(row.id)) for row in grid.rows]
+    """The rows of a grid's table in the grid's order. `counts` has the model of each row."""
+    configs = {trial.row: trial.config for trial in trials}
+    settings = {row: {key: _setting(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
+    return [
+        _table_row(row.id, trials, results, paper.get(row.id, PaperRow()), counts.get(row.id), settings.get(row.id, {}))
+        for row in grid.rows
+    ]
+
+
+def _setting(value: object) -> str:
+    """A value as in a grid file."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def counts_of_trained(trials: Iterable[Trial]) -> dict[str, san.Complexity]:
+    """Parameters and FLOPs of every row's model, for the classes and the image size with which it is trained."""
+    counts: dict[tuple[str, int, int], san.Complexity] = {}  # large grids have few models
+    of_row = {}
+    for trial in trials:
+        model, data = trial.config.model, trial.config.data
+        place = repr(model), data.size, class_count(trial)
+        if place not in counts:
+            counts[place] = count(model, *place[1:])
+        of_row[trial.row] = counts[place]
+    return of_row
+
+
+def class_count(trial: Trial) -> int:
+    """Number of classes of a trial's images."""
+    return len(open_data(trial.config.data)[0].classes)
 
 
 def _table_row(
-    row: str, trials: Sequence[Trial], results: Mapping[str, Result], paper: PaperRow, counts: san.Complexity | None
+    row: str,
+    trials: Sequence[Trial],
+    results: Mapping[str, Result],
+    paper: PaperRow,
+    counts: san.Complexity | None,
+    settings: Mapping[str, str],
 ) -> TableRow:
+    has_top5 = all(class_count(trial) > 5 for trial in trials if trial.row == row)
     finished = finished_metrics(row, trials, results)
     by_seed = tuple(metrics["val/top1"] for metrics in finished)
     top1 = _mean(by_seed)
@@ -105,13 +145,14 @@ def _table_row(
         top1_half_width=_half_width(by_seed),
         top1_by_seed=by_seed,
         difference=_minus(top1, paper.top1) if top1 is not None and is_papers_setting(row, trials) else None,
-        top5=_mean([metrics["val/top5"] for metrics in finished]),
+        top5=_mean([metrics["val/top5"] for metrics in finished if has_top5]),
         seeds=len(finished),
         paper_params=paper.params,
         params=counts.params / 1e6 if counts else None,
         paper_flops=paper.flops,
         flops=counts.flops_paper / 1e9 if counts else None,
         note=_early_stops(row, trials, results),
+        settings=settings,
     )
 
 
@@ -126,7 +167,7 @@ def _matches_paper(trial: Trial) -> bool:
     if trial.profile != "imagenet" or (data.size, epochs) != (INPUT_SIZE, EPOCHS):
         return False
     are_photographs = data.source in ("folder", "shards") and data.train_per_class is None
-    return are_photographs and len(open_data(data)[0].classes) == CLASSES
+    return are_photographs and class_count(trial) == CLASSES
 
 
 def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:
@@ -244,6 +285,10 @@ class Report:
     samples: Sequence[AttentionSample]
     measurements: Sequence[Measurement]
     """The table of the grid's protocol, if it names one."""
+    profile_option: str = "digits"
+    """As in `Job`."""
+    confusions: Mapping[str, Confusion] = field(default_factory=dict)
+    """By row, summed over its finished seeds; empty for many classes."""
 
     @property
     def profile(self) -> str:

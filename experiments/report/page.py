@@ -25,7 +25,8 @@ from experiments.report.charts import cost_charts, curve_charts, plot_charts, ro
 from experiments.report.data import Measurement, Report, TableRow, grid_measurements
 from experiments.report.html import templates
 from experiments.report.plots import Chart
-from experiments.report.tables import MEASUREMENT_COLUMNS, Column
+from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting_columns, value_of
+from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 
 MINUS = "\N{MINUS SIGN}"
@@ -38,7 +39,7 @@ NO_DIFFERENCE = (
     "No difference is shown, because our training differs from the paper's in the images, the image size or the number "
     "of epochs."
 )
-COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the full-size models."
+COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the {} models."
 SAME = {
     "images": "digest of the image lists",
     "workers": "workers per cell",
@@ -81,7 +82,12 @@ def page(report: Report) -> str:
     environment = templates()
     environment.filters["svg"] = lambda chart: Markup(plots.svg(chart))
     environment.filters["attention_svg"] = lambda attention: Markup(attention_plot.svg(attention))
-    environment.filters |= {"number": _number, "variance_in_words": variance_in_words, "shell_join": shlex.join}
+    environment.filters |= {
+        "number": _number,
+        "value_of": value_of,
+        "variance_in_words": variance_in_words,
+        "shell_join": shlex.join,
+    }
     environment.globals["icon"] = lambda style, salt: Markup(plots.icon(style, salt))
     done, cells = len(report.finished), len(report.trials)
     facts = [
@@ -101,11 +107,15 @@ def page(report: Report) -> str:
         robustness_section=_robustness_section(report),
         results=_results_table(report),
         sections=[section for section in (_plot_section(report), _cost_section(report), _curves_section(report)) if section],
+        by_classes=_by_classes(report.confusions),
         most_samples=MOST_SAMPLES,
         most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
         is_server=report.store.startswith(("http://", "https://")),
         **_facts(report),
-        row_commands={row: commands_for_row(report.grid, row, report.trials, report.overrides) for row in report.shown_rows},
+        row_commands={
+            row: commands_for_row(report.grid, row, report.trials, report.overrides, report.profile_option)
+            for row in report.shown_rows
+        },
         commands_note=_limit_note(report, "a command on this page"),
     )
 
@@ -114,6 +124,14 @@ def _limit_note(report: Report, what: str) -> str:
     """Says which rows have `what` if not all of them do."""
     most, total = report_data.MOST_ROWS, len(report.rows)
     return f" Only the best {most} of the {total} rows, by top-1, have {what}." if total > most else ""
+
+
+def _by_classes(confusions: Mapping[str, Confusion]) -> dict[tuple[str, ...], dict[str, Confusion]]:
+    """Confusion matrices by their classes, because rows may be trained on different images."""
+    found: dict[tuple[str, ...], dict[str, Confusion]] = {}
+    for row, confusion in confusions.items():
+        found.setdefault(confusion.classes, {})[row] = confusion
+    return found
 
 
 def _robustness_section(report: Report) -> Section | None:
@@ -150,7 +168,9 @@ def _family_styles(report: Report) -> dict[str, int]:
     return {name: style for style, name in enumerate(report.families)}
 
 
-def _number(value: float, form: str = ".1f") -> str:
+def _number(value: float | str, form: str = ".1f") -> str:
+    if isinstance(value, str) or form == ".3g":
+        return format(value, form)
     return format(round(value, 1) + 0.0, form).replace("-", MINUS)  # adding 0.0 turns -0.0 into 0.0
 
 
@@ -165,17 +185,21 @@ def _results_table(report: Report) -> HtmlTable:
         field: [("paper", field, ".1f")] * _has(rows, "paper_top1") for field in ("paper_top1", "paper_params", "paper_flops")
     }
     difference = [("difference", "difference", "+.1f")] * _has(rows, "difference")
+    form = ".1f" if report.grid.table else ".3g"
     groups: Groups = {
+        "settings": setting_columns(rows),
         "top-1, %": [*paper["paper_top1"], ("ours", "top1", ".1f"), *difference],
-        "top-5, %": [("ours", "top5", ".1f")],
-        "parameters, 10⁶": [*paper["paper_params"], ("ours", "params", ".1f")],
-        "FLOPs, 10⁹": [*paper["paper_flops"], ("ours", "flops", ".1f")],
+        "top-5, %": [("ours", "top5", ".1f")] * (_has(rows, "top5") or not _has(rows, "top1")),
+        "parameters, 10⁶": [*paper["paper_params"], ("ours", "params", form)],
+        "FLOPs, 10⁹": [*paper["paper_flops"], ("ours", "flops", form)],
     }
+    groups = {heading: columns for heading, columns in groups.items() if columns}
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not difference)
     caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
+    counts = COUNTS.format("full-size" if report.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
-    return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, COUNTS], "not finished")
+    return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
 
 
 def _protocol_table(found: Sequence[Measurement]) -> HtmlTable:
@@ -230,7 +254,7 @@ def _facts(report: Report) -> dict[str, Any]:
     return {"same_facts": {SAME[name]: value for name, value in same.items()}, "cell_facts": each}
 
 
-def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str]) -> str:
+def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str], profile: str) -> str:
     """Shell commands that write a grid with only this row and train its cells, with the same keys."""
     (mine,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
@@ -239,5 +263,5 @@ def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: S
     content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     file = f"{row}.yaml"
-    command = shlex.join(["san", "run", file, "--profile", trials[0].profile, *overrides])
+    command = shlex.join(["san", "run", file, "--profile", profile, *overrides])
     return f"cat > {shlex.quote(file)} <<'END'\n{text}END\n{command}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -19,6 +20,7 @@ LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"},
 }
 """Replacements for characters that LaTeX treats specially or that older versions lack."""
+COUNTS = ("params", "flops")
 LONG = 30
 """Columns with longer cells wrap in LaTeX."""
 
@@ -111,7 +113,17 @@ def grid_table(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) ->
     has_seeds = any(row.seeds > 1 for row in rows)
     kept = [column for column in columns if any(getattr(row, column[1]) is not None for row in rows)]
     kept = [column for column in kept if column[1] != "seeds" or has_seeds]
+    if not any(row.paper_params for row in rows):  # the counts of small models, too
+        kept = [(name, field, ".3g" if field in COUNTS else form) for name, field, form in kept]
+    kept[1:1] = setting_columns(rows)
     return Table([[heading for heading, _, _ in kept], *([_text(row, field, form) for _, field, form in kept] for row in rows)])
+
+
+def setting_columns(rows: Sequence[TableRow]) -> list[Column]:
+    """A column for each key of the grid's product, headed by its last part if no other key has it."""
+    keys = list(rows[0].settings) if rows else []
+    names = Counter(key.rpartition(".")[2] for key in keys)
+    return [(key.rpartition(".")[2] if names[key.rpartition(".")[2]] == 1 else key, key, "s") for key in keys]
 
 
 def protocol_table(measurements: Sequence[Measurement]) -> Table:
@@ -131,17 +143,22 @@ def protocol_table(measurements: Sequence[Measurement]) -> Table:
 
 
 def _text(record: TableRow | Measurement | None, field: str, form: str) -> str:
-    value = getattr(record, field, None)
+    value = value_of(record, field)
     if record is None or value is None:
         return "-"
     by_seed, half_width = record.spread_of(field)
     return interval.in_words(value, by_seed, half_width, form) if isinstance(value, float) else format(value, form)
 
 
+def value_of(record: TableRow | Measurement | None, field: str) -> Any:
+    """The value of a column: a field of the record, or a setting of the row."""
+    return record.settings[field] if isinstance(record, TableRow) and field in record.settings else getattr(record, field, None)
+
+
 def csv_text(records: Sequence[Any]) -> str:
     """Records of one dataclass in full precision, with one column per field."""
     out = io.StringIO()
-    dicts = [asdict(record) for record in records]
+    dicts = [values | values.pop("settings", {}) for values in map(asdict, records)]
     writer = csv.DictWriter(out, dicts[0], lineterminator="\n")
     writer.writeheader()
     for values in dicts:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from experiments.grids.grid import Trial
 from experiments.runs.retry import PATIENCE
-from experiments.runs.store import Lock, Store
+from experiments.runs.store import Lock, LockError, Store
 
 if TYPE_CHECKING:
     from cluster.sweep import Observer, Outcome
@@ -53,6 +53,21 @@ def mlflow_lock(store: Store) -> AbstractContextManager[Lock]:
 def cell_lock(store: Store, key: str) -> AbstractContextManager[Lock]:
     """Held by the first worker of a cell, the only process that writes its checkpoints."""
     return store.lock(f"locks/cells/{key}", "another process is training this cell", OTHER_ENDS)
+
+
+@contextmanager
+def idle_cell(store: Store, key: str) -> Iterator[None]:
+    """Inside the block, no process trains a cell or is about to.
+
+    Raises:
+        LockError: a process does.
+    """
+    busy = f"cell {key} is being trained"
+    for name in store.names(GRIDS):
+        if key in store.notes(name) and store.is_locked(name):
+            raise LockError(f"{busy} or waits in a grid ({store.uri(name)}); wait until its `san run` ends, or stop it")
+    with store.lock(f"locks/cells/{key}", busy, wait=1.0):
+        yield
 
 
 @contextmanager

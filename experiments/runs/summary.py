@@ -1,4 +1,4 @@
-"""The metrics of an epoch, and `summary.csv`, which lists the finished epochs of a cell."""
+"""The metrics of an epoch; `summary.csv`, which lists the finished epochs of a cell; `confusion.csv`."""
 
 from __future__ import annotations
 
@@ -66,3 +66,43 @@ def read_top1(content: bytes | None) -> list[float]:
 
 def _rows(content: bytes | None) -> csv.DictReader[str]:
     return csv.DictReader(io.StringIO((content or b"").decode(errors="replace"), newline=""))
+
+
+CONFUSION = "confusion.csv"
+"""Name of the file with the confusion matrix of a cell, beside its checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confusion:
+    """The validation images of a cell after its last epoch, by class and by predicted class."""
+
+    classes: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    """One row per class, one column per predicted class."""
+
+    @property
+    def accuracies(self) -> list[float | None]:
+        """Percent of each class that is predicted correctly; None for a class without images."""
+        return [100 * row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.counts)]
+
+    def __add__(self, other: Confusion) -> Confusion:
+        rows = zip(self.counts, other.counts, strict=True)
+        return Confusion(self.classes, tuple(tuple(map(sum, zip(*pair, strict=True))) for pair in rows))
+
+    def as_csv(self) -> bytes:
+        """Content of the file."""
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([("class", *self.classes), *zip(self.classes, *zip(*self.counts, strict=True), strict=True)])
+        return text.getvalue().encode(errors="surrogateescape")
+
+    @staticmethod
+    def of_csv(content: bytes | None) -> Confusion | None:
+        """The inverse of `as_csv`; None if the file is missing or was edited."""
+        text = (content or b"").decode(errors="surrogateescape")
+        try:
+            (_, *classes), *rows = csv.reader(io.StringIO(text, newline=""))
+            counts = tuple(tuple(map(int, row[1:])) for row in rows)
+        except ValueError:
+            return None
+        is_square = {len(row) for row in (classes, *counts)} == {len(counts)}
+        return Confusion(tuple(classes), counts) if classes and is_square else None

@@ -84,14 +84,14 @@ class Tracker:
         with usable(self.uri):
             self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
 
-    def describe(self, note: str, measured: Sequence[str] = ()) -> None:
+    def describe(self, note: str, columns: Sequence[str] = ()) -> None:
         """Writes a Markdown description of the grid and selects the columns of MLflow's tables; after `prepare`.
 
-        `measured` are additional metrics to show as columns. Unchanged tags are not written again.
+        `columns` are additional ones, such as params.`recipe.lr`. Unchanged tags are not written again.
         """
         with usable(self.uri):
             experiment, parent = self._experiment(), self._require_parent()
-            for key, value in {"mlflow.note.content": note, **experiment_tags(measured)}.items():
+            for key, value in {"mlflow.note.content": note, **experiment_tags(columns)}.items():
                 if experiment.tags.get(key) != value:
                     self.client.set_experiment_tag(experiment.experiment_id, key, value)
             if parent.data.tags.get("mlflow.note.content") != note:

@@ -27,9 +27,9 @@ def runs_page(experiment_id: str, with_view: bool = True) -> str:
     return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning{view}"
 
 
-def experiment_tags(measured: Sequence[str]) -> dict[str, str]:
-    """Tags of an experiment that configure MLflow's pages. The columns of `measured` follow those of validation."""
-    widths = FIRST | {f"metrics.`{name}`": 130 for name in measured} | LAST
+def experiment_tags(own: Sequence[str]) -> dict[str, str]:
+    """Tags of an experiment that configure MLflow's pages. The columns `own` follow those of validation."""
+    widths = FIRST | dict.fromkeys(own, 130) | LAST
     section = {"display": True, "isReordered": True, "deleted": False, "isGenerated": True}
     # The format in which MLflow stores a shared view. Sorting by `Created` would list cells below the run of their grid.
     view = {

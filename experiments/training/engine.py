@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.graphs import StepGraphs
-from experiments.training.recipe import Blend, averaged, mixup, schedule
+from experiments.training.recipe import Blend, averaged, frozen_parts, mixup, scaled_groups, schedule
 
 PLAIN = EngineConfig()
 ALIGNMENT = 32
@@ -83,9 +83,10 @@ class Engine:
         self.recipe = recipe
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self._frozen = frozen_parts(model, recipe.freeze)
         self._average = averaged(model, recipe.ema_decay) if recipe.ema_decay else None
         self.optimizer = torch.optim.SGD(
-            model.parameters(), lr=recipe.lr_used, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+            _groups(model, recipe), lr=recipe.lr_used, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )
         self.schedule = schedule(self.optimizer, recipe, steps)
         self._engine, *_ = deepspeed.initialize(
@@ -128,9 +129,15 @@ class Engine:
         """The model that is validated: the averaged one if the recipe has `ema_decay`, otherwise the trained one."""
         return self.module if self._average is None else self._average.module
 
+    def train(self) -> None:
+        """Sets the trained model to training mode, except its frozen parts."""
+        self.module.train()
+        for part in self._frozen:
+            part.eval()
+
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """Learning rate of the next step, of the classifier if `recipe.layer_decay` lowers that of the others."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
@@ -254,6 +261,14 @@ class Engine:
         for number, weight in enumerate(self.module.parameters()):
             momentum = state["state"][number]["momentum_buffer"].to(weight.device)
             safe_set_full_optimizer_state(weight, momentum, "momentum_buffer")
+
+
+def _groups(model: nn.Module, recipe: RecipeConfig) -> Iterable[Any]:
+    """The optimizer's parameters: one group, or one for each part of the model if their learning rates differ."""
+    if recipe.layer_decay == 1:
+        return [weight for weight in model.parameters() if weight.requires_grad]
+    groups = scaled_groups(model, recipe.layer_decay)
+    return [{"params": weights, "lr": recipe.lr_used * scale} for weights, scale in groups]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

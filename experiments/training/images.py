@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -78,7 +79,9 @@ def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """The folder of the images and, if it is another one, the folder of their lists."""
     if config.root is None:
-        raise DataError(f"data.root: missing; data.source={config.source} requires the folder of the images")
+        raise DataError(
+            f"data.root: missing; data.source={config.source} requires the folder of the images; add data.root=FOLDER"
+        )
     return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
 
 
@@ -122,21 +125,52 @@ def _listings() -> Path | None:
     return Path(cache, "san", "listings") if os.path.isabs(cache) else None
 
 
-def _require_digits(root: Path, name: str) -> None:
-    """Writes an embedded dataset if it is missing.
+def without_writing(config: DataConfig) -> DataConfig:
+    """The same images for a command that must not write: a missing embedded dataset is in a temporary folder, which is deleted
+    at the end of the process.
 
     Raises:
-        DataError: the parent folder is missing too, so the path is probably a typo; or the folder has other content.
+        DataError: the dataset could not be written to its place.
     """
-    is_ours = root.parent == base_folder() / "data"
-    is_missing = not (root.is_dir() and any(root.iterdir()))
-    if is_missing and not is_ours and not root.parent.is_dir():
+    if config.source not in DIGITS or config.root is None or not _is_missing(base_folder() / config.root):
+        return config
+    _require_parent(base_folder() / config.root, config.source)
+    return config.model_copy(update={"root": str(prepare_digits(Path(_temporary().name, config.source), config.source))})
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="san-plan-")
+
+
+def _is_missing(root: Path) -> bool:
+    return not (root.is_dir() and any(root.iterdir()))
+
+
+def _is_ours(root: Path) -> bool:
+    return root.parent == base_folder() / "data"
+
+
+def _require_parent(root: Path, name: str) -> None:
+    """Raises DataError if the parent folder of an embedded dataset is missing, so that the path is probably a typo."""
+    if not _is_ours(root) and not root.parent.is_dir():
         raise DataError(
             f"data.root={root}: no such folder, and its parent {root.parent} does not exist either; correct the path, or "
             f"write the dataset there with `san data prepare {name} {root}`"
         )
+
+
+def _require_digits(root: Path, name: str) -> None:
+    """Writes an embedded dataset if it is missing.
+
+    Raises:
+        DataError: the parent folder is missing too; or the folder has other content.
+    """
+    is_missing = _is_missing(root)
+    if is_missing:
+        _require_parent(root, name)
     prepare_digits(root, name)
-    if is_missing and not is_ours:
+    if is_missing and not _is_ours(root):
         print(f"wrote dataset {name} to {root}", file=sys.stderr, flush=True)
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import Placement
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, base_folder
-from experiments.grids.expand import expand
+from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, TrialConfig, base_folder
+from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import table_names
 from experiments.runs.workspace import Workspace, open_workspace
 from experiments.tracking import Result
-from experiments.training.images import data_digest, loaders
+from experiments.training.images import data_digest, loaders, open_data, without_writing
+from experiments.training.pretrained import init_digest, initialize
 
 if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker
@@ -39,6 +41,15 @@ class Job:
     """The `san run` that was, or would be, asked for; wherever its runs are kept."""
     runs: str | None = None
     """`--runs` as it was given."""
+    profile_option: str = "digits"
+    """`--profile` as it was given: the name or the file of the profile."""
+    only: tuple[str, ...] = ()
+    """The rows to train; empty for all."""
+
+    @property
+    def wanted(self) -> tuple[Trial, ...]:
+        """The cells to train."""
+        return tuple(trial for trial in self.trials if not self.only or trial.row in self.only)
 
     def kept_there(self, command: str) -> str:
         """A command for the same runs."""
@@ -63,11 +74,18 @@ def has_store(uri: str) -> bool:
 
 
 def open_job(
-    path: Path, profile: str, overrides: Sequence[str], runs: str | Path | None = None, seeds: int | None = None
+    path: Path,
+    profile: str,
+    overrides: Sequence[str],
+    runs: str | Path | None = None,
+    seeds: int | None = None,
+    writes: bool = True,
+    only: tuple[str, ...] = (),
 ) -> Job:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
-    With `seeds`, 0 to seeds - 1 come instead of the grid's.
+    With `seeds`, 0 to seeds - 1 come instead of the grid's. With `writes` false, a missing embedded dataset is not written.
+    With `only`, these rows are trained.
 
     Raises:
         UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
@@ -76,8 +94,10 @@ def open_job(
     """
     workspace = open_workspace(runs)
     workspace.store.check()
-    expanded = expand(path, profile, overrides, table_names())
-    configs = {row: config.model_copy(update={"data": _placed(config.data)}) for row, config in expanded.configs.items()}
+    name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names())
+    _require_rows(path, only, expanded.configs)
+    place = _placed if writes else lambda data: without_writing(_placed(data))
+    configs = {row: config.model_copy(update={"data": place(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.placement): (row, c) for row, c in configs.items()}
     for row, config in apart.values():
@@ -85,17 +105,42 @@ def open_job(
             loaders(config, seed=0, rank=0, world=config.placement.workers)
         except UserError as error:
             raise UserError(f"{path}: row {row}: {error}") from None
+    digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
+    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
+    for done in dict.fromkeys(_initialized(path, row, config, digests) for row, config in tuned.values()):
+        say(done)
     trials = tuple(
-        Trial(path.stem, profile, row, seed, config, data_digest(config.data))
+        Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init])
         for row, config in configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
             say(scaling)
-    command = _run_command(path, profile, overrides, seeds)
+    command = _run_command(path, profile, [*overrides, *(f"--only={row}" for row in only)], seeds)
     given = None if runs is None else str(runs)
-    return Job(path.stem, profile, expanded.grid, trials, expanded.full_size, workspace, tuple(overrides), command, given)
+    grid, full_size = expanded.grid, expanded.full_size
+    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only)
+
+
+def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:
+    """Raises UserError if the grid lacks a row."""
+    for row in only:
+        if row not in rows:
+            near = difflib.get_close_matches(row, rows, n=1)
+            hint = f"did you mean {near[0]}? Rows" if near else "rows"
+            raise UserError(f"--only {row}: {path} has no such row; {hint}: {', '.join(rows)}")
+
+
+def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:
+    """What `recipe.init` does to a row's model, in words. Raises UserError if the file does not fit."""
+    init = config.recipe.init
+    assert init is not None
+    model = config.model.spec().build(len(open_data(config.data)[0].classes))
+    try:
+        return initialize(model, init, digests[init])
+    except UserError as error:
+        raise UserError(f"{path}: row {row}: {error}") from None
 
 
 def _placed(data: DataConfig) -> DataConfig:

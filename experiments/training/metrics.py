@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,30 @@ class RunningEpoch:
         return Epoch(self.number, self.lr, self.loss / images, speed, share, val_loss, top1, top5)
 
 
+MOST_CLASSES = 50
+"""Larger confusion matrices would not be readable, and are not counted."""
+
+
+class Scores(NamedTuple):
+    """The accuracy on a split."""
+
+    loss: float
+    """Mean cross entropy."""
+    top1: float
+    """Percent."""
+    top5: float
+    """Percent."""
+    images: int
+    confusion: tuple[tuple[int, ...], ...] | None
+    """Images by class (row) and predicted class (column); None for more than `MOST_CLASSES` classes."""
+
+
 class Accuracy:
     """Sums loss, top-1 and top-5 hits over batches of any size; every image counts once."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
+        self.confusion_CC: Tensor | None = None
 
     def add(self, logits_NC: Tensor, labels_N: Tensor) -> None:
         best = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
@@ -48,17 +68,24 @@ class Accuracy:
         loss = cross_entropy(logits_NC.float(), labels_N, reduction="sum")
         # `new_full` and not `new_tensor`, which would wait for the GPU to copy one number there.
         self.sums += torch.stack((loss, hits[:, 0].sum(), hits.sum(), loss.new_full((), len(hits))))
+        if logits_NC.shape[1] <= MOST_CLASSES:
+            one_hot_CC = torch.eye(logits_NC.shape[1], device=logits_NC.device)
+            counts_CC = one_hot_CC[labels_N].T @ one_hot_CC[best[:, 0]]
+            self.confusion_CC = counts_CC if self.confusion_CC is None else self.confusion_CC + counts_CC
 
-    def over_workers(self) -> tuple[float, float, float, int]:
-        """Mean loss, top-1 and top-5 in percent, and the number of images, over all workers or of this process alone."""
+    def over_workers(self) -> Scores:
+        """The scores over all workers or of this process alone."""
         if dist.is_initialized():
             dist.all_reduce(self.sums)
+            if self.confusion_CC is not None:
+                dist.all_reduce(self.confusion_CC)
         loss, top1, top5, images = self.sums.tolist()
-        return loss / images, 100 * top1 / images, 100 * top5 / images, int(images)
+        confusion = None if self.confusion_CC is None else tuple(map(tuple, self.confusion_CC.long().tolist()))
+        return Scores(loss / images, 100 * top1 / images, 100 * top5 / images, int(images), confusion)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, step_ended: Callable[[], None]) -> tuple[float, float, float, int]:
+def evaluate(model: nn.Module, loader: Loader, step_ended: Callable[[], None]) -> Scores:
     """`Accuracy.over_workers` of a whole split; `step_ended` is called after each batch."""
     model.eval()
     accuracy = Accuracy(loader.device)

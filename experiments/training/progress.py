@@ -159,19 +159,31 @@ class _Cell:
 
     def seconds_left(self, now: float) -> float | None:
         """By the speed of the latest attempt. None at its beginning, and in the last validation, whose time is unknown."""
-        if self.first is None or self.done <= self.first[1] or self.done >= self.epochs:
+        if self.pace is None or self.done >= self.epochs:
             return None
-        pace = (self.seen - self.first[0]) / (self.done - self.first[1])
-        return max((self.epochs - self.done) * pace - (now - self.seen), 0)
+        return max((self.epochs - self.done) * self.pace - (now - self.seen), 0)
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds per epoch since the first report of the latest attempt; None at its beginning."""
+        if self.first is None or self.done <= self.first[1]:
+            return None
+        return (self.seen - self.first[0]) / (self.done - self.first[1])
 
 
 class Progress:
-    """Observes a sweep over trials. `names` and `epochs` give each key's name and length."""
+    """Observes a sweep over trials. `names` and `epochs` give each key's name and length, `start` the time from which seconds
+    are counted, by default now."""
 
     def __init__(
-        self, names: Mapping[str, str], epochs: Mapping[str, int], out: TextIO, clock: Callable[[], float] = time.monotonic
+        self,
+        names: Mapping[str, str],
+        epochs: Mapping[str, int],
+        out: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        start: float | None = None,
     ) -> None:
-        self.clock, self.start, self.display = clock, clock(), Display(out)
+        self.clock, self.start, self.display = clock, clock() if start is None else start, Display(out)
         self.cells = {key: _Cell(name, epochs[key], self.start) for key, name in names.items()}
         self.ended = 0
 
@@ -184,7 +196,10 @@ class Progress:
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         cell, now = self.cells[key], self.clock()
+        is_first = cell.latest is None
         cell.report(metrics, now)
+        if is_first and cell.done_before is not None and cell.done_before >= 1:
+            self._say(f"{cell.name} resumes after epoch {int(cell.done_before)}")
         # Lines from inside an epoch become rarer, down to one per minute.
         pause = min(max((now - cell.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
         if self.display.live is None and now - cell.logged >= pause:
@@ -217,10 +232,15 @@ class Progress:
         self.display.close()
 
     def seconds_left(self) -> float | None:
-        """For the remaining epochs of the sweep, at the speed of those trained in it; None before there are any."""
-        here = sum(cell.done - cell.done_before for cell in self.cells.values() if cell.done_before is not None)
-        left = sum(cell.epochs - cell.done for cell in self.cells.values() if not cell.failed)
-        return left * (self.clock() - self.start) / here if here > 0 and left > 0 else None
+        """For the remaining epochs of the sweep, at the speed of the cells without their starts, if as many cells run at a time
+        as now; None before there is a speed."""
+        paces = [pace for cell in self.cells.values() if (pace := cell.pace) is not None]
+        cells = [cell for cell in self.cells.values() if not cell.failed and cell.done < cell.epochs]
+        if not paces or not cells:
+            return None
+        mean = sum(paces) / len(paces)
+        left = [(cell.epochs - cell.done) * (mean if cell.pace is None else cell.pace) for cell in cells]
+        return max(sum(left) / max(sum(cell.running for cell in cells), 1), *left)
 
     def _say(self, text: str) -> None:
         seconds = self.clock() - self.start

@@ -1,4 +1,4 @@
-"""Parts of the recipe: the schedule of the learning rate, mixup, the averaged model."""
+"""Parts of the recipe: the schedule of the learning rate, mixup, the averaged model, frozen parts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from experiments.grids.config import RecipeConfig
 from experiments.training.device import to_device
+from san.models.base import BaseModel
 
 
 def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int) -> LambdaLR:
@@ -77,3 +78,23 @@ def averaged(model: nn.Module, decay: float) -> AveragedModel:
     """An exponential moving average of the weights and BatchNorm statistics, updated by `update_parameters(model)`; the first
     update copies the model."""
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+def frozen_parts(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """Excludes the parts of a model with these names from training; returns them. The caller keeps them in evaluation mode."""
+    frozen = [module for name in names for module in _parts(model)[name]]
+    for module in frozen:
+        module.requires_grad_(False).eval()
+    return frozen
+
+
+def _parts(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The modules of each part of a model, from the stem to the head."""
+    assert isinstance(model, BaseModel)
+    return model.parts()
+
+
+def scaled_groups(model: nn.Module, decay: float) -> list[tuple[list[nn.Parameter], float]]:
+    """The trainable weights of each part, head first, with the factor of their learning rate: 1, decay, decay², ..."""
+    weights = [[w for module in modules for w in module.parameters() if w.requires_grad] for modules in _parts(model).values()]
+    return [(each, decay**distance) for distance, each in enumerate(reversed(weights)) if each]

@@ -25,13 +25,14 @@ from experiments.grids.grid import Trial
 from experiments.runs.locks import cell_lock
 from experiments.runs.retry import PATIENCE
 from experiments.runs.store import Lock, StorageError
-from experiments.runs.summary import Epoch, read_ended, summary_csv
+from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
 from experiments.training.device import computing, enough_memory, training_device
 from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
+from experiments.training.pretrained import initialize
 from experiments.training.reporter import ProgressReporter, Report
 from experiments.training.watchdog import Watchdog
 from pipelines import Loader
@@ -90,6 +91,8 @@ def _prepare(
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
+    if config.recipe.init is not None:
+        _log.info(initialize(model, config.recipe.init, trial.init_digest))
     complexity, tags = san.complexity(model, config.data.size), computing(config.engine, device)
     if config.recipe.scaling is not None and rank == 0:
         _log.info(config.recipe.scaling)
@@ -154,7 +157,7 @@ class Trainer:
         try:
             running = self.resume()
             while running.number < self.trial.config.recipe.epochs and self._continues(running):
-                self.engine.module.train()
+                self.engine.train()
                 unchecked: list[_Step] = []
                 first, clock = running.steps + 1, _Clock(running, self.train)
                 for images_NCHW, labels_N in self.train.epoch(running.number, self.train.seen_after(running.steps)):
@@ -237,9 +240,12 @@ class Trainer:
 
     def validate(self, running: RunningEpoch) -> Epoch:
         self.engine.average_buffers()
-        loss, top1, top5, _ = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
+        loss, top1, top5, _, counts = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
         if not math.isfinite(loss):
             raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
+        is_last = running.number + 1 == self.trial.config.recipe.epochs
+        if is_last and counts is not None and dist.get_rank() == 0:
+            self.checkpoints.write(CONFUSION, Confusion(self.train.dataset.classes, counts).as_csv())
         return running.finished(len(self.train.dataset), loss, top1, top5)
 
     def save(self, running: RunningEpoch) -> None:
@@ -288,7 +294,7 @@ class Trainer:
     def _log_resumed(self, saved: Checkpoint | None) -> None:
         world = dist.get_world_size()
         if saved is not None:
-            _log.info("resuming from %s", saved.name)
+            _log.info("resuming from %s, after epoch %d", saved.name, len(saved.history))
         if saved is not None and saved.workers != world:
             _log.warning(
                 "the number of workers changed from %d to %d: BatchNorm resumes from the mean of the workers' statistics and "

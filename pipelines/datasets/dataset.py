@@ -424,9 +424,10 @@ def _split_folder(root: Path, split: str) -> Path:
         )
     folder = root / split
     if not folder.is_dir():
+        hold_out = ", hold out training images with data.split=val-split data.val_split_per_class=10" if split == "val" else ""
         raise DataError(
             f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create this folder, "
-            f"provide a list {split}.txt, or use another data folder"
+            f"provide a list {split}.txt{hold_out}, or use another data folder"
         )
     return folder
 

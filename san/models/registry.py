@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from fnmatch import fnmatchcase
 
 from san.choice import choose
@@ -43,7 +44,10 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     unknown = sorted(set(overrides or {}) - set(fields))
     if unknown:
         renamed = [f"{old} is now {RENAMED_FIELDS[old]}" for old in unknown if old in RENAMED_FIELDS]
-        hint = ", ".join(renamed) or f"its fields: {', '.join(fields)}"
+        near = difflib.get_close_matches(unknown[0], fields, n=1)
+        hint = ", ".join(renamed) or f"{f'did you mean {near[0]}? I' if near else 'i'}ts fields: {', '.join(fields)}"
+        if "pretrained" in unknown:
+            hint = "no pretrained weights are included; load a file of the authors with san.load_released_checkpoint"
         raise ValueError(f"{name} has no field {', '.join(unknown)}; {hint}")
     # YAML and JSON have only lists; a spec has tuples, because it is hashable.
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}

@@ -17,6 +17,7 @@ from san.nn.fusion import conv_norm_relu, norm_relu
 from san.nn.inputs import check_map, specialize
 from san.ops.footprint import check_footprint
 from san.ops.functional import fuses
+from san.ops.tracing import is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +36,19 @@ class SANSpec(ModelSpec):
         """Side of the footprint for each stage, in pixels."""
         return (3, *[self.footprint] * (len(self.scaled_widths()) - 1))
 
-    def check_input(self, size: int) -> None:
+    def check_input(self, size: int, width: int | None = None) -> None:
         """Every stage halves the map, and reflection needs a map larger than half the footprint."""
+        width = size if width is None else width
         for stage, footprint in enumerate(self.footprints(), start=1):
-            side = size >> stage
             try:
-                check_footprint(footprint, side, side)
+                check_footprint(footprint, size >> stage, width >> stage)
             except ValueError as error:
-                raise ValueError(f"stage {stage} of {self.name} with images of {size} x {size} pixels: {error}") from None
+                where = f"stage {stage} of {self.name} with images of {size} x {width} pixels"
+                least = max((side // 2 + 1) << number for number, side in enumerate(self.footprints(), start=1))
+                reason = str(error).partition(";")[0]
+                raise ValueError(
+                    f"{where}: {reason}; use images of at least {least} x {least} pixels, or a smaller footprint"
+                ) from None
 
     def attention(self, channels: int, footprint: int) -> SelfAttention:
         """The attention of one block."""
@@ -135,6 +141,8 @@ class SAN(BaseModel):
 
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
         check_map(x_NCHW, self.stem, "the input")
+        if not is_traced(x_NCHW) and not torch.compiler.is_compiling():
+            self.spec.check_input(*x_NCHW.shape[2:])
         specialize(x_NCHW)
         if fuses("pair_weights", x_NCHW):  # the kernels work on channels-last maps
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)

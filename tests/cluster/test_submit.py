@@ -409,7 +409,7 @@ def test_explains_a_wrong_address(
 def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / ODD_NAME).write_text(GRID)
-    size = submit.stage(tmp_path / ODD_NAME, tmp_path / "copy")
+    size = submit.stage(tmp_path / ODD_NAME, "digits", tmp_path / "copy")
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, *submit.FILES, "job"}
     assert yaml.safe_load((tmp_path / "copy" / "job" / ODD_NAME).read_text()) == yaml.safe_load(GRID)
     junk = [
@@ -431,6 +431,8 @@ def test_finds_errors_before_uploading(tmp_path: Path, monkeypatch: pytest.Monke
         submit.check(grid, "digits", [], "runs")
     with pytest.raises(UserError, match=r"data\.root=data/imagenet: a relative path"):
         submit.check(grid, "imagenet", [], None)
+    with pytest.raises(UserError, match=r"recipe\.init=weights\.pt: a relative path"):
+        submit.check(grid, "digits", ["recipe.init=weights.pt"], None)
     submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
     monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises(
@@ -467,3 +469,14 @@ def test_finds_errors_before_uploading(tmp_path: Path, monkeypatch: pytest.Monke
 def test_job_ids_have_only_plain_characters(name: str, beginning: str) -> None:
     made = submit.new_id(Path(name), "digits")
     assert made.startswith(beginning) and len(made) == len(beginning) + 8
+
+
+def test_job_has_a_copy_of_a_profile_file(tmp_path: Path) -> None:
+    """With the values of the profile that it extends."""
+    (tmp_path / "small.yaml").write_text(GRID)
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: folder\ndata: {root: /images}\n")
+    submit.stage(tmp_path / "small.yaml", str(profile), tmp_path / "copy")
+    command = submit.run_command(tmp_path / "small.yaml", str(profile), [], None, None)
+    copied = yaml.safe_load((tmp_path / "copy" / command[command.index("--profile") + 1]).read_text())
+    assert (copied["data"]["root"], copied["data"]["size"]) == ("/images", 64)

@@ -132,6 +132,8 @@ REFUSALS = {
     "too many channels": (("san10_pairwise", {"width_mult": 1e9}), "at most 65536 channels, not 2048000000000"),
     "even convolution": (("resnet26", {"footprint": 4}), "odd and positive .* not 4"),
     "unknown field": (("resnet26", {"r1": 4}), "resnet26 has no field r1; its fields: depths, widths"),
+    "misspelled field": (("resnet26", {"footprnt": 4}), "has no field footprnt; did you mean footprint\\? Its fields: depths"),
+    "pretrained": (("resnet26", {"pretrained": True}), "no pretrained weights .* with san.load_released_checkpoint"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
     "too many stages": (("san10_pairwise", {"num_stages": 6}), "san10_pairwise: num_stages must be 1 to 5, not 6"),
     "no width": (("san10_pairwise", {"width_mult": 0}), "width_mult must be positive, not 0"),
@@ -212,6 +214,14 @@ def test_rejects_an_input_that_is_too_small(name: str, least: int) -> None:
     spec.check_input(least)
     with pytest.raises(ValueError, match=str(least - 1) if name == "resnet26" else "footprint"):
         spec.check_input(least - 1)
+
+
+def test_error_for_small_images_names_the_stage_and_the_smallest_input() -> None:
+    model = san.create_model("san10_pairwise", 10, depths=(1, 1, 1, 1, 1), width_mult=0.5).eval()
+    with pytest.raises(
+        ValueError, match=r"^stage 5 of san10_pairwise with images of 96 x 160 pixels: a 7x7 .* at least 128 x 128"
+    ):
+        model(torch.zeros(1, 3, 96, 160))
 
 
 def test_complexity_counts_the_same_under_any_backend() -> None:

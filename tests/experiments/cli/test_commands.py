@@ -133,6 +133,33 @@ def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(run_san: San, tm
     assert not (tmp_path / "runs").exists()
 
 
+def test_only_selects_rows(run_san: San) -> None:
+    _, out, _ = run_san("plan", SMALL_GRID, "--only", "resnet26_3", "--only", "pairwise_3", "--json")
+    assert {cell["row"] for cell in json.loads(out)} == {"resnet26_3", "pairwise_3"}
+    code, _, err = run_san("plan", SMALL_GRID, "--only", "resnet26")
+    assert code == 2
+    assert "--only resnet26: " in err and "did you mean resnet26_3? Rows: pairwise_3, resnet26_3, patchwise_3" in err
+
+
+def test_shells_complete_commands() -> None:
+    words = {"_SAN_COMPLETE": "bash_complete", "COMP_WORDS": "san del", "COMP_CWORD": "1", "PYTHONPATH": str(PROJECT_DIR)}
+    done = subprocess.run([sys.executable, "-m", "experiments"], env=os.environ | words, capture_output=True, text=True)
+    assert done.stdout == "plain,delete\n"
+
+
+def test_plan_leaves_no_file_behind(tmp_path: Path) -> None:
+    """Neither a missing dataset in a mistyped `data.root`, nor temporary files."""
+    places = {name: tmp_path / name for name in ("TMPDIR", "SAN_RUNS")}
+    for folder in places.values():
+        folder.mkdir()
+    variables = os.environ | {name: str(folder) for name, folder in places.items()} | {"PYTHONPATH": str(PROJECT_DIR)}
+    command = [sys.executable, "-m", "experiments", "plan", str(SMALL_GRID), f"data.root={tmp_path / 'imagnet'}"]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 cells, 3 to train" in done.stdout
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_report_of_an_untrained_grid(run_san: San, tmp_path: Path) -> None:
     code, out, err = run_san("report", SMALL_GRID, "--seeds", "2", "--json")
     assert code == 0
@@ -233,7 +260,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
             "row a: model.footprnt: unknown key; did you mean `model.footprint`?",
         ],
     ),
-    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot read", "give the path of a grid"]),
+    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot read", "give the path of a YAML file"]),
     "missing data folder": (
         lambda tmp: ["run", str(SMALL_GRID), "data.source=folder", f"data.root={tmp / 'nowhere'}"],
         ["nowhere"],
@@ -266,7 +293,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["bad.yaml/x: no such folder, and its parent ", "write the dataset there with `san data prepare digits"],
     ),
     "data in a read-only folder": (
-        lambda tmp: ["plan", str(SMALL_GRID), "data.root=/proc/x"],
+        lambda tmp: ["run", str(SMALL_GRID), "data.root=/proc/x"],
         ["/proc/x: cannot read or write images", "set another data.root"],
     ),
     "digits in a file": (

@@ -368,7 +368,7 @@ def test_grid_without_a_table_shows_no_numbers_of_the_paper(
     job = open_text(EQUAL_ROWS)
     assert run(job, None)
     out = capsys.readouterr().out
-    assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs for 224 x 224 images and 1000 classes." in out
+    assert "Is it the same? Ours: profile `digits`, 18 epochs; params and FLOPs of the trained models." in out
     assert "top-1 paper" not in out
     assert (job.workspace.runs / "first-digits" / "table.md").read_text().startswith("Is it the same? Ours:")
     assert [line.paper_top1 for line in rows_of(job, known_results(job))] == [None] * 3

@@ -221,7 +221,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
             written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
             "model.path=x",
         ],
-        "san10_pairwise has no field path; its fields: depths",
+        "san10_pairwise has no field path; ",
     ),
     "model for grayscale images": (
         lambda trained, tmp: [grey(tmp)],

@@ -25,8 +25,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
-from experiments.report.build import column_metrics as measured_metrics
-from experiments.report.build import measurements_of
+from experiments.report.build import measurements_of, own_columns
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.job import Job, known_results, open_job
@@ -189,7 +188,7 @@ def test_grid_measures_only_missing_conditions(
 
 def test_mlflow_shows_a_column_for_each_condition(job: Job) -> None:
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    job.tracker.describe("", measured_metrics(job))
+    job.tracker.describe("", own_columns(job))
     experiment = job.tracker.client.get_experiment_by_name(job.name)
     assert experiment is not None
     columns = json.loads(experiment.tags["mlflow.sharedViewState.grid"])["columnOrder"]
@@ -223,7 +222,7 @@ def test_command_accepts_keys_run_ids_and_registered_models(protocol: Any, train
     arguments = [run_id, trained.folder.name, "models:/small-digits-pairwise_3/1", "--protocol", protocol]
     _, out, err = run_san("robustness", *arguments, "--runs", trained.job.workspace.runs, "--json")
     cells = json.loads(out)
-    by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == row] for row in arguments[:3]}
+    by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == f"pairwise_3 ({row})"] for row in arguments[:3]}
     assert by_row[run_id] == by_row[trained.folder.name] == by_row[arguments[2]]
     assert len(by_row[run_id]) == sum(len(condition.numbers) for condition in PROTOCOLS[protocol].conditions)
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
@@ -242,6 +241,7 @@ def test_model_overrides_apply_only_to_released_files(model: list[str], trained:
     san.save_released_checkpoint(trained.best.model(), names[2])
     overrides = [*model, "data.split=val-split", "data.val_split_per_class=2"]
     found = json.loads(run_san("robustness", *names, *overrides, "--profile", "digits", "--json")[1])
+    names[0] = f"pairwise_3 ({names[0]})"
     of_trial, of_own, of_released = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
     assert of_trial == of_own == of_released and len(of_trial) == 10
 

@@ -31,7 +31,7 @@ def expanded(path: Path, *overrides: str, profile: str = "digits") -> Expanded:
     return expand_grid(path, profile, overrides, table_names())
 
 
-@pytest.mark.parametrize("profile", ["digits", "imagenet", "imagenet-1gpu", "imagenet-fast"])
+@pytest.mark.parametrize("profile", ["digits", "folder", "imagenet", "imagenet-1gpu", "imagenet-fast"])
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_every_grid_has_the_rows_of_its_table(path: Path, profile: str) -> None:
     assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
@@ -249,7 +249,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             [
                 "row e: recipe.epoch:",
                 "unknown key; did you mean `recipe.epochs`?",
-                "Allowed: batch_size, ema_decay, epochs, grad_accum_steps",
+                "Allowed: batch_size, ema_decay, epochs, freeze, grad_accum_steps",
             ],
         ],
         strict=True,
@@ -425,7 +425,8 @@ def test_profile_extends_another(small_grid: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
     text = error_message(lambda: expand(small_grid, profile=name))
-    assert text == f"unknown profile {name!r}; profiles: digits, imagenet, imagenet-1gpu, imagenet-fast, study"
+    known = "digits, folder, imagenet, imagenet-1gpu, imagenet-fast, study"
+    assert text == f"unknown profile {name!r}; profiles: {known}; or give the path of a .yaml file"
 
 
 @pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])
@@ -452,3 +453,60 @@ def test_folder_source_needs_a_root(place: str, write_grid: Callable[[str], Path
         == f"{where}: data.source: folder needs data.root; add the folder of your images, such as data.root=/path/to/images"
     )
     assert expand(path, *overrides, "data.root=/images")["a"].config.data.root == "/images"
+
+
+PROFILE = "extends: folder\ndata: {root: photos}\nrecipe: {epochs: 7}\n"
+
+
+def test_profile_can_be_a_file_whose_paths_are_relative_to_it(
+    small_grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "laptop.yaml").write_text(PROFILE)
+    (tmp_path / "mine" / "longer.yaml").write_text("extends: laptop.yaml\nrecipe: {epochs: 9}\n")
+    monkeypatch.chdir(tmp_path)
+    for name, epochs in (("laptop", 7), ("longer", 9)):
+        config = expand(small_grid, profile=f"mine/{name}.yaml")["pairwise_3"].config
+        assert (config.data.root, config.recipe.epochs) == (str(tmp_path / "mine" / "photos"), epochs)
+        assert config.data.size == 64
+
+
+def test_relative_paths_of_grid_and_overrides_are_relative_to_the_current_folder(
+    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_grid("question: q\nbase: {data: {source: folder, root: here}}\nrows: [{id: a, model: {name: resnet26}}]")
+    assert expand(path)["a"].config.data.root == str(tmp_path / "here")
+    assert expand(path, "data.root=there")["a"].config.data.root == str(tmp_path / "there")
+    assert expand(path, "data.root=/there")["a"].config.data.root == "/there"
+
+
+def test_rejects_a_profile_file_with_the_name_of_ours(small_grid: Path, tmp_path: Path) -> None:
+    (tmp_path / "digits.yaml").write_text(PROFILE)
+    text = error_message(lambda: expand(small_grid, profile=str(tmp_path / "digits.yaml")))
+    assert text == f"{tmp_path / 'digits.yaml'}: the project has a profile with this name; rename the file"
+
+
+def test_a_changed_init_file_is_another_cell_and_a_moved_one_is_not(small_grid: Path) -> None:
+    config = expand(small_grid, "recipe.init=/a.pt")["pairwise_3"].config
+    moved = expand(small_grid, "recipe.init=/b.pt")["pairwise_3"].config
+    random = expand(small_grid)["pairwise_3"]
+    one, same, changed = (
+        Trial("g", "digits", "a", 0, each, "digest", digest) for each, digest in ((config, "1"), (moved, "1"), (config, "2"))
+    )
+    assert one.key == same.key
+    assert len({one.key, changed.key, random.key}) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.freeze=[stem]"], "recipe.freeze: needs recipe.init, because random weights would stay random"),
+        (["recipe.init=a", "recipe.freeze=[stag1]"], "has no part 'stag1'; did you mean `stage1`? Parts: stem, stage1, stage2"),
+        (["recipe.init=a", "recipe.freeze=[stem, stage1, stage2, head]"], "recipe.freeze: freezes the whole model"),
+        (["recipe.layer_decay=0.5", "engine.zero_stage=1"], "recipe.layer_decay: cannot be combined with engine.zero_stage=1"),
+        (["recipe.layer_decay=2"], "recipe.layer_decay: must be a number greater than 0 and at most 1, not 2"),
+    ],
+)
+def test_rejects_fine_tuning_that_cannot_work(overrides: list[str], message: str, small_grid: Path) -> None:
+    assert message in error_message(lambda: expand(small_grid, *overrides))

@@ -21,6 +21,7 @@ from experiments.report.build import rows_of, write_page
 from experiments.report.charts import CURVES
 from experiments.report.data import Report, shown_rows
 from experiments.report.page import commands_for_row, page
+from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.job import Job, known_results, open_job
 from tests.browser import Browser, browser
@@ -294,7 +295,9 @@ def test_commands_for_a_row_train_the_same_cells(finished_job: Callable[..., Job
     job = finished_job("recipe.lr=0.05")
     for row in ("pairwise_5", "resnet26_3"):
         found = re.fullmatch(
-            r"cat > (\S+) <<'END'\n(.*)END\n(.*)", commands_for_row(job.grid, row, job.trials, job.overrides), re.DOTALL
+            r"cat > (\S+) <<'END'\n(.*)END\n(.*)",
+            commands_for_row(job.grid, row, job.trials, job.overrides, job.profile),
+            re.DOTALL,
         )
         assert found is not None
         file, text, command = found.groups()
@@ -308,6 +311,26 @@ def test_commands_for_a_row_train_the_same_cells(finished_job: Callable[..., Job
 def test_commands_for_a_row_keep_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "turned.yaml").write_text("{question: q, robustness: rotation, rows: [{id: one, model: {name: resnet26}}]}")
     job = open_job(tmp_path / "turned.yaml", "digits", (), tmp_path / "runs")
-    text = commands_for_row(job.grid, "one", job.trials, ()).partition("<<'END'\n")[2].partition("END\n")[0]
+    text = commands_for_row(job.grid, "one", job.trials, (), "digits").partition("<<'END'\n")[2].partition("END\n")[0]
     (tmp_path / "one.yaml").write_text(text)
     assert open_job(tmp_path / "one.yaml", "digits", (), tmp_path / "runs").grid.robustness == "rotation"
+
+
+def test_shows_accuracy_by_class_and_confusion_matrices(
+    finished_job: Callable[..., Job], shown: Browser, tmp_path: Path
+) -> None:
+    job = finished_job()
+    for trial in job.trials[:2]:  # both seeds of a row
+        path = job.workspace.checkpoints(trial) / "confusion.csv"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(Confusion(("<b>cat</b>", "dog"), ((3, 1), (0, 4))).as_csv())
+    write_page(job, known_results(job), tmp_path / "page.html")
+    shown.open((tmp_path / "page.html").as_uri())
+    section = "[aria-labelledby=accuracy-by-class]"
+    assert cells(shown, "<b>cat</b>", section) == ["75.0"]
+    assert cells(shown, "dog", section) == ["100.0"]
+    matrix = f"[...document.querySelectorAll('{section} details tr')].map(r => [...r.cells].map(c => c.textContent.trim()))"
+    assert shown.evaluate(matrix) == [["class", "<b>cat</b>", "dog"], ["<b>cat</b>", "6", "2"], ["dog", "0", "8"]]
+    for width in (1280, 400):
+        shown.show(width, False)
+        assert faults(shown, width) == {}

@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import san
 from experiments.grids.paper import counts_at_paper_setting
+from experiments.report.build import own_columns, rows_of
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
 from experiments.tracking import Result
-from experiments.training.job import Job
+from experiments.training.job import Job, open_job
 from tests.experiments.report.conftest import tabled
 
 
@@ -33,7 +35,7 @@ def test_unfinished_rows_have_dashes(open_small_job: Callable[..., Job]) -> None
 
 def test_csv_has_every_field(open_small_job: Callable[..., Job]) -> None:
     rows = list(csv.DictReader(csv_text(tabled(open_small_job(), {"resnet26_3": 97.25})).splitlines()))
-    assert list(rows[0]) == [field.name for field in dataclasses.fields(TableRow)]
+    assert list(rows[0]) == [field.name for field in dataclasses.fields(TableRow) if field.name != "settings"]
     assert [row["top1"] for row in rows] == ["", "97.25", ""]
     assert rows[0]["params"] == "10.531848"
 
@@ -44,6 +46,44 @@ def test_grid_without_a_table_has_no_paper_columns(open_small_job: Callable[...,
     lines = table_rows(job.grid, job.trials, results, {}, counts_at_paper_setting(job.full_size))
     assert {line.paper_top1 for line in lines} == {None}
     assert grid_table(lines).markdown().splitlines()[0] == "| row | top-1 ours | top-5 ours | params M ours | FLOPs G ours |"
+
+
+SWEEP = """
+    question: q
+    base: {model: {name: resnet26}}
+    product: {model.footprint: [3, 5], recipe.lr: [0.1, 0.2]}
+"""
+
+
+def test_swept_values_are_columns_and_the_x_axis(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+    job = open_job(write_grid(SWEEP), "digits", (), tmp_path)
+    lines = rows_of(job, {job.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
+    heading, _, first, *_ = grid_table(lines).text().splitlines()
+    assert heading.split()[:3] == ["row", "footprint", "lr"]
+    assert first.split()[:3] == ["footprint3-lr0.1", "3", "0.1"]
+    (record, *_) = csv.DictReader(csv_text(lines).splitlines())
+    assert (record["model.footprint"], record["recipe.lr"]) == ("3", "0.1")
+    assert own_columns(job) == ["params.`model.footprint`", "params.`recipe.lr`"]
+    assert (job.grid.plot and (job.grid.plot.x, job.grid.plot.series)) == ("model.footprint", "recipe.lr")
+
+
+def test_grid_without_a_table_counts_the_trained_models(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+    job = open_job(write_grid(SWEEP), "digits", (), tmp_path)
+    spec = job.trials[0].config.model.spec()
+    counts = san.complexity(spec.build(10), 24)
+    (first, *_) = rows_of(job, {})
+    assert (first.params, first.flops) == (counts.params / 1e6, counts.flops_paper / 1e9)
+    assert grid_table([first]).text().split()[-2:] == [f"{first.params:.3g}", f"{first.flops:.3g}"]
+
+
+def test_top5_is_left_out_for_five_classes(
+    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = open_job(write_grid(SWEEP), "digits", (), tmp_path)
+    results = {job.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
+    for classes, is_shown in ((5, False), (6, True)):
+        monkeypatch.setattr("experiments.report.data.class_count", lambda trial, classes=classes: classes)
+        assert ("top-5 ours" in grid_table(rows_of(job, results)).text()) == is_shown
 
 
 ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]

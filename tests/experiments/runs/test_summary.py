@@ -1,8 +1,8 @@
-"""`summary.csv`."""
+"""`summary.csv` and `confusion.csv`."""
 
 from __future__ import annotations
 
-from experiments.runs.summary import read_ended, read_top1, summary_csv
+from experiments.runs.summary import Confusion, read_ended, read_top1, summary_csv
 from tests.experiments.samples import EPOCH
 
 
@@ -17,3 +17,13 @@ def test_summary_round_trip() -> None:
     ]
     assert read_ended(b"a note") == {}
     assert read_top1(b"a note") == []
+
+
+def test_confusion_round_trip() -> None:
+    one = Confusion(("a cat", 'the "dog"', "none"), ((3, 1, 0), (0, 2, 0), (0, 0, 0)))
+    assert Confusion.of_csv(one.as_csv()) == one
+    assert one.as_csv().decode().splitlines()[1] == "a cat,3,1,0"
+    assert one.accuracies == [75.0, 100.0, None]
+    assert (one + one).counts == ((6, 2, 0), (0, 4, 0), (0, 0, 0))
+    for broken in (None, b"", b"a note", b"class,a\na,1,2\n", b"class,a,b\na,1,2\n"):
+        assert Confusion.of_csv(broken) is None

@@ -15,7 +15,7 @@ def test_accuracy_counts_images_not_batches(process_group: None) -> None:
     accuracy = Accuracy(torch.device("cpu"))
     for start, end in ((0, 16), (16, 32), (32, 37)):
         accuracy.add(logits[start:end], labels[start:end])
-    loss, top1, top5, images = accuracy.over_workers()
+    loss, top1, top5, images, _ = accuracy.over_workers()
     ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
     assert images == 37
     assert loss == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-6)
@@ -26,4 +26,11 @@ def test_accuracy_counts_images_not_batches(process_group: None) -> None:
 def test_accuracy_with_fewer_than_five_classes(process_group: None) -> None:
     accuracy = Accuracy(torch.device("cpu"))
     accuracy.add(torch.eye(3), torch.tensor([0, 1, 0]))
-    assert accuracy.over_workers()[1:] == (pytest.approx(200 / 3), 100.0, 3)
+    accuracy.add(torch.eye(3)[:1], torch.tensor([1]))
+    assert accuracy.over_workers()[1:] == (50.0, 100.0, 4, ((1, 0, 1), (1, 1, 0), (0, 0, 0)))
+
+
+def test_many_classes_have_no_confusion_matrix(process_group: None) -> None:
+    accuracy = Accuracy(torch.device("cpu"))
+    accuracy.add(torch.eye(51), torch.arange(51))
+    assert accuracy.over_workers().confusion is None

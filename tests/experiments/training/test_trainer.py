@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from experiments.grids.grid import Trial
+from experiments.runs.summary import Confusion
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine
 from experiments.training.job import Job
 from experiments.training.trainer import run_trial
+from tests.experiments.conftest import Trained
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.samples import ALWAYS, SHORT, silent, without_times
@@ -110,7 +112,7 @@ def test_non_finite_validation_loss_is_not_saved(
 ) -> None:
     job = open_small_job(*SHORT)
     trial = job.trials[0]
-    monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360))
+    monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360, None))
     with pytest.raises(FloatingPointError, match=r"^non-finite validation loss after epoch 0; last good checkpoint: none;"):
         run_trial(job.workspace, trial, silent)
     assert not list(job.workspace.checkpoints(trial).glob("*.pt"))
@@ -199,3 +201,13 @@ def test_results_are_logged_to_mlflow(open_small_job: Callable[..., Job], proces
     artifacts = {file.path for file in job.tracker.client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "environment.txt", "model"}
     assert result["epoch"] == result["epochs"] == 1
+
+
+def test_confusion_matrix_matches_the_accuracy_of_the_last_epoch(trained: Trained) -> None:
+    found = Confusion.of_csv((trained.folder / "confusion.csv").read_bytes())
+    assert found is not None
+    assert found.classes == trained.best.origin.classes
+    last = Checkpoint.of_bytes(max(trained.folder.glob("epoch-*.pt")).read_bytes())
+    correct, images = sum(row[label] for label, row in enumerate(found.counts)), sum(map(sum, found.counts))
+    assert images == 120
+    assert 100 * correct / images == pytest.approx(last.history[-1].top1)

@@ -1,0 +1,66 @@
+"""`san delete`: runs, checkpoints and logs of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.grids.grid import Trial
+from experiments.runs.locks import cell_lock, claimed_cells
+from experiments.training.job import Job, known_results
+from tests.experiments.conftest import San
+from tests.experiments.samples import finish_cell
+
+
+def trained(job: Job, trial: Trial) -> list[Path]:
+    """A finished cell; returns its files."""
+    finish_cell(job, trial, 50.0)
+    files = [job.workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt", job.workspace.log(trial)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x")
+    return files
+
+
+def test_deletes_one_cell_and_nothing_else(open_small_job: Callable[..., Job], run_san: San) -> None:
+    job = open_small_job()
+    first, second = job.trials[:2]
+    files, kept = trained(job, first), trained(job, second)
+    code, _, err = run_san("delete", first.key, "--runs", job.workspace.runs)
+    assert code == 2
+    assert "1 runs would be deleted; add --yes" in err
+    assert known_results(job).keys() == {first.key, second.key}
+    code, out, _ = run_san("delete", first.key, "--yes", "--runs", job.workspace.runs)
+    assert (code, out) == (0, "deleted 1 cells\n")
+    assert known_results(job).keys() == {second.key}
+    assert not any(file.exists() for file in files)
+    assert all(file.exists() for file in kept)
+
+
+def test_deletes_all_cells_of_a_grid(open_small_job: Callable[..., Job], run_san: San) -> None:
+    job = open_small_job()
+    for trial in job.trials:
+        trained(job, trial)
+    assert run_san("delete", "small", "--yes", "--runs", job.workspace.runs)[:2] == (0, "deleted 3 cells\n")
+    assert known_results(job) == {}
+
+
+def test_refuses_cells_that_are_trained_or_wait(open_small_job: Callable[..., Job], run_san: San) -> None:
+    job = open_small_job()
+    trial = job.trials[0]
+    files = trained(job, trial)
+    arguments = ("delete", trial.key, "--yes", "--runs", job.workspace.runs)
+    with cell_lock(job.workspace.store, trial.key):
+        code, _, err = run_san(*arguments)
+        assert code == 2 and f"cell {trial.key} is being trained" in err
+    with claimed_cells(job.workspace.store, "small-digits", {trial.key: trial}):
+        code, _, err = run_san(*arguments)
+        assert code == 2 and "waits in a grid" in err
+    assert all(file.exists() for file in files)
+    assert trial.key in known_results(job)
+
+
+def test_rejects_an_unknown_name(open_small_job: Callable[..., Job], run_san: San) -> None:
+    job = open_small_job()
+    _, _, err = run_san("delete", "nothing", "--yes", "--runs", job.workspace.runs)
+    assert "nothing: no cell or grid with this name" in err

@@ -1,0 +1,111 @@
+"""Fine-tuning: initial weights from files of each kind, frozen parts, learning rates by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import san
+from experiments.errors import UserError
+from experiments.training.checkpoint import Checkpoint
+from experiments.training.job import open_job
+from experiments.training.pretrained import init_digest, initialize
+from experiments.training.trainer import run_trial
+from san.models.base import BaseModel
+from tests.experiments.conftest import HELD_OUT, Trained
+from tests.experiments.samples import SHORT, silent
+
+FIELDS: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5, "footprint": 3}
+
+
+def network(seed: int, classes: int = 10, name: str = "san10_pairwise", **fields: Any) -> BaseModel:
+    torch.manual_seed(seed)
+    return san.create_model(name, num_classes=classes, **FIELDS | fields)
+
+
+def started(model: BaseModel, path: Path) -> str:
+    return initialize(model, str(path), init_digest(str(path)))
+
+
+def equal(one: BaseModel, other: BaseModel, except_for: str = "none") -> bool:
+    state = other.state_dict()
+    return all(torch.equal(value, state[key]) for key, value in one.state_dict().items() if not key.startswith(except_for))
+
+
+@pytest.mark.parametrize("save", [san.save_checkpoint, san.save_released_checkpoint])
+def test_takes_weights_from_our_files_and_from_those_of_the_authors(
+    save: Callable[[BaseModel, Path], None], tmp_path: Path
+) -> None:
+    theirs, mine = network(1), network(2)
+    save(theirs, tmp_path / "weights.pt")
+    assert started(mine, tmp_path / "weights.pt") == f"recipe.init: weights from {tmp_path / 'weights.pt'}"
+    assert equal(mine, theirs)
+
+
+def test_takes_weights_from_the_checkpoint_of_a_cell(trained: Trained) -> None:
+    mine = network(2)
+    started(mine, trained.folder / trained.best.name)
+    assert equal(mine, trained.best.model())
+
+
+def test_classifier_is_new_if_the_number_of_classes_differs(tmp_path: Path) -> None:
+    theirs, mine, fresh = network(1, classes=10), network(2, classes=3), network(2, classes=3)
+    san.save_checkpoint(theirs, tmp_path / "a.pt")
+    assert started(mine, tmp_path / "a.pt").endswith("a.pt, with a new classifier for 3 classes instead of 10")
+    assert equal(mine, theirs, except_for="head.")
+    assert torch.equal(mine.head.weight, fresh.head.weight)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"width_mult": 1.0},
+            "the file contains san10_pairwise with width_mult=0.5, but the cell's model has width_mult=1.0",
+        ),
+        (
+            {"relation": "summation"},
+            "with relation=subtraction, but the cell's model has relation=summation; set model.relation",
+        ),
+        ({"name": "resnet26"}, "does not match the model resnet26; "),
+    ],
+)
+def test_rejects_weights_of_another_model(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    san.save_checkpoint(network(1), tmp_path / "a.pt")
+    with pytest.raises(UserError, match=message):
+        started(network(2, **fields), tmp_path / "a.pt")
+
+
+def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recipe\.init=.*none\.pt: cannot read this file \(No such file or directory\); give"):
+        init_digest(str(tmp_path / "none.pt"))
+    torch.save({"state_dict": network}, tmp_path / "code.pt")
+    with pytest.raises(UserError, match=r"recipe\.init: .*code\.pt: rejected because loading this file would run code"):
+        started(network(2), tmp_path / "code.pt")
+    with pytest.raises(UserError, match="changed since the cell was started"):
+        initialize(network(2), str(tmp_path / "code.pt"), "another digest")
+
+
+def test_frozen_parts_keep_weights_and_statistics(
+    write_grid: Callable[[str], Path], runs: Path, tmp_path: Path, process_group: None
+) -> None:
+    theirs = network(1)
+    san.save_checkpoint(theirs, tmp_path / "a.pt")
+    tuned = (f"recipe.init={tmp_path / 'a.pt'}", "recipe.freeze=[stem, stage1]", "recipe.layer_decay=0.5", "recipe.epochs=1")
+    path = write_grid("question: q\nrows: [{id: a, model: {name: san10_pairwise, footprint: 3}}]")
+    job = open_job(path, "digits", (*SHORT, *HELD_OUT, *tuned), runs)
+    job.tracker.prepare(job.grid, runs / "artifacts")
+    trial = job.trials[0]
+    mine = run_trial(job.workspace, trial, silent)
+    before, after = theirs.state_dict(), mine.state_dict()
+    kept = {key for key in before if torch.equal(before[key], after[key])}
+    assert {key.split(".")[0] for key in kept} == {"stem", "stem_norm", "stage1"}
+    assert {key for key in before if key.startswith(("stem", "stage1"))} == kept
+    (saved,) = job.workspace.checkpoints(trial).glob("epoch-0001-*.pt")
+    groups = Checkpoint.read(saved).engine["optimizer"]["param_groups"]
+    assert [group["initial_lr"] for group in groups] == [trial.config.recipe.lr_used * scale for scale in (1, 0.5)]
+    run_trial(job.workspace, trial, silent)  # a finished cell loads its state again
