@@ -21,9 +21,17 @@ CHANNELS = 2
 def coordinates(like_NRHW: Tensor, dtype: torch.dtype) -> Tensor:
     """Coordinates in [-1, 1] of a map's pixels, width first: [1, 2, H, W], on the map's device."""
     height, width = like_NRHW.shape[2:]
-    across = torch.linspace(-1, 1, width, dtype=dtype, device=like_NRHW.device).expand(height, width)
-    down = torch.linspace(-1, 1, height, dtype=dtype, device=like_NRHW.device).unsqueeze(1).expand(height, width)
-    return torch.stack((across, down)).unsqueeze(0)
+    across, down = (_axis(size, dtype, like_NRHW.device) for size in (width, height))
+    return torch.stack((across.expand(height, width), down.unsqueeze(1).expand(height, width))).unsqueeze(0)
+
+
+def _axis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`size` numbers from -1 to 1 at equal distances."""
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        return torch.linspace(-1, 1, size, dtype=dtype, device=device)
+    # linspace would fix the size in a graph. Other code for eager mode, because the last bits differ.
+    pixel = torch.arange(size, dtype=dtype, device=device)
+    return 2 * pixel / pixel[-1:].clamp_min(1) - 1
 
 
 @dataclass(frozen=True, slots=True)
