@@ -27,7 +27,7 @@ def coordinates(like_NRHW: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _axis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`size` numbers from -1 to 1 at equal distances."""
-    if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+    if not torch.compiler.is_compiling() and not torch._C._is_tracing():
         return torch.linspace(-1, 1, size, dtype=dtype, device=device)
     # linspace would fix the size in a graph. Other code for eager mode, because the last bits differ.
     pixel = torch.arange(size, dtype=dtype, device=device)

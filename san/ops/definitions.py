@@ -1,6 +1,6 @@
-"""The fused operators in plain torch, differentiable and in any floating type: what every kernel is compared with.
+"""The fused operators in plain torch: every kernel is compared with them, and derivatives of derivatives use them.
 
-Shapes as in `cuda_ext/schemas.py`.
+Shapes as in `cuda_ext/schemas.py`; all tensors have the same type.
 """
 
 from __future__ import annotations
