@@ -161,7 +161,7 @@ class PairwiseAttention(VectorAttention):
         relation_NdKP = PAIRWISE[self.relation].delta(phi_NRHW, psi_NRHW, self.footprint)
         if self.position is not None:
             position_12KP = self.position(phi_NRHW, self.footprint)
-            relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(len(phi_NRHW), -1, -1, -1)), 1)
+            relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(phi_NRHW.shape[0], -1, -1, -1)), 1)
         return self.gamma(relation_NdKP).softmax(dim=2)
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cuda_ext import schemas
 from cuda_ext.build import CUDA_ARCHITECTURES
 from cuda_ext.build import load as load_kernels
 from san.ops import definitions
@@ -34,16 +35,7 @@ def load() -> bool:
 
     The operators always work on the meta device, so that parameters and FLOPs can be counted.
     """
-    missing_parts = load_kernels()
-    _register_unfold()
-    _register_subtraction()
-    _register_dot()
-    _register_aggregation()
-    _register_pair_statistics()
-    _register_pair_covariance()
-    _register_pair_weights()
-    _register_patch_linear()
-    return "cpu" not in missing_parts
+    return "cpu" not in load_kernels()
 
 
 def missing(device: str) -> str | None:
@@ -376,3 +368,18 @@ def _register_patch_linear() -> None:
 
     register_flop_formula(ops.patch_linear)(flops)
     register_flop_formula(ops.patch_linear_backward)(flops_backward)
+
+
+# At import and not with the kernels, because `FlopCounterMode` copies the formulas when it is created.
+schemas.define("san")
+for _register in (
+    _register_unfold,
+    _register_subtraction,
+    _register_dot,
+    _register_aggregation,
+    _register_pair_statistics,
+    _register_pair_covariance,
+    _register_pair_weights,
+    _register_patch_linear,
+):
+    _register()
