@@ -7,6 +7,7 @@ each part of the extension can be missing without the others, and models can be 
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
@@ -68,8 +69,9 @@ resample(Tensor[] images, Tensor windows, Tensor scale, Tensor shift, Tensor(a!)
 """
 
 
+@functools.cache
 def define(namespace: str) -> None:
-    """Defines the operators as `torch.ops.<namespace>`, without kernels."""
+    """Defines the operators as `torch.ops.<namespace>`, without kernels; once per process."""
     without_comments = re.sub(r"#.*", "", SCHEMAS).strip()
     for schema in re.split(r"\n+(?=\w)", without_comments):
         name, signature = " ".join(schema.split()).split("(", 1)

@@ -27,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from san import ops
 from san.models.base import BaseModel
 from san.nn import ScalarAttention
-from san.ops import library
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,6 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
         ValueError: the input is too small for the model's footprints.
     """
     height, width = _height_and_width(input_size)
-    library.load()  # registers the FLOPs of our operators before the counter starts
     meta = copy.deepcopy(model).to("meta").eval()
     image = _image(meta, height, width)
     with (

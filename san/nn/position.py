@@ -21,15 +21,17 @@ CHANNELS = 2
 def coordinates(like_NRHW: Tensor, dtype: torch.dtype) -> Tensor:
     """Coordinates in [-1, 1] of a map's pixels, width first: [1, 2, H, W], on the map's device."""
     height, width = like_NRHW.shape[2:]
-    across, down = (_from_minus_one_to_one(count, dtype, like_NRHW.device) for count in (width, height))
+    across, down = (_axis(size, dtype, like_NRHW.device) for size in (width, height))
     return torch.stack((across.expand(height, width), down.unsqueeze(1).expand(height, width))).unsqueeze(0)
 
 
-def _from_minus_one_to_one(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Evenly spaced numbers. `torch.export` would fix the size of `linspace`, whose results differ by rounding."""
-    if torch.compiler.is_exporting():
-        return torch.arange(count, dtype=dtype, device=device) * 2 / torch.sym_max(count - 1, 1) - 1
-    return torch.linspace(-1, 1, count, dtype=dtype, device=device)
+def _axis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`size` numbers from -1 to 1 at equal distances."""
+    if not torch.compiler.is_compiling() and not torch._C._is_tracing():
+        return torch.linspace(-1, 1, size, dtype=dtype, device=device)
+    # linspace would fix the size in a graph. Other code for eager mode, because the last bits differ.
+    pixel = torch.arange(size, dtype=dtype, device=device)
+    return 2 * pixel / pixel[-1:].clamp_min(1) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,9 +173,8 @@ def _kernels_run(x: Tensor) -> bool:
 
 @library.constant
 def _kernels_chosen(device: str) -> bool:
-    """A compiled graph keeps the choice that was made while tracing. Exported and traced graphs must run without `san`."""
-    is_exported = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if is_exported or _backend.get() == "reference" or _is_transformed():
+    """A compiled graph keeps the choice that was made while tracing. Exported and traced graphs must also run without `san`."""
+    if torch.compiler.is_exporting() or torch._C._is_tracing() or _backend.get() == "reference" or _is_transformed():
         return False
     library.load()
     return library.runs_on(device)

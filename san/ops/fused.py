@@ -2,7 +2,7 @@
 
 They contain no BatchNorm: `san.nn.fusion` turns norms into a scale and a shift, with the statistics of `pair_statistics`,
 `pair_covariance` and `san.ops.statistics`. Shapes: `cuda_ext/schemas.py`; formulas: docs/explanation/operators.md.
-They have only first derivatives; use `ops.backend("unfused")` for higher ones.
+Derivatives with `create_graph=True` run their definitions in `san.ops.definitions`.
 
 Internal: they do not check their inputs or the chosen backend. `functional.fuses` decides whether `san.nn.fusion` calls them.
 """

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext.build import CUDA_ARCHITECTURES, libraries, toolchains
+from cuda_ext import schemas
+from cuda_ext.build import CUDA_ARCHITECTURES
 from cuda_ext.build import load as load_kernels
+from san.ops import definitions
 from san.ops.footprint import check_footprint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,16 +35,7 @@ def load() -> bool:
 
     The operators always work on the meta device, so that parameters and FLOPs can be counted.
     """
-    missing_parts = load_kernels()
-    _register_unfold()
-    _register_subtraction()
-    _register_dot()
-    _register_aggregation()
-    _register_pair_statistics()
-    _register_pair_covariance()
-    _register_pair_weights()
-    _register_patch_linear()
-    return "cpu" not in missing_parts
+    return "cpu" not in load_kernels()
 
 
 def missing(device: str) -> str | None:
@@ -239,11 +232,19 @@ def _register_aggregation() -> None:
     register_flop_formula(ops.aggregation_backward)(flops_backward)
 
 
-def _refuse_second_derivative(name: str) -> None:
-    def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(f'san::{name} does not support second derivatives; run the model under san.ops.backend("unfused")')
-
-    torch.library.register_autograd(f"san::{name}_backward", backward, setup_context=lambda ctx, inputs, output: None)
+def _by_definition(
+    define: Callable[..., Any], grads: Sequence[Tensor], inputs: Sequence[Tensor], *options: int
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a fused operator that can be differentiated again, by autograd through its definition."""
+    warnings.warn(
+        "san: create_graph=True differentiates reference operators; they are slower and need more memory", stacklevel=3
+    )
+    views = [x.view_as(x) for x in inputs]  # so that gradients stop here if one input was computed from another
+    wanted = [x for x in views if x.requires_grad]
+    wide = torch.promote_types(inputs[0].dtype, torch.float32)
+    outputs = define(*(x.to(wide) for x in views), *options)
+    found = iter(torch.autograd.grad(outputs, wanted, [g.to(wide) for g in grads], create_graph=True, allow_unused=True))
+    return tuple(next(found) if x.requires_grad else None for x in views)
 
 
 def _like(tensors: Any) -> tuple[Tensor, ...]:
@@ -267,11 +268,13 @@ def _register_pair_statistics() -> None:
         ctx.save_for_backward(center, around, output[0])
 
     def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            inputs, rest = ctx.saved_tensors[:2], (ctx.kernel_size, ctx.products)
+            return *_by_definition(definitions.pair_statistics, (grad_mean, grad_var), inputs, *rest), None, None
         grads = ops.pair_statistics_backward(grad_mean, grad_var, *ctx.saved_tensors, ctx.kernel_size, ctx.products)
         return *grads, None, None
 
     torch.library.register_autograd("san::pair_statistics", backward, setup_context=setup)
-    _refuse_second_derivative("pair_statistics")
 
 
 def _register_pair_covariance() -> None:
@@ -292,10 +295,13 @@ def _register_pair_covariance() -> None:
 
     def backward(ctx: Any, grad_mean: Tensor, grad_covariance: Tensor) -> tuple[Tensor | None, ...]:
         rest = ctx.kernel_size, ctx.products, ctx.tf32
+        if torch.is_grad_enabled():
+            inputs = ctx.saved_tensors[:3]
+            grads = _by_definition(definitions.pair_covariance, (grad_mean, grad_covariance), inputs, *rest[:2])
+            return *grads, None, None, None
         return *ops.pair_covariance_backward(grad_mean, grad_covariance, *ctx.saved_tensors, *rest), None, None, None
 
     torch.library.register_autograd("san::pair_covariance", backward, setup_context=setup)
-    _refuse_second_derivative("pair_covariance")
 
 
 def _register_pair_weights() -> None:
@@ -320,10 +326,11 @@ def _register_pair_weights() -> None:
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rest = ctx.kernel_size, ctx.products, ctx.tf32
+        if torch.is_grad_enabled():
+            return *_by_definition(definitions.pair_weights, (grad,), ctx.saved_tensors[1:], *rest[:2]), None, None, None
         return *ops.pair_weights_backward(grad, *ctx.saved_tensors, *rest), None, None, None
 
     torch.library.register_autograd("san::pair_weights", backward, setup_context=setup)
-    _refuse_second_derivative("pair_weights")
 
     def flops(center_shape: Any, around_shape: Any, shift1_shape: Any, *rest: Any, out_shape: Any = None) -> int:
         """Two FLOPs per multiply-accumulate of the mapping, the same number as for its separate layers."""
@@ -357,10 +364,11 @@ def _register_patch_linear() -> None:
         ctx.save_for_backward(*tensors)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return *_by_definition(definitions.patch_linear, (grad,), ctx.saved_tensors, ctx.kernel_size), None, None
         return *ops.patch_linear_backward(grad, *ctx.saved_tensors, ctx.kernel_size, ctx.tf32), None, None
 
     torch.library.register_autograd("san::patch_linear", backward, setup_context=setup)
-    _refuse_second_derivative("patch_linear")
 
     def flops(center_shape: Any, around_shape: Any, *rest: Any, out_shape: Any = None) -> int:
         """Two FLOPs per multiply-accumulate."""
@@ -372,3 +380,18 @@ def _register_patch_linear() -> None:
 
     register_flop_formula(ops.patch_linear)(flops)
     register_flop_formula(ops.patch_linear_backward)(flops_backward)
+
+
+# At import and not with the kernels, because `FlopCounterMode` copies the formulas when it is created.
+schemas.define("san")
+for _register in (
+    _register_unfold,
+    _register_subtraction,
+    _register_dot,
+    _register_aggregation,
+    _register_pair_statistics,
+    _register_pair_covariance,
+    _register_pair_weights,
+    _register_patch_linear,
+):
+    _register()

@@ -43,8 +43,9 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
 
     Value channel c uses weight channel c % G, as in the released code.
     """
+    C, H, W = beta_NCHW.shape[1:]
     G = weight_NGKP.shape[1]
-    values = unfold(beta_NCHW, kernel_size).unflatten(1, (beta_NCHW.shape[1] // G, G))  # [N, S, G, K, P]
+    values = unfold(beta_NCHW, kernel_size).unflatten(1, (C // G, G))  # [N, S, G, K, P]
     y_NSGP = torch.einsum("ngkp,nsgkp->nsgp", weight_NGKP, values)
-    # torch.export cannot prove that one reshape is valid for every size if G is 1.
-    return y_NSGP.flatten(1, 2).contiguous().unflatten(2, beta_NCHW.shape[2:])
+    # In these steps, because torch.export cannot prove one reshape valid for every size if G = 1.
+    return y_NSGP.flatten(1, 2).contiguous().unflatten(2, (H, W))

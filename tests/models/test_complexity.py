@@ -115,6 +115,20 @@ def test_needs_no_compiler() -> None:
         assert int(done.stdout) == san.complexity(san.create_model("san10_scalar")).flops_paper
 
 
+def test_torchs_counter_is_right_from_the_first_call_on() -> None:
+    code = """
+import torch, san
+from torch.utils.flop_counter import FlopCounterMode
+model, counts = san.create_model("san10_pairwise", num_stages=1).eval(), []
+for _ in range(2):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 3, 16, 16))
+    counts.append(counter.get_total_flops())
+assert counts[0] == counts[1], counts
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.parametrize("which", MODELS)
 def test_stages_add_up(which: str) -> None:
     name, fields = MODELS[which]

@@ -106,36 +106,58 @@ def test_compiled_model_accepts_images_of_any_size(
             torch.testing.assert_close(results(compiled, images), results(plain, images), rtol=1e-4, atol=1e-5)
 
 
+DYNAMIC = {0: torch.export.Dim("N"), 2: torch.export.Dim("H", min=16), 3: torch.export.Dim("W", min=16)}
+OTHER_SIZES = [torch.randn(size, generator=torch.Generator().manual_seed(2)) for size in ((3, 3, 16, 40), (1, 3, 33, 17))]
+
+
 @every_model
-def test_exported_graph_uses_only_standard_operators(which: str) -> None:
+def test_exports_without_our_operators_for_any_size(which: str) -> None:
     model = made(which)
-    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(ANY_SIZE,))
+    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
     assert not [node.target for node in program.graph.nodes if "san" in str(node.target)]
-    for images in (IMAGES, OTHER_SIZE):
+    for images in (IMAGES, *OTHER_SIZES):
         torch.testing.assert_close(program.module()(images), model(images))
-
-
-@every_model
-@pytest.mark.parametrize("opset", [18, 25])
-def test_onnxruntime_gives_the_same_numbers(which: str, opset: int, tmp_path: Path) -> None:
-    model = made(which)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(ANY_SIZE,), opset_version=opset, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    for images in (IMAGES, OTHER_SIZE):
-        (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-        np.testing.assert_allclose(logits, model(images).detach().numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["pairwise", "patchwise"])
-def test_compiles_with_aotinductor(which: str, tmp_path: Path) -> None:
+def test_an_aot_inductor_package_takes_any_size(which: str, tmp_path: Path) -> None:
     model = made(which, {"depths": (1,), "widths": (32,)})
-    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(ANY_SIZE,))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    compiled = torch._inductor.aoti_load_package(package)
-    for images in (IMAGES, OTHER_SIZE):
-        torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for images in OTHER_SIZES:
+        torch.testing.assert_close(package(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def check_onnx(path: Path, model: nn.Module) -> None:
+    """onnxruntime gives the model's numbers at every size."""
+    session = onnxruntime.InferenceSession(path)
+    for images in (IMAGES, *OTHER_SIZES):
+        (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        np.testing.assert_allclose(logits, model(images).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+@every_model
+@pytest.mark.parametrize("opset", [18, 25])
+def test_onnxruntime_gives_the_same_numbers_at_any_size(which: str, opset: int, tmp_path: Path) -> None:
+    model, path = made(which), tmp_path / "model.onnx"
+    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(DYNAMIC,), opset_version=opset, verbose=False)
+    check_onnx(path, model)
+
+
+@every_model
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Constant folding")
+def test_traces_and_legacy_onnx_files_need_no_kernels(which: str, tmp_path: Path) -> None:
+    model, path = made(which), tmp_path / "model.onnx"
+    traced = torch.jit.trace(model, IMAGES[:2])
+    assert "san::" not in str(traced.inlined_graph)
+    for images in OTHER_SIZES:
+        torch.testing.assert_close(traced(images), model(images))
+    axes = {"images": {0: "N", 2: "H", 3: "W"}}
+    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=False, input_names=["images"], dynamic_axes=axes, opset_version=18)
+    check_onnx(path, model)
 
 
 @every_model

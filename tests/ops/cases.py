@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops import oracle
+from san.ops import definitions
 
 KINDS = ("pairwise", "patchwise")
 OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_linear")
@@ -103,7 +103,7 @@ def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
 def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
     """Returns the outputs of the definition in plain PyTorch."""
     arguments = rest(operator, sizes)
-    out = getattr(oracle, operator)(*tensors, *(arguments if operator == "pair_statistics" else arguments[:-1]))
+    out = getattr(definitions, operator)(*tensors, *(arguments if operator == "pair_statistics" else arguments[:-1]))
     return out if isinstance(out, tuple) else (out,)
 
 

@@ -1,6 +1,6 @@
-"""Definitions of the fused operators in plain PyTorch, for any floating-point type; tests compare the kernels with them.
+"""The fused operators in plain torch: every kernel is compared with them, and derivatives of derivatives use them.
 
-Shapes as in `cuda_ext/schemas.py`.
+Shapes as in `cuda_ext/schemas.py`; all tensors have the same type.
 """
 
 from __future__ import annotations
