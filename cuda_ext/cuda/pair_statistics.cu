@@ -1,4 +1,4 @@
-// pair_statistics: mean and variance of delta over all pairs, forward and backward. Definition: tests/ops/oracle.py.
+// pair_statistics: mean and variance of delta over all pairs, forward and backward. Definition: san/ops/definitions.py.
 //
 // A thread computes one channel of some pixels, in a loop over their footprints. Neighboring threads have neighboring
 // channels, so loads are coalesced. Neighboring pixels find most of their partners in the cache.

@@ -1,5 +1,5 @@
 // pair_weights, forward: the layers that follow a1, then the softmax over the footprint. Definition:
-// tests/ops/oracle.py.
+// san/ops/definitions.py.
 #include <limits>
 
 #include "pair_layers.cuh"

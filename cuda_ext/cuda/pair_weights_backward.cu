@@ -1,5 +1,5 @@
 // pair_weights, backward: the gradients of maps, shifts and weights from w and its gradient. Definition:
-// tests/ops/oracle.py.
+// san/ops/definitions.py.
 //
 // The gradient of the softmax's input, gz = w (gw - sum_j w gw), is computed once and stored in float. Three launches
 // then compute a1 and u again: the kernel of pair_gradients.cuh runs for center and for around, and another kernel sums

@@ -1,5 +1,5 @@
 // Shared code of the kernels over pairs (i, j) of a pixel and a position of its footprint: maps, work distribution, and
-// a1 = relu(relation of i and j) in registers. Definitions: tests/ops/oracle.py.
+// a1 = relu(relation of i and j) in registers. Definitions: san/ops/definitions.py.
 //
 // A warp computes 16 pixels (or 8) in a loop over the footprint. a1 = relu(scale * partner + bias), where scale and
 // bias depend only on the pixel and are stored in shared memory. Partners are read from a map with reflected borders,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuda_ext import schemas
-from cuda_ext.build import CUDA_ARCHITECTURES
+from cuda_ext.build import CUDA_ARCHITECTURES, libraries, toolchains
 from cuda_ext.build import load as load_kernels
 from san.ops import definitions
 from san.ops.footprint import check_footprint

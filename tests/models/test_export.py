@@ -46,9 +46,6 @@ def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
 
 
 IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
-OTHER_SIZE = torch.randn(1, 3, 37, 30, generator=torch.Generator().manual_seed(2))
-SIDE = {"min": 16, "max": 512}
-ANY_SIZE = {0: torch.export.Dim("n"), 2: torch.export.Dim("height", **SIDE), 3: torch.export.Dim("width", **SIDE)}
 
 
 @every_model
@@ -158,23 +155,6 @@ def test_traces_and_legacy_onnx_files_need_no_kernels(which: str, tmp_path: Path
     axes = {"images": {0: "N", 2: "H", 3: "W"}}
     torch.onnx.export(model, (IMAGES[:2],), path, dynamo=False, input_names=["images"], dynamic_axes=axes, opset_version=18)
     check_onnx(path, model)
-
-
-@every_model
-def test_traced_by_torchscript_without_our_operators(which: str) -> None:
-    model = made(which)
-    traced = torch.jit.trace(model, IMAGES)
-    assert "san::" not in str(traced.inlined_graph)
-    torch.testing.assert_close(traced(IMAGES[:2]), model(IMAGES[:2]))
-
-
-@every_model
-@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
-def test_legacy_onnx_exporter(which: str, tmp_path: Path) -> None:
-    model, path = made(which), tmp_path / "model.onnx"
-    torch.onnx.export(model, (IMAGES,), path, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "N"}})
-    (logits,) = onnxruntime.InferenceSession(path).run(None, {"x": IMAGES[:2].numpy()})
-    np.testing.assert_allclose(logits, model(IMAGES[:2]).detach().numpy(), rtol=1e-4, atol=1e-4)
 
 
 @every_model
