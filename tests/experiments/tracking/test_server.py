@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,10 @@ from mlflow.entities import Metric
 from experiments.grids.config import PROJECT_DIR
 from experiments.runs.summary import Epoch
 from experiments.training.job import open_job
+from experiments.training.trainer import run_trial
 from tests.experiments.conftest import SMALL_GRID, San
 from tests.experiments.drivers import PATIENCE
+from tests.experiments.samples import silent
 from tests.experiments.servers import POOL, Server, commands, postgres
 
 OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
@@ -172,3 +174,32 @@ def test_server_answers_more_requests_than_the_default_pool_has_connections(
             list(pool.map(lambda run, step=step: client.log_batch(run, [Metric("top1", 50.0, 0, step)]), runs))
     for run in runs:
         assert len(client.get_metric_history(run, "top1")) == 2
+
+
+@pytest.mark.slow
+def test_epochs_after_a_password_expired_are_sent_by_the_next_run(
+    guarded: Guarded, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", guarded.server.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
+    monkeypatch.setattr("experiments.training.trainer.PATIENCE", 1.0)
+    job = open_job(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
+    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    trial, ended = job.trials[1], []
+
+    def expire(metrics: Mapping[str, float]) -> None:
+        if "step" not in metrics:  # at the end of an epoch
+            ended.append(metrics["epoch"])
+            monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "expired")
+
+    run_trial(job.workspace, trial, expire)
+    assert ended == [1, 2, 3]
+    assert "rejected the user name and password" in job.workspace.log(trial).read_text()
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
+    monkeypatch.setattr("experiments.training.trainer.PATIENCE", PATIENCE)
+    assert trial.key not in job.tracker.results()
+    run_trial(job.workspace, trial, silent)
+    result = job.tracker.results()[trial.key]
+    assert result.finished
+    assert [metric.step for metric in job.tracker.client.get_metric_history(result.run_id, "val/top1")] == [0, 1, 2]
