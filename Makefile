@@ -55,10 +55,11 @@ test-all: test
 wheel: setup
 	@$(BIN)/python -m cuda_ext.wheel dist
 
-# Tests with timm, torchvision and captum, which are installed next to the environment.
+# Tests with timm, torchvision, captum, Lightning and huggingface_hub, which are installed next to the environment. Writes the
+# table of docs/results/clients.md.
 CLIENTS := .clients
 test-clients: $(CLIENTS)/.installed
-	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
+	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m tests.clients
 
 $(CLIENTS)/.installed: requirements-clients.txt | setup
 	@$(BIN)/pip install -qq --no-deps --target $(CLIENTS) -r $<
@@ -71,9 +72,9 @@ soak: setup
 	@$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 # The library's tests with another release of torch, in an environment of its own: `make test-torch TORCH=2.11.0`, the oldest that
-# is supported, or 2.13.0. It takes some GB and minutes.
+# is supported, or 2.13.0. PYTHON=python3.13 selects another version of Python. It takes some GB and minutes.
 TORCH ?= 2.11.0
-TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_VENV := .venv-torch-$(TORCH)$(if $(filter command line environment,$(origin PYTHON)),-$(notdir $(PYTHON)))
 test-torch: $(TORCH_VENV)/.installed
 	@$(STEP) "tests with torch $(TORCH)" $(TORCH_VENV)/bin/python -m pytest tests/ops tests/nn tests/models
 

@@ -60,6 +60,7 @@ setup(
             "nvidia-ml-py",  # for MLflow's GPU metrics
         ],
         "onnx": ["onnxscript>=0.7"],
+        "hub": ["huggingface_hub>=1", "safetensors>=0.4"],
         "dev": [
             *("pytest", "pytest-xdist", "hypothesis", "jsonschema", "ruff", "mypy", "types-PyYAML", "clang-format"),
             *("onnxscript", "onnxruntime"),

@@ -15,7 +15,7 @@ from san.models import (
     save_checkpoint,
     save_released_checkpoint,
 )
-from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights, register_relation
 
 __version__ = "0.1.0"  # setup.py reads it here
 
@@ -32,6 +32,7 @@ __all__ = [
     "load_checkpoint",
     "load_released_checkpoint",
     "ops",
+    "register_relation",
     "released_state_dict",
     "save_checkpoint",
     "save_released_checkpoint",

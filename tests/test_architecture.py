@@ -31,6 +31,9 @@ DOORS = {
     "boto3": "experiments/runs/store.py",
     "botocore": "experiments/runs/store.py",
     "scipy": "experiments/report/interval.py",
+    "timm": "san/timm.py",
+    "huggingface_hub": "san/hub.py",
+    "safetensors": "san/hub.py",
 }
 LAYERS = ("cli", "report", "evaluation", "training", "tracking", "runs", "grids", "errors")
 """Packages of `experiments` from top to bottom; each imports only those below it."""

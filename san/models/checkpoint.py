@@ -181,12 +181,26 @@ def load_checkpoint(path: str | Path) -> BaseModel:
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
         hint = "use load_released_checkpoint for the authors' files"
         raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
-    num_classes, in_channels = content["num_classes"], content.get("in_channels", 3)
-    state = with_new_names(content["state_dict"])
+    sizes = content["num_classes"], content.get("in_channels", 3)
+    return restore(path, content["name"], content["overrides"], *sizes, content["state_dict"])
+
+
+def restore(
+    path: str | Path,
+    name: str,
+    overrides: Mapping[str, object],
+    num_classes: int,
+    in_channels: int,
+    state: Mapping[str, Tensor],
+) -> BaseModel:
+    """Builds the model that a file describes and loads its weights. The model is on the CPU and in evaluation mode.
+
+    Raises:
+        CheckpointError: the model cannot be built, or the weights do not fit it; the message names `path`.
+    """
+    state = with_new_names(state)
     try:
-        stored: dict[str, object] = dict(content["overrides"])
-        overrides = {RENAMED_FIELDS.get(field, field): value for field, value in stored.items()}
-        spec = model_spec(content["name"], overrides)
+        spec = model_spec(name, {RENAMED_FIELDS.get(field, field): value for field, value in dict(overrides).items()})
         expected = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # torch adds a trace of its C++ code

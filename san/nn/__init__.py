@@ -2,6 +2,7 @@
 
 from san.nn.attention import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
 from san.nn.block import SelfAttentionBlock
+from san.nn.relation import register_relation
 
 __all__ = [
     "PairwiseAttention",
@@ -10,4 +11,5 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionBlock",
     "attention_weights",
+    "register_relation",
 ]

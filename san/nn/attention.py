@@ -16,7 +16,7 @@ from san.nn.fusion import fuses_pairs, fuses_patches, has_hooks, pairwise_weight
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
-from san.nn.relation import PAIRWISE, PATCHWISE, Relation
+from san.nn.relation import PAIRWISE, PATCHWISE, Relation, compute
 from san.ops.footprint import check_side
 from san.ops.tracing import leaf
 
@@ -158,7 +158,7 @@ class PairwiseAttention(VectorAttention):
             if self.position is not None:
                 maps = self.position.appended_to(maps)
             return pairwise_weights(self.gamma, maps, self.footprint, phi_NRHW.dtype)
-        relation_NdKP = PAIRWISE[self.relation].delta(phi_NRHW, psi_NRHW, self.footprint)
+        relation_NdKP = compute(self.relation, PAIRWISE[self.relation], phi_NRHW, psi_NRHW, self.footprint)
         if self.position is not None:
             position_12KP = self.position(phi_NRHW, self.footprint)
             relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(phi_NRHW.shape[0], -1, -1, -1)), 1)
@@ -209,7 +209,7 @@ class PatchwiseAttention(VectorAttention):
             center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i is part of its own footprint
             gamma_NcHW = patchwise_weights(self.gamma, center, psi_NRHW, self.footprint)
             return gamma_NcHW.unflatten(1, (self.weight_channels, self.footprint**2)).flatten(3)
-        patch_Nd1P = self.row.delta(phi_NRHW, psi_NRHW, self.footprint)
+        patch_Nd1P = compute(self.relation, self.row, phi_NRHW, psi_NRHW, self.footprint)
         return self.gamma(patch_Nd1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from san import ops
 from san.nn.fusion import PairMaps
+from san.ops.tracing import is_traced
+
+Delta = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,54 @@ PATCHWISE: dict[str, Relation] = {
     # If phi = psi, x_i would be in the vector twice.
     "concatenation": Relation(lambda R, K: R * (K + 1), _center_and_patch, when_shared=Relation(lambda R, K: R * K, _patch)),
 }
+
+
+def register_relation(
+    name: str,
+    channels: Callable[[int, int], int],
+    *,
+    patchwise: bool = False,
+    pairs: Callable[[Tensor, Tensor], PairMaps] | None = None,
+) -> Callable[[Delta], Delta]:
+    """Decorator that adds a function as a relation, a row of `PAIRWISE` or `PATCHWISE`. It tries the function on a small map.
+
+    The function receives phi and psi [N, R, H, W] and the side of the footprint. It returns [N, d, K, P] or, if `patchwise`,
+    [N, d, 1, P].
+
+    Args:
+        name: value of `relation` in models and grids. A relation of your own with that name is replaced.
+        channels: d, from R relation channels and K footprint positions.
+        pairs: (phi, psi) to two maps whose difference or product is the relation, for fused attention.
+
+    Raises:
+        ValueError: a relation of the paper has that name, or the function returns another number of channels.
+    """
+    registry = PATCHWISE if patchwise else PAIRWISE
+
+    def register(function: Delta) -> Delta:
+        if name in registry and registry[name].delta.__module__.startswith("san."):
+            raise ValueError(f"relation {name!r} is a relation of the paper; choose another name")
+        row = Relation(channels, function, pairs)
+        map_NRHW = torch.empty(1, 16, 3, 3, device="meta")
+        with ops.backend("reference"):
+            compute(name, row, map_NRHW, map_NRHW, 3)
+        registry[name] = row
+        return function
+
+    return register
+
+
+def compute(name: str, row: Relation, phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
+    """The relation delta.
+
+    Raises:
+        ValueError: it does not have the channels that its row declares.
+    """
+    delta = row.delta(phi_NRHW, psi_NRHW, footprint)
+    if is_traced(phi_NRHW):
+        return delta
+    declared = row.channels(phi_NRHW.shape[1], footprint**2)
+    if delta.dim() != 4 or delta.shape[1] != declared:
+        found = f"{delta.shape[1]} channels" if delta.dim() == 4 else f"shape {list(delta.shape)}"
+        raise ValueError(f"relation {name!r} returned {found} but declares {declared}")
+    return delta

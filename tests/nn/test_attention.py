@@ -205,20 +205,39 @@ def test_repr_lists_all_options() -> None:
     assert ScalarAttention(64).extra_repr() == "footprint=7, values=16, heads=8"
 
 
-def test_new_relation_needs_only_a_registry_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
-        return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()
+def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
+    return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()
 
-    row = san.nn.relation.Relation(lambda R, K: R, absolute_difference)
-    monkeypatch.setitem(PAIRWISE, "absolute_difference", row)
+
+def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAIRWISE, "absolute_difference", PAIRWISE["dot"])  # removed after the test
+    del PAIRWISE["absolute_difference"]
+    for _ in range(2):  # a cell of a notebook may run twice
+        assert san.register_relation("absolute_difference", lambda R, K: R)(absolute_difference) is absolute_difference
     model = san.create_model("san10_pairwise", 10, relation="absolute_difference", num_stages=2, width_mult=0.5)
     model(torch.randn(2, 3, 24, 24)).sum().backward()
     known = san.create_model("san10_pairwise", 10, relation="subtraction", num_stages=2, width_mult=0.5)
     assert san.complexity(model, 24).params == san.complexity(known, 24).params
 
 
-SMALL_MAP = "7x7 footprint with reflection padding needs a feature map of at least 4x4, not 3x9"
-INTEGER = "{} must be an integer of at least 1, not {}"
+def test_a_new_relation_returns_the_channels_that_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = san.register_relation("bad", lambda R, K: 4)
+    with pytest.raises(ValueError, match="relation 'bad' returned 2 channels but declares 4"):
+        add(lambda phi, psi, footprint: ops.unfold(psi[:, :2], footprint))
+    with pytest.raises(ValueError, match=r"relation 'bad' returned shape \[1, 4, 3, 3, 9\] but declares 4"):
+        san.register_relation("bad", lambda R, K: 4, patchwise=True)(
+            lambda phi, psi, footprint: psi[:, :4, ..., None].expand(-1, -1, -1, -1, 9)
+        )
+    with pytest.raises(ValueError, match="relation 'dot' is a relation of the paper; choose another name"):
+        san.register_relation("dot", lambda R, K: 1)(absolute_difference)
+    assert "bad" not in PAIRWISE
+    # Right for the small map at registration, but not for every number of channels.
+    row = san.nn.relation.Relation(lambda R, K: 16, absolute_difference)
+    monkeypatch.setitem(PAIRWISE, "bad", row)
+    with pytest.raises(ValueError, match="relation 'bad' returned 4 channels but declares 16"):
+        PairwiseAttention(64, relation="bad")(torch.randn(1, 64, 8, 8))
+
+
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown relation": (
         lambda: PairwiseAttention(64, relation="star"),

@@ -115,6 +115,26 @@ def test_changed_code_changes_the_key(change: str, key: Callable[..., str]) -> N
     assert key() != key(*CHANGES[change])
 
 
+def test_registered_function_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+        import san
+
+        @san.register_relation("doubled", channels=lambda R, K: R)
+        def doubled(phi, psi, footprint):
+            return 2 * san.ops.subtraction(phi, psi, footprint)
+    """
+    monkeypatch.setitem(PAIRWISE, "doubled", Relation(lambda R, K: R, lambda phi, psi, footprint: phi))
+
+    def key(source: str) -> str:
+        monkeypatch.setitem(sys.modules, "mine", module := _module(tmp_path / "mine.py", source))
+        assert PAIRWISE["doubled"].delta is module.doubled
+        return _trial("doubled").key
+
+    first = key(text)
+    assert key(text.replace("2 *", "3 *")) != first
+    assert key(text) == first  # its finished cells are found again
+
+
 def test_unused_code_does_not_change_the_key(key: Callable[..., str]) -> None:
     assert key() == key("return 1", "return 2")
 
