@@ -71,7 +71,7 @@ ROWS = {
     "12": Row("`san plan` writes nothing", command="`tests/experiments/cli/test_commands.py`"),
     "13": Row("suggestions in error messages", command="`tests/experiments/grids/test_config.py`"),
     "14": Row("managing runs", command="`tests/experiments/cli/test_run.py`"),
-    "15": Row("interactive attention", command="`tests/experiments/report/test_attention.py`"),
+    "15": Row("interactive attention", command="`tests/experiments/report/test_attention_page.py`"),
 }
 
 

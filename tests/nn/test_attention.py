@@ -238,6 +238,8 @@ def test_a_new_relation_returns_the_channels_that_it_declares(monkeypatch: pytes
         PairwiseAttention(64, relation="bad")(torch.randn(1, 64, 8, 8))
 
 
+SMALL_MAP = "7x7 footprint with reflection padding needs a feature map of at least 4x4, not 3x9"
+INTEGER = "{} must be an integer of at least 1, not {}"
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown relation": (
         lambda: PairwiseAttention(64, relation="star"),
