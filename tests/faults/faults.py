@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -208,13 +209,9 @@ def disk_full(scene: Scene) -> str:
     scene.start()
     scene.step(133)
     ballast = scene.runs / "ballast"
-    with open(ballast, "wb") as file:
-        try:
-            while True:
-                file.write(bytes(65536))
-                file.flush()
-        except OSError:
-            pass
+    with open(ballast, "wb", buffering=0) as file, suppress(OSError):  # a buffer could not be written at the end
+        while True:
+            file.write(bytes(65536))
     driver = scene.drivers[-1]
     code = driver.finish()
     assert code in (1, 2), f"exit code {code}\n{driver.said}"
