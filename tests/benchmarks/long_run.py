@@ -9,8 +9,6 @@ is left out. Neighboring samples are correlated, so the interval is computed fro
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,7 +40,7 @@ def memory(minutes: float, runs: Path) -> None:
         time.sleep(1)
         for name, process in _processes(driver.pid):
             samples[name].append((time.monotonic() / 3600, process.memory_info().rss / 2**20))
-    os.killpg(driver.pid, signal.SIGINT)
+    driver.terminate()
     driver.wait()
     epochs = sum(1 for _ in next(runs.glob("checkpoints/*/summary.csv")).open()) - 1
     print(f"{epochs} epochs in {minutes:.0f} minutes")
