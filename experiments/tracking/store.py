@@ -43,5 +43,5 @@ def usable(uri: str) -> Iterator[None]:
             raise TrackerError(
                 f"MLflow at {uri} does not allow {user} to do this; ask its administrator for permission to edit"
             ) from None
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise TrackerError(f"cannot use MLflow at {uri}: {reason}; check MLFLOW_TRACKING_URI and --runs") from None

@@ -13,7 +13,7 @@ from experiments.runs.retry import PATIENCE, PAUSE
 from experiments.runs.summary import Epoch
 from experiments.tracking import TrackerError
 from experiments.tracking.registry import register
-from experiments.tracking.store import UNUSABLE
+from experiments.tracking.store import usable
 from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
 from san import CheckpointError, Complexity
@@ -104,13 +104,14 @@ class AsyncMetricLogger:
         """Returns whether MLflow accepted everything."""
         try:
             run = self._run = self._run or self._open()
-            logged, self._logged = None if at_end else self._logged, None
-            self._logged = run.log(self._history, self._ended, logged)
-            if at_end:
-                self._end(run)
-            elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
-                self._monitor = NodeMonitor(run.uri, run.run_id)
-        except (TrackerError, CheckpointError, *UNUSABLE) as error:
+            with usable(run.uri):
+                logged, self._logged = None if at_end else self._logged, None
+                self._logged = run.log(self._history, self._ended, logged)
+                if at_end:
+                    self._end(run)
+                elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
+                    self._monitor = NodeMonitor(run.uri, run.run_id)
+        except (TrackerError, CheckpointError) as error:
             if not self._warned:
                 _log.warning("cannot send results to MLflow, will retry: %s", str(error).partition("\n")[0][:400])
             self._warned = True
@@ -120,8 +121,9 @@ class AsyncMetricLogger:
 
     def _open(self) -> TrialRun:
         run = self.tracker().open(self.trial, self.resumed)
-        run.describe(self.trial, self.complexity)
-        run.tag(self.tags)
+        with usable(run.uri):
+            run.describe(self.trial, self.complexity)
+            run.tag(self.tags)
         return run
 
     def _end(self, run: TrialRun) -> None:

@@ -256,8 +256,8 @@ def dockerfile() -> list[tuple[str, str]]:
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
 
 
-def require_known(command: list[str]) -> None:
-    """Raises if a command of Ray, MLflow or `san` rejects these arguments, or a grid these overrides."""
+def require_known(command: list[str], folder: Path = ROOT) -> None:
+    """Raises if a command of Ray, MLflow or `san`, given in a folder, rejects these arguments, or a grid these overrides."""
     if command[:3] == ["python", "-m", "experiments"] or command[0] == "san":
         group: Any = cli
         arguments = command[3:] if command[0] == "python" else command[1:]
@@ -275,4 +275,4 @@ def require_known(command: list[str]) -> None:
     filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # like Compose
     context = group.make_context(command[0], filled)
     if group in (cli.commands["plan"], cli.commands["run"], cli.commands["submit"]):
-        expand(ROOT / context.params["grid"], context.params["profile"], context.params["overrides"], table_names())
+        expand(folder / context.params["grid"], context.params["profile"], context.params["overrides"], table_names())

@@ -1,8 +1,8 @@
 """The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
 
 Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
-`KEY`, and a key after `san show`, become that of a cell that was trained before. A block after `<!-- not run: REASON -->` is
-only checked: its commands and options exist, and its overrides are valid.
+`KEY`, and a key after `san show` or `--compare`, become that of a cell that was trained before. A block after
+`<!-- not run: REASON -->` is only checked: its commands and options exist, and its overrides are valid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): [^\n]* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"recipe.epochs": "1", "data.train_per_class": "4"}
-KEY = re.compile(r"\bKEY\b|(?<=san show )[0-9a-f]{12}\b")
+KEY = re.compile(r"\bKEY\b|(?:(?<=san show )|(?<=--compare ))[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ class Reader:
             return
         for command in block.commands:
             if "experiments" in command:
-                require_known(["san", *command[command.index("experiments") + 1 :]])
+                require_known(["san", *command[command.index("experiments") + 1 :]], self.folder)
             if "--" in command:
                 command = command[: command.index("--") + 2]
             if command[0] in ("san", "ray") or command[:2] == ["mlflow", "server"]:
-                require_known(command)
+                require_known(command, self.folder)
 
 
 def blocks(text: str) -> Iterator[Block]:

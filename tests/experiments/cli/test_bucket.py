@@ -104,7 +104,7 @@ def test_grid_runs_without_a_shared_folder(
         assert secret not in output
     stored = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in all_files(bucket)}
     assert stored == {
-        *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv")),
+        *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv", "confusion.csv")),
         f"logs/pairwise_3-KEY-{socket.gethostname()}.log",
         *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
     }
