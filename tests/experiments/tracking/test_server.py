@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -196,6 +197,8 @@ def test_epochs_after_a_password_expired_are_sent_by_the_next_run(
     run_trial(job.workspace, trial, expire)
     assert ended == [1, 2, 3]
     assert "rejected the user name and password" in job.workspace.log(trial).read_text()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "metric-logger"]:
+        thread.join(60)  # it must not send the rest with the new password
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
     monkeypatch.setattr("experiments.training.trainer.PATIENCE", PATIENCE)
     found = job.tracker.results().get(trial.key)
