@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
 from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
-from experiments.runs.store import LocalStore, is_uri, open_store
+from experiments.runs.store import STORES, LocalStore, is_uri, open_store
 from experiments.runs.workspace import open_runs, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.device import available_device
@@ -267,7 +267,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
         UserError: there is no such checkpoint, run or model, or MLflow cannot be used.
         StorageError: the bucket cannot be used.
     """
-    if not name or (is_uri(name) and not name.startswith("s3://")):
+    if not name or (is_uri(name) and name.partition("://")[0] not in STORES):
         told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
         raise UserError(f"{told}: not a checkpoint; give {CHECKPOINT}")
     store, asked = open_runs(runs), name

@@ -146,7 +146,12 @@ def open_store(place: str | Path) -> Store:
     Raises:
         UserError: the address is not valid or contains a password.
     """
-    return S3Store.parse(str(place)) if is_uri(place) else LocalStore(Path(place).resolve())
+    if not is_uri(place):
+        return LocalStore(Path(place).resolve())
+    kind = str(place).partition("://")[0]
+    if kind not in STORES:
+        raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
+    return STORES[kind](str(place))
 
 
 def is_uri(place: str | Path) -> bool:
@@ -360,11 +365,6 @@ class S3Store(Store):
             raise UserError(
                 f"{uri}: not a valid address ({error}); expected s3://bucket/prefix?endpoint_override=http://host:9000"
             ) from None
-        kind = uri.partition("://")[0]
-        if kind != "s3":
-            raise UserError(
-                f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix"
-            )
         options = parse_qsl(parts.query, keep_blank_values=True)
         secret = any(re.search("key|secret|token|passw", name.lower()) for name, _ in options)
         if secret or "@" in unquote(uri) or ":" in parts.netloc:
@@ -675,3 +675,7 @@ class _ObjectLock(Lock):
                 f"{self.store}: this store ignores the condition of a put (If-None-Match), so two processes could write the "
                 "same cell; choose a store that supports conditional puts"
             )
+
+
+STORES: dict[str, Callable[[str], Store]] = {"s3": S3Store.parse}
+"""Opens the address of a bucket, by scheme."""

@@ -140,7 +140,8 @@ def test_unused_code_does_not_change_the_key(key: Callable[..., str]) -> None:
 
 
 def test_operators_of_the_paper_need_no_source() -> None:
-    assert {field: {name for registry in registries for name in registry} for field, registries in REGISTRIES.items()} == OURS
+    for field, registries in REGISTRIES.items():
+        assert OURS[field] <= {name for registry in registries for name in registry}
     specs = [trial.config.model.spec() for path in GRIDS_DIR.glob("*.yaml") for trial in expand(path).values()]
     assert [custom_code(spec) for spec in specs] == [{}] * len(specs)
 
