@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs<T> p, Plan plan
 
 // Computes mean [d] and covariance [d, d] from gram [rows, pitch] and sums [pitch] over all pairs.
 //
-// Predicted for an H100: moves 10 KB; 0.003 ms, of the launch.
+// Predicted for an H100: moves 10 KB; 0.003 ms, for the launch.
 template <class T>
 __global__ void covariance_kernel(Pairs<T> p, const double* gram, const double* sums, int pitch, T* mean,
                                   T* covariance) {
@@ -125,7 +125,7 @@ struct CovarianceSource {
 
 // constant = (grad_mean - (G + G^T) mean) / pairs, padded with zeros.
 //
-// Predicted for an H100: moves 1 KB; 0.003 ms, of the launch.
+// Predicted for an H100: moves 1 KB; 0.003 ms, for the launch.
 template <class T>
 __global__ void constant_kernel(const T* grad_mean, const T* grad_covariance, const T* mean, int d, double pairs,
                                 int elements, T* constant) {

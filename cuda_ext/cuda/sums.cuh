@@ -11,7 +11,7 @@ constexpr int kSumColumns = 8, kMostSumSlices = 128;
 // row.
 //
 // Predicted for SAN10's stage 2 at batch 32 on an H100: reads up to 528 rows of 3 KB, 528,000 additions in float64, 8
-// KB of shared memory; 0.003 ms, of the launch.
+// KB of shared memory; 0.003 ms, for the launch.
 template <class T, class Place>
 __global__ void __launch_bounds__(kSumColumns* kMostSumSlices)
     sum_kernel(const T* partial, int64_t rows, int64_t columns, Place place) {

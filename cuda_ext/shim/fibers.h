@@ -134,7 +134,7 @@ class Scheduler {
     scheduler.wait(State::kDone);
   }
 
-  // Lets those warps go on whose threads all wait for each other; threads that are done need not come.
+  // Releases the warps whose threads all wait for each other; finished threads do not count.
   bool release_warps() {
     bool moved = false;
     for (int first = 0; first < threads_; first += kWarp) {

@@ -141,6 +141,7 @@ def holders(secret: str, file: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) -> None:
     (tmp_path / ODD_NAME).write_text(GRID)
     secret = secrets.token_hex(16)

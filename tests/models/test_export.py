@@ -136,8 +136,14 @@ def check_onnx(path: Path, model: nn.Module) -> None:
         np.testing.assert_allclose(logits, model(images).detach().numpy(), rtol=1e-4, atol=1e-4)
 
 
-@every_model
-@pytest.mark.parametrize("opset", [18, 25])
+@pytest.mark.parametrize(
+    ("which", "opset"),
+    [
+        pytest.param(which, opset, marks=() if (which, opset) in (("pairwise", 18), ("patchwise", 25)) else pytest.mark.slow)
+        for which in MODELS
+        for opset in (18, 25)
+    ],
+)
 def test_onnxruntime_gives_the_same_numbers_at_any_size(which: str, opset: int, tmp_path: Path) -> None:
     model, path = made(which), tmp_path / "model.onnx"
     torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(DYNAMIC,), opset_version=opset, verbose=False)

@@ -257,6 +257,7 @@ def test_runs_commands_without_sched_getaffinity(monkeypatch: pytest.MonkeyPatch
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cuda_ext.build"]
     root = build.SOURCE_DIR.parent

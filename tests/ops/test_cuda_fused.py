@@ -43,7 +43,9 @@ def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 
 @every_operator
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=str)
-@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(sizes, marks=pytest.mark.slow) if sizes.channels > 100 else sizes for sizes in SMALL], ids=str
+)
 def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype, allowed: float, order: str, shim: Any) -> None:
     tensors = sample(operator, sizes)
     assert_near(

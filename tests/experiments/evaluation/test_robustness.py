@@ -232,7 +232,7 @@ def test_command_accepts_keys_run_ids_and_registered_models(protocol: Any, train
     "model", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
 )
 def test_model_overrides_apply_only_to_released_files(model: list[str], trained: Trained, tmp_path: Path, run_san: San) -> None:
-    """Of a trial, a file with its weights and a released file, only the last one does not store its model.
+    """Checkpoints of trials and weight files name their model; a released file does not.
 
     The profile applies only to the two files, because the trial stores its preprocessing.
     """
