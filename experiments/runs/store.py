@@ -1,7 +1,7 @@
 """Where runs are stored: a folder that all nodes share (`LocalStore`), or a bucket (`S3Store`), behind one interface.
 
-To support another object store, add a class with the methods of `Store` and return it from `open_store`. This is the only file
-that imports boto3.
+To support another object store, add a class with the methods of `Store` and a row in `STORES`. This is the only file that
+imports boto3.
 """
 
 from __future__ import annotations
