@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -96,7 +96,7 @@ class Nodes:
         if network is not None:
             head["node_ip_address"] = network.HOST
         with _environment({"GLOO_SOCKET_IFNAME": network.BRIDGE} if network else {}):
-            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+            self.cluster = _start(head)
         self.address: str = self.cluster.address
 
     def add(self, cpus: int = 1, environment: Mapping[str, str] = {}) -> Node:
@@ -135,6 +135,14 @@ class Nodes:
         assert self.network is not None
         name = next(name for name, member in self._names.items() if member is node)
         _ip("link", "set", name, "down")
+
+
+def _start(head: dict[str, object], attempts: int = 3) -> Cluster:
+    """Starts the head. Ray gives up after 30 s, which is not always enough on a busy machine that has never run Ray before."""
+    for _ in range(attempts - 1):
+        with suppress(Exception):
+            return Cluster(initialize_head=True, head_node_args=head)
+    return Cluster(initialize_head=True, head_node_args=head)
 
 
 def _raylet(node: Node) -> int:

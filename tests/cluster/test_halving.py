@@ -52,7 +52,8 @@ def test_known_results_of_other_cells_count() -> None:
     assert not rungs.should_continue("before_a_rung", [0.0, 0.0, 0.0, 0.0, 0.0, 9.0])
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_cells_ask_from_worker_processes(workers: int, resources: Resources, tmp_path: Path) -> None:
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")

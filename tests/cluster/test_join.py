@@ -65,6 +65,7 @@ def test_joins_by_environment_and_leaves_the_cluster_running(address: str, resou
         assert still == resources
 
 
+@pytest.mark.slow
 def test_token_is_ignored_by_a_cluster_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have a token for another cluster."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -73,7 +74,8 @@ def test_token_is_ignored_by_a_cluster_without_tokens(tmp_path: Path, monkeypatc
         assert run_script(SWEEP, cluster.address, str(tmp_path), "1", RAY_AUTH_TOKEN="0" * 64) == "None [0.0]"
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_cells_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
     """On a cluster that others started, Ray hides GPUs from cells only with a setting of that cluster."""
     with nodes(head_cpus=1) as cluster:

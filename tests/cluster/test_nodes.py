@@ -9,9 +9,11 @@ import pytest
 
 from tests.cluster.nodes import nodes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize("announced", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("announced", [False, True])
 def test_cell_survives_two_lost_nodes_and_waits_for_a_third(announced: bool, tmp_path: Path) -> None:
     with nodes(head_cpus=0) as cluster:
         node = cluster.add()
@@ -30,7 +32,6 @@ def test_cell_survives_two_lost_nodes_and_waits_for_a_third(announced: bool, tmp
     assert output.splitlines()[-1] == "3 starts, error None"
 
 
-@pytest.mark.slow
 def test_workers_of_a_cell_share_a_node_and_cells_spread(tmp_path: Path) -> None:
     with nodes(head_cpus=0) as cluster:
         for _ in range(2):

@@ -286,6 +286,7 @@ def proxy(port: int) -> Iterator[tuple[int, Callable[[], None]]]:
     cut()
 
 
+@pytest.mark.slow
 def test_follows_a_log_to_its_end_after_a_lost_connection(head: Head, server: JobServer, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     code = "import time\nfor i in range(12):\n    print(f'line {i}', flush=True)\n    time.sleep(0.5)\nraise SystemExit(2)"

@@ -69,6 +69,7 @@ def test_cell_without_reports_prints_nothing(memory: cells.Memory, tmp_path: Pat
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_retries_are_reset_after_progress(memory: cells.Memory, tmp_path: Path) -> None:
     plans = {"further": [0, 1, 2], "stuck": [1, 1, 0, 1]}
     for key in plans:
@@ -93,6 +94,7 @@ def test_failures_without_progress_count(ends: list[tuple[bool, bool]], retries:
         assert past.may_retry(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
 
 
+@pytest.mark.slow
 def test_process_is_reused_unless_a_cell_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     ways = ["well", "well", "raises", "well", "raises a final error", "well", "dies", "well", "well"]
     values = {f"{number}": way for number, way in enumerate(ways)}
@@ -123,6 +125,7 @@ def test_environment_of_a_single_worker(memory: cells.Memory, tmp_path: Path) ->
     assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
 
 
+@pytest.mark.slow
 def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")

@@ -180,9 +180,8 @@ def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-@pytest.mark.parametrize(
-    "page", [page if page == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in PAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     found = list(blocks(text))
@@ -192,6 +191,7 @@ def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
         reader.follow(block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "typo",
     [

@@ -201,6 +201,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "results.jsonl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
 def test_case_of_each_part(name: str, small_run: Path) -> None:
     found = {f"{record['part']}/{record['name']}": record for record in map(json.loads, small_run.read_text().splitlines())}
@@ -208,6 +209,7 @@ def test_case_of_each_part(name: str, small_run: Path) -> None:
     assert any(CHOSEN[name] in row for row in found[name]["rows"])
 
 
+@pytest.mark.slow
 def test_report_of_a_cpu_has_all_tables_and_a_warning(small_run: Path) -> None:
     text = report([json.loads(line) for line in small_run.read_text().splitlines()])
     assert text.startswith("**Small test sizes: not a measurement.**")
@@ -221,6 +223,7 @@ def test_report_of_a_cpu_has_all_tables_and_a_warning(small_run: Path) -> None:
     assert all(f"**{title}**" in text for title in titles)
 
 
+@pytest.mark.slow
 def test_page_rejects_results_of_a_cpu(small_run: Path, tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text(f"a\n{BEGIN}\nold\n{END}\nb\n")

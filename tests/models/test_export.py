@@ -107,7 +107,9 @@ DYNAMIC = {0: torch.export.Dim("N"), 2: torch.export.Dim("H", min=16), 3: torch.
 OTHER_SIZES = [torch.randn(size, generator=torch.Generator().manual_seed(2)) for size in ((3, 3, 16, 40), (1, 3, 33, 17))]
 
 
-@every_model
+@pytest.mark.parametrize(
+    "which", [which if which in ("pairwise", "patchwise") else pytest.param(which, marks=pytest.mark.slow) for which in MODELS]
+)
 def test_exports_without_our_operators_for_any_size(which: str) -> None:
     model = made(which)
     program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
@@ -139,7 +141,7 @@ def check_onnx(path: Path, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("which", "opset"),
     [
-        pytest.param(which, opset, marks=() if (which, opset) in (("pairwise", 18), ("patchwise", 25)) else pytest.mark.slow)
+        pytest.param(which, opset, marks=() if (which, opset) == ("pairwise", 18) else pytest.mark.slow)
         for which in MODELS
         for opset in (18, 25)
     ],

@@ -49,7 +49,8 @@ def on_node(folder: str) -> None:
     os.environ["SAN_SCRATCH"] = f"{folder}-{os.environ['RANK']}"
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_killed_cell_resumes_on_another_node(
     world: int, bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,8 @@ def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
     return len(top1) < 2
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_stopped_cell_resumes_without_early_stopping(
     world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
@@ -151,6 +152,7 @@ def trained(replace_cluster: Callable[[TrainCell], None], monkeypatch: pytest.Mo
     return names
 
 
+@pytest.mark.slow
 def test_stopped_cells_are_trained_again_only_without_early_stopping(
     write_grid: Callable[..., Path], runs: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_report_prints_the_table_if_nothing_can_be_written(prepare: Callable[[],
     assert "not finished: pairwise_3" in done.stderr
 
 
+@pytest.mark.slow
 def test_run_in_a_read_only_folder_prints_the_table_only_of_a_finished_grid(runs: Path) -> None:
     done = san(without_root_rights, "run", runs)
     assert "Traceback" not in done.stderr, done.stderr

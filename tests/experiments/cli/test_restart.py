@@ -25,13 +25,18 @@ def kill(process: str, mark: Path) -> None:
 
 @pytest.mark.parametrize("process", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
 def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
-    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=4", "recipe.batch_size=64"], {MARK: str(tmp_path)})
+    driver = Driver(
+        SMALL_GRID,
+        tmp_path / "runs",
+        ["recipe.epochs=4", "recipe.batch_size=64", "--only", "resnet26_3"],
+        {MARK: str(tmp_path)},
+    )
     driver.wait_for("_3 starts")
     kill(process, tmp_path)
     driver.wait_for(rf"restarting Ray \(1 of {LIMIT}\); finished epochs are kept")
     assert driver.finish() == 0, driver.said
     assert "Traceback" not in driver.said
-    assert (tmp_path / "runs/small-digits/table.csv").read_text().count("\n") == 4
+    assert (tmp_path / "runs/small-digits/table.csv").read_text().count("\n") == 2
     assert not marked(str(tmp_path))
 
 

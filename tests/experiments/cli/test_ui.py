@@ -28,6 +28,8 @@ from tests.experiments.drivers import LEFT_OUT, PATIENCE
 from tests.experiments.samples import finish_cell
 from tests.experiments.servers import free_port
 
+pytestmark = pytest.mark.slow  # starts servers
+
 GRID = """
 question: Does attention beat convolution on digits?
 table: footprint

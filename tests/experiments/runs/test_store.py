@@ -405,8 +405,10 @@ def test_checkpoint_kept_on_a_node_is_used_unless_another_node_continued(
 
 @pytest.mark.parametrize(
     ("fail", "recover", "seconds"),
-    [(ObjectStore.stop, ObjectStore.resume, 10), (ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1)],
-    ids=["silent", "refusing"],
+    [
+        pytest.param(ObjectStore.stop, ObjectStore.resume, 10, id="silent", marks=pytest.mark.slow),
+        pytest.param(ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1, id="refusing"),
+    ],
 )
 def test_requests_to_an_unavailable_store_are_repeated(
     fail: Callable[[ObjectStore], None],

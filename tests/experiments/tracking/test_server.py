@@ -29,6 +29,7 @@ from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import silent
 from tests.experiments.servers import POOL, Server, commands, postgres
 
+pytestmark = pytest.mark.slow  # starts servers
 OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
 TRAIN = """
 import sys
@@ -88,7 +89,6 @@ def test_rejects_a_wrong_password(
     )
 
 
-@pytest.mark.slow
 def test_two_cells_write_at_once_and_no_file_contains_a_secret(
     guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
@@ -159,7 +159,6 @@ def test_two_cells_write_at_once_and_no_file_contains_a_secret(
         assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.slow
 def test_server_answers_more_requests_than_the_default_pool_has_connections(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +176,6 @@ def test_server_answers_more_requests_than_the_default_pool_has_connections(
         assert len(client.get_metric_history(run, "top1")) == 2
 
 
-@pytest.mark.slow
 def test_epochs_after_a_password_expired_are_sent_by_the_next_run(
     guarded: Guarded, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,7 +189,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Options of the recipe and of the engine."""
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "compile" else name for name in OPTIONS]
+)
 def test_state_round_trip(name: str, process_group: None, tmp_path: Path) -> None:
     options, how = recipe(**OPTIONS[name][0]), EngineConfig(**OPTIONS[name][1])
     first = Engine(convolution(), options, 3, 8, how)

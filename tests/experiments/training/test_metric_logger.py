@@ -124,7 +124,7 @@ def test_requests_to_an_unavailable_server_back_off(tmp_path: Path, monkeypatch:
         assert pause >= 0.5 * 0.02 * min(2**number, metric_logger.LONGEST_PAUSE)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("wanted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_system_metrics(
     wanted: bool, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
 ) -> None:
