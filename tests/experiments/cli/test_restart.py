@@ -28,7 +28,7 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     driver = Driver(
         SMALL_GRID,
         tmp_path / "runs",
-        ["recipe.epochs=4", "recipe.batch_size=64", "--only", "resnet26_3"],
+        ["recipe.epochs=30", "recipe.batch_size=64", "--only", "resnet26_3"],
         {MARK: str(tmp_path)},
     )
     driver.wait_for("_3 starts")

@@ -55,6 +55,7 @@ def cells(page: Browser, row: str, table: str = "section[aria-labelledby=results
     return list(page.evaluate(f"[...{found}.cells].slice(1).map(c => c.innerText)"))
 
 
+@pytest.mark.slow
 def test_page_in_a_browser(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path, run_san: San) -> None:
     """The content does not depend on color or a network. Screenshots are in the test's folder."""
     job = finished_job()
@@ -144,6 +145,7 @@ def test_large_grids_show_only_the_best_rows(
     assert "with the best top-1 have" not in page(replace(report, rows=lines[:3]))
 
 
+@pytest.mark.slow
 def test_shows_tracked_robustness_of_other_grids(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     job = finished_job()
     run_id = known_results(job)[job.trials[0].key].run_id
@@ -160,6 +162,7 @@ def test_shows_tracked_robustness_of_other_grids(finished_job: Callable[..., Job
     assert shown.evaluate("document.querySelectorAll('[aria-labelledby=robustness-attack]').length") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "protocol, names, measured, missing",
     [
@@ -222,6 +225,7 @@ def test_protocol_table_and_charts(
     assert "90.0 1 of 2 seeds" in rows[0][1]
 
 
+@pytest.mark.slow
 def test_two_seeds_are_listed_instead_of_an_interval(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     """The seeds have different accuracies but the same drop."""
     job = finished_job(grid=GRID_OF_PROTOCOL.format("rotation"))
@@ -245,6 +249,7 @@ def test_two_seeds_are_listed_instead_of_an_interval(finished_job: Callable[...,
     assert len(labels) == 5  # ours under one condition, the paper's under four
 
 
+@pytest.mark.slow
 def test_printed_page_is_light_and_not_cut_off(finished_job: Callable[..., Job], shown: Browser, tmp_path: Path) -> None:
     """Also if the reader prefers dark pages."""
     job = finished_job()
@@ -267,6 +272,7 @@ def test_printed_page_is_light_and_not_cut_off(finished_job: Callable[..., Job],
         shown.call("Emulation.setEmulatedMedia", media="")
 
 
+@pytest.mark.slow
 def test_shows_a_difference_if_the_training_matches_the_paper(
     finished_job: Callable[..., Job], folder_of_1000_classes: Path, shown: Browser, tmp_path: Path
 ) -> None:
@@ -316,6 +322,7 @@ def test_commands_for_a_row_keep_the_protocol(tmp_path: Path) -> None:
     assert open_job(tmp_path / "one.yaml", "digits", (), tmp_path / "runs").grid.robustness == "rotation"
 
 
+@pytest.mark.slow
 def test_shows_accuracy_by_class_and_confusion_matrices(
     finished_job: Callable[..., Job], shown: Browser, tmp_path: Path
 ) -> None:

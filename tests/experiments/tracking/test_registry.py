@@ -88,7 +88,9 @@ def test_best_weights_are_registered(
 
 
 @pytest.mark.parametrize("call", ["create_registered_model", "create_model_version", "set_terminated"])
-@pytest.mark.parametrize("done", [True, False], ids=["response lost", "request lost"])
+@pytest.mark.parametrize(
+    "done", [pytest.param(True, id="response lost"), pytest.param(False, id="request lost", marks=pytest.mark.slow)]
+)
 def test_trial_is_registered_once(
     call: str, done: bool, open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,8 @@ def hang_in_the_second_step() -> None:
     Engine.train_step = hanging  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_watchdog.py covers one worker
+@pytest.mark.parametrize("world", [1, 2])
 def test_hanging_worker_is_ended(world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]) -> None:
     trial = resnet(open_small_job(*SHORT, *ALWAYS, "reliability.hang_timeout_minutes=0.3"))
     workspace = place("hangs")
