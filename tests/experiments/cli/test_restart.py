@@ -36,7 +36,7 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     driver.wait_for(rf"restarting Ray \(1 of {LIMIT}\); finished epochs are kept")
     assert driver.finish() == 0, driver.said
     assert "Traceback" not in driver.said
-    assert (tmp_path / "runs/small-digits/table.csv").read_text().count("\n") == 2
+    assert "1/1 done] resnet26_3 finished" in driver.said and "epoch 30/30" in driver.said
     assert not marked(str(tmp_path))
 
 
