@@ -120,5 +120,6 @@ class _Watch(threading.Thread):
                     self._lose("Ray died on this machine, perhaps because memory ran out (see `dmesg`)")
 
     def _lose(self, message: str) -> None:
-        if not self.ended.is_set():
+        # `ray.shutdown` disconnects before it ends the raylet. An interrupted sweep calls it before the session ends.
+        if ray.is_initialized() and not self.ended.is_set():
             self.on_lost(message)

@@ -72,6 +72,24 @@ def test_cells_end_with_the_driver(driver: subprocess.Popen[str], tmp_path: Path
         assert not list(tmp_path.iterdir())
 
 
+QUICK_CHECKS = """
+import ray
+from cluster import session, supervision
+
+supervision._SECONDS_BETWEEN_CHECKS = 0.001
+with session.session():
+    ray.shutdown()  # as in a sweep that Ctrl-C interrupts
+"""
+
+
+@pytest.mark.slow
+def test_end_of_ray_before_the_end_of_the_session_is_not_its_death() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", QUICK_CHECKS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.slow
 def test_sweep_ends_if_its_raylet_is_killed(driver: subprocess.Popen[str], tmp_path: Path) -> None:
     (raylet,) = [pid for pid in marked(str(tmp_path)) if Path(f"/proc/{pid}/exe").resolve().name == "raylet"]

@@ -440,6 +440,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep finished rows here  [default: a temporary folder]")
     parser.add_argument("--page", type=Path, default=PROJECT_DIR / "docs" / "results" / "faults.md")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make programs in the background ignore it
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     if os.getuid() and shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
         os.execvp("unshare", [*unshare, sys.executable, "-m", __spec__.name, *sys.argv[1:]])
