@@ -40,24 +40,25 @@ gallery: setup
 	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1700 --screenshot=docs/images/report.png \
 	  runs/footprint-digits/report.html
 
+CLIENTS := .clients
+
 # The everyday tests. Two processes, because tests often wait for processes that they start. In the order of the files' names:
 # otherwise the files with the fewest tests, which take longest, would be last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup lint
 	@$(STEP) "tests" $(PYTEST) -m "not slow" --durations=20
 
-# The everyday tests, and then those with browsers, servers, compilers and long grids.
-test-all: test
+# The everyday tests, then those with browsers, servers, compilers and long grids, and those with other packages.
+test-all: test $(CLIENTS)/.installed
 	@$(STEP) "slow tests" $(PYTEST) -m slow --durations=50
-	@$(MAKE) test-clients
+	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
 
 # Build a wheel with the CPU kernels into dist/; using it needs no compiler.
 wheel: setup
 	@$(BIN)/python -m cuda_ext.wheel dist
 
-# Tests with timm, torchvision, captum, Lightning and huggingface_hub, which are installed next to the environment. Writes the
-# table of docs/results/clients.md.
-CLIENTS := .clients
+# Tests with timm, torchvision, captum, Lightning and huggingface_hub, which are installed next to the environment, and all others
+# that show how the project works with PyTorch. Writes the table of docs/results/clients.md.
 test-clients: $(CLIENTS)/.installed
 	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m tests.clients
 
