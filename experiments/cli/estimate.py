@@ -65,9 +65,10 @@ class Estimator:
     def _speed(self, trial: Trial) -> tuple[Basis, float]:
         """Images per second of all workers."""
         placement = trial.config.placement
-        speed = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
-        if speed is not None:
-            return "like", speed
+        if self._speeds:
+            speed = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
+            if speed is not None:
+                return "like", speed
         kind, devices = _devices(placement.workers, placement.cpus, placement.gpus)
         rate = self._rates.get(kind)
         return "guess" if rate is None else "flops", devices * (rate or GUESSED_RATES[kind]) / self._flops_of(trial)
@@ -79,9 +80,8 @@ class Estimator:
         if key not in self._flops:
             with torch.device("meta"):
                 module = model.spec().build(num_classes=2)
-            self._flops[key] = san.complexity(
-                module, size
-            ).flops_paper  # outside of the block, in which torch would import its compiler
+            # Outside of the block, in which torch would import its compiler.
+            self._flops[key] = san.complexity(module, size).flops_paper
         return self._flops[key]
 
 

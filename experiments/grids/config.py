@@ -74,9 +74,17 @@ class ModelConfig(BaseModel):
 
     def spec(self) -> ModelSpec:
         """The model's spec. Raises ValueError if `model_mistakes` finds an error."""
-        fields = _fields(self.name)
-        values = self.overrides.items()
-        return model_spec(self.name, {k: fields[k].validate_python(v) if k in fields else v for k, v in values})
+        model = self.name, repr(self.overrides)
+        if model not in _SPECS:
+            fields = _fields(self.name)
+            values = self.overrides.items()
+            read = {key: fields[key].validate_python(value) if key in fields else value for key, value in values}
+            _SPECS[model] = model_spec(self.name, read)
+        return _SPECS[model]
+
+
+_SPECS: dict[tuple[str, str], ModelSpec] = {}
+"""Specs by name and overrides, because large grids have few models and ask for them often."""
 
 
 @functools.cache

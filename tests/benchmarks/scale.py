@@ -89,6 +89,8 @@ class Clock:
         self.ends.append(time.monotonic())
         self.megabytes.append(_megabytes())
 
+    def waiting(self, reason: str) -> None: ...
+
 
 def nothing(value: int, report: Report) -> None:
     report({"value": value})
