@@ -35,8 +35,8 @@ from cluster.session import alive, resources, session
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
 
-# The driver of several workers computes nothing. It uses a fraction of a resource that only the head node has, so that all
-# CPUs are left for workers and the driver does not run on nodes that may be preempted.
+# With several workers, a cell's driver computes nothing itself. It asks for a small part of a resource that only the head node
+# has, so that all CPUs are left for the workers and the driver does not run on a node that may be preempted.
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
 _LOSSES = 10

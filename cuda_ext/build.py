@@ -365,7 +365,7 @@ def main() -> None:
     for part, library in libraries().items():
         if isinstance(library, Path):
             print(library)
-        elif part != "cuda" or insists_on_cuda or cuda_refusal() is None:  # silent where nobody expects CUDA
+        elif part != "cuda" or insists_on_cuda or cuda_refusal() is None:  # no message on machines where nobody expects CUDA
             print(f"san: the {part} kernels are missing: {library}", file=sys.stderr)
             failed = failed or part != "cuda" or insists_on_cuda
     sys.exit(failed)

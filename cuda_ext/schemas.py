@@ -1,8 +1,8 @@
 """The schema of every operator, forward and backward.
 
-Kernels live in `cuda_ext/cpu`, `cuda_ext/cuda` and `cuda_ext/resample.cpp`; each source registers its own at its bottom. Fake
-kernels and autograd live in `san/ops/library.py`, definitions in `san/ops/reference.py`. Python defines the schemas, so that
-each part of the extension can be missing without the others, and models can be counted without any.
+Kernels live in `cuda_ext/cpu`, `cuda_ext/cuda` and `cuda_ext/resample.cpp`; each source file registers its kernels at the end.
+Fake kernels and autograd live in `san/ops/library.py`, definitions in `san/ops/reference.py`. The schemas are defined in Python,
+so that any part of the extension can be missing, and FLOPs can be counted without the extension.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **arguments: object) -> Any:
-        """The answer to a command of the protocol."""
+        """Sends a command of the DevTools protocol and returns its result."""
         number = next(self._numbers)
         command = {"id": number, "method": method, "params": arguments, **self._session}
         os.write(self._commands, json.dumps(command).encode() + b"\0")

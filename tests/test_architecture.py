@@ -101,7 +101,7 @@ import sys, torch
 before = set(sys.modules)
 import san
 ours = {"san", "cuda_ext", "torch"} | sys.stdlib_module_names
-# torch brings these itself, some of them late
+# torch imports these itself, some of them late
 torchs = {"numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "typing_extensions", "optree"}
 found = {name.split(".")[0] for name in set(sys.modules) - before} - ours - torchs - {"cython_runtime"}
 found = {name for name in found if not name.startswith("_")}

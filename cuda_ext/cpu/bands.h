@@ -118,7 +118,7 @@ void for_each_band_apart(const std::vector<Band>& bands, int64_t scratch_size, c
                      [&](int64_t task, T* scratch) { work(begin + task, bands[begin + task], scratch); });
 }
 
-// Sums the results [size] of all tasks, in the order of tasks.
+// Sums the results [size] of all tasks, in task order.
 template <class T>
 std::vector<double> sum_over_tasks(const std::vector<T>& partial, int64_t size) {
   std::vector<double> sum(size);

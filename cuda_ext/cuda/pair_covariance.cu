@@ -14,7 +14,7 @@ namespace {
 // KD]. With kWhole, there is one strip and one chunk, and the left factor reuses the tiles of the right one.
 //
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 6 mma and 100 instructions for 8
-// pairs, 14 KB of shared memory; reads 20 MB; 0.066 ms, of instruction issue.
+// pairs, 14 KB of shared memory; reads 20 MB; 0.066 ms, limited by instruction issue.
 template <class F, int KM, int KD, bool kWhole, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs<T> p, Plan plan, T* partial) {
   T* shared = reinterpret_cast<T*>(shared_memory_base());

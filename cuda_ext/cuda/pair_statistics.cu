@@ -62,7 +62,7 @@ struct PairMaps {
 // a channel.
 //
 // Predicted for SAN10's stage 2 at batch 32 (18 channels, 56x56, k = 7) on an H100: reads 14 MB, 88 M pairs of sums, no
-// shared memory; 0.11 ms, of instruction issue.
+// shared memory; 0.11 ms, limited by instruction issue.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     moments_kernel(PairMaps<T> maps, int slices, int64_t pixels_per_slice, T* partial) {
@@ -100,8 +100,8 @@ struct PlaceMoments {
 
 // Gradients of center and around, one thread for each value. The gradient of delta is slope * (delta - mean) + offset.
 //
-// Predicted as above: reads 14 MB, writes 14 MB; 177 M products and sums, no shared memory; 0.23 ms, of instruction
-// issue.
+// Predicted as above: reads 14 MB, writes 14 MB; 177 M products and sums, no shared memory; 0.23 ms, limited by
+// instruction issue.
 template <class T>
 __global__ void gradients_kernel(PairMaps<T> maps, const T* grad_mean, const T* grad_var, const T* mean, T* to_center,
                                  T* to_around) {

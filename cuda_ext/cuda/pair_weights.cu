@@ -71,7 +71,8 @@ __device__ __forceinline__ void logits_of(const Layers<F>& layers, const Team& m
 // the factor log2(e), because powers are to base 2. A block computes one chunk of KG tiles of the weight channels.
 //
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 16 mma and 290 instructions for 16
-// pairs, 24 KB of shared memory; reads 20 MB, writes 157 MB (79 MB in half types); 0.096 ms, of instruction issue.
+// pairs, 24 KB of shared memory; reads 20 MB, writes 157 MB (79 MB in half types); 0.096 ms, limited by instruction
+// issue.
 template <class F, int KE, int KG, int KT, class out_t, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs<T> p, Layers<F> layers, Plan plan, out_t* w) {
   T* shared = reinterpret_cast<T*>(shared_memory_base());

@@ -170,7 +170,7 @@ __device__ __forceinline__ void store_weight_sums(const Team& mine, const Plan& 
 // pairs along rows and with pairs along columns, so each is loaded or computed in both layouts.
 //
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 9 mma and 145 instructions for 8
-// pairs, 24 KB of shared memory; reads 180 MB; 0.097 ms, of instruction issue.
+// pairs, 24 KB of shared memory; reads 180 MB; 0.097 ms, limited by instruction issue.
 template <class F, int KD, int KG, int KZ, bool kWhole, bool kHidden, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, 1)
     weight_gradient_kernel(Pairs<T> p, LogitGradients<T> gz, Layers<F> layers, Plan plan, Partial layout, T* partial) {

@@ -63,8 +63,8 @@ __device__ __forceinline__ void add_to(T (&sums)[kTiles][4], const T (&products)
 // tiles of hidden channels; each warp sums over some of the pieces.
 //
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB,
-// writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms, of
-// instruction issue.
+// writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms,
+// limited by instruction issue.
 template <class F, int kTiles, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
     patch_linear_kernel(Patches<F> p, int strips, int split, T* out) {
@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
 // with at most one pixel of the map. The product with a piece's weights is masked by the piece's ReLU before it is
 // added. `grad` [pixels + 1, hidden()] ends in zeros, for padded pixels whose partner is outside the map.
 //
-// Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.05 ms, of instruction issue.
+// Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.05 ms, limited by instruction
+// issue.
 template <class F, int kTiles, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads, resident_blocks<F>(kTiles))
     map_gradient_kernel(Patches<F> p, const T* grad, int strips, T* out) {
@@ -249,7 +250,8 @@ class ParameterSums {
 // Partial sums over slices of rows for the gradients of weight, [slices, pieces, channels(), hidden()], and of scale
 // and shift, [slices, strips, pieces, channels(), 2].
 //
-// Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, of instruction issue.
+// Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, limited by instruction
+// issue.
 template <class F, int kTiles, class T = typename F::Value>
 __global__ void __launch_bounds__(kThreads)
     parameter_gradient_kernel(Patches<F> p, const T* grad, int strips, int tasks, int rows_per_slice, T* weights,

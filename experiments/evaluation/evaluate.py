@@ -302,10 +302,10 @@ def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
     if not has_store(uri):
         raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
     if is_run:
-        from experiments.tracking.listing import trial_key  # brings MLflow
+        from experiments.tracking.listing import trial_key  # imports MLflow
 
         return trial_key(uri, name)
-    from experiments.tracking.registry import model_key  # brings MLflow's models
+    from experiments.tracking.registry import model_key  # imports MLflow's models
 
     return model_key(uri, name)
 

@@ -39,7 +39,7 @@ class Condition:
     measure: Measure
 
     def metric(self, number: str) -> str:
-        """The name of a number in the tracker."""
+        """The name of a metric in the tracker."""
         return f"robustness/{self.key}/{number}"
 
     def metrics(self, numbers: Mapping[str, float]) -> dict[str, float]:

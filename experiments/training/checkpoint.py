@@ -48,7 +48,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a cell: the finished epochs in `history` and the finished steps of the epoch `running`."""
+    """The state of a cell: the finished epochs in `history` and the finished steps of the current epoch in `running`."""
 
     key: str
     """Content hash of the cell."""

@@ -184,10 +184,11 @@ class Engine:
                     buffer /= workers
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume, equal on all workers and for all ZeRO stages; all workers must call this together.
+        """Everything needed to resume, identical on all workers and for every ZeRO stage; all workers must call this together.
 
-        Within an epoch, BatchNorm statistics differ between workers: `workers` has those of each, and its random state. The
-        random states of Python and NumPy are missing, because training does not use them. `average` is the averaged model.
+        Within an epoch, BatchNorm statistics differ between workers: `workers` has the statistics and the random state of each
+        worker. Python's and NumPy's random states are not saved, because training does not use them. `average` is the averaged
+        model.
         """
         mine = {
             "buffers": [_buffers(model) for model in self._models()],

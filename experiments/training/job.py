@@ -57,7 +57,7 @@ class Job:
 
     @property
     def tracker(self) -> Tracker:
-        from experiments.tracking.tracker import Tracker  # brings MLflow, which a plan without runs can do without
+        from experiments.tracking.tracker import Tracker  # imports MLflow, which a plan does not need if there are no runs
 
         return Tracker(self.workspace.tracking_uri, self.name, self.profile)
 

@@ -66,7 +66,10 @@ class LoopWork(NamedTuple):
 
 
 class Stage:
-    """A stage of SAN10: R relation, E hidden, G = E weight and M = 8 E value channels, k x k footprint, N maps of n x n."""
+    """A stage of SAN10: R relation channels, E hidden channels, G = E weight channels and M = 8 E value channels.
+
+    The footprint is k x k, and there are N maps of n x n pixels.
+    """
 
     def __init__(self, R: int, E: int, k: int, n: int, N: int = 32) -> None:
         self.R, self.E, self.k, self.n, self.N, self.P = R, E, k, n, N, N * n**2
@@ -112,7 +115,7 @@ OTHER_TILES = ((9, 8, 2, 0), "8, 4, 0", 1)
 
 
 class PairStage:
-    """The kernels over pairs of one stage of SAN10."""
+    """The pairwise kernels for one stage of SAN10."""
 
     def __init__(self, stage: Stage) -> None:
         self.P, self.K, self.k, self.E, self.d = stage.P, stage.k**2, stage.k, stage.E, stage.R + 2

@@ -65,7 +65,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    """A head with dashboard and token."""
+    """A Ray head with a dashboard and token authentication."""
     token = secrets.token_hex(32)
     port, dashboard, agent = (free_port() for _ in range(3))
     options = ["--num-cpus=2", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]

@@ -60,7 +60,7 @@ def start(
 
 
 def ended(workers: list[BaseProcess], seconds: float = PATIENCE) -> list[int | None]:
-    """Waits for the workers and returns their exit codes. If one fails, the others are killed, as by a launcher."""
+    """Waits for the workers and returns their exit codes. If one fails, the others are killed, as a launcher would do."""
     limit = time.monotonic() + seconds
     while any(worker.is_alive() for worker in workers):
         if any(worker.exitcode for worker in workers) or time.monotonic() > limit:

@@ -41,7 +41,7 @@ class Runner:
         self.file = open(out / "results.jsonl", "w", encoding="utf-8")
 
     def run(self, cases: Sequence[Case]) -> list[Row]:
-        """Runs the cases by priority. Cases after the end of the budget get the status `not run`."""
+        """Runs the cases by priority. Cases that the time budget does not allow get the status `not run`."""
         reason = ""
         for case in sorted(cases, key=lambda case: case.priority):
             if not reason and self.left() < LEAST:

@@ -37,7 +37,7 @@ template <class T>
 struct PairKernels {
   // Size of the scratch memory for a band with `rows` rows, in values of T.
   int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
-  // Adds to the sums of delta - origin and of its square, [d] each.
+  // Adds delta - origin and its square to their sums, [d] each.
   void (*statistics)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* square);
   // Adds the gradients that follow from slope * (delta - mean) + offset, the gradient of delta. The three vectors are
   // [d].

@@ -263,7 +263,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_show_command_rejects(
+def test_show_command_rejects_wrong_arguments(
     mistake: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captures file descriptors, because DALI could print its own messages."""

@@ -17,7 +17,7 @@ from experiments.training.job import Job, known_results, open_job
 from tests.experiments.conftest import San
 
 
-def test_names_rows_that_are_missing_in_the_papers_table(
+def test_names_rows_that_are_missing_from_the_papers_table(
     write_grid: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))

@@ -211,7 +211,7 @@ def test_removed_images_do_not_change_the_choice_of_others(many: Dataset, gone: 
     assert len(after - before) == len(before & lost)
 
 
-def test_choice_depends_on_neither_split_nor_other_classes(many: Dataset, tmp_path: Path) -> None:
+def test_choice_is_independent_of_split_and_other_classes(many: Dataset, tmp_path: Path) -> None:
     names = [path.removeprefix("train/") for path in many.first(3, 7).paths]
     shutil.copytree(tmp_path / "train", tmp_path / "other")
     assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names

@@ -139,7 +139,7 @@ def test_rejects_another_data_set(folders: dict[str, Path]) -> None:
         prepare_digits(folders["shifted_digits"])
 
 
-def test_rejects_foreign_folder(tmp_path: Path) -> None:
+def test_rejects_unrelated_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("do not lose this")
     with pytest.raises(DataError, match="does not hold the complete digits dataset"):
         prepare_digits(tmp_path)
