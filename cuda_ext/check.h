@@ -54,13 +54,10 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
-// x must have this shape, and the type and device of `center`.
-inline void check_like_pairs(const Tensor& center, const Tensor& x, std::initializer_list<int64_t> shape,
-                             const char* name) {
-  STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit center's ", center.size(3),
-                  " channels");
-  STD_TORCH_CHECK(x.scalar_type() == center.scalar_type() && x.device() == center.device(), name,
-                  " must have the dtype and the device of center");
+// The affine form of a norm must be [3, channels], with the type and device of the maps.
+inline void check_norm(const Tensor& norm, const Tensor& map, int64_t channels) {
+  STD_TORCH_CHECK(norm.dim() == 2 && norm.size(0) == 3 && norm.size(1) == channels, "norm must be [3, ", channels, "]");
+  check_same(norm, map, "norm and the maps");
 }
 
 // The maps of the pair operators; see schemas.py.
@@ -76,11 +73,11 @@ inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int
   return footprint_of(center.size(1), center.size(2), kernel_size);
 }
 
-// The maps and the shift of the pair operators.
-inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t kernel_size,
+// The maps and the norm of the pair operators.
+inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& norm, int64_t kernel_size,
                              int64_t products) {
   const Footprint footprint = check_pair_maps(center, around, kernel_size, products);
-  check_like_pairs(center, shift, {center.size(3)}, "shift");
+  check_norm(norm, center, center.size(3));
   return footprint;
 }
 
@@ -114,30 +111,42 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
-// The inputs of patch_linear; see schemas.py.
-inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
-                               const Tensor& weight, int64_t kernel_size) {
+// The maps of the patch operators; see schemas.py.
+inline Footprint check_patch_maps(const Tensor& center, const Tensor& around, int64_t kernel_size) {
   STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
                   center.dim(), " and ", around.dim());
   for (int axis = 0; axis < 3; ++axis) {
     STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
   }
-  const Footprint footprint = footprint_of(around.size(1), around.size(2), kernel_size);
-  const int64_t C = center.size(3), R = around.size(3), columns = C + R * footprint.positions();
+  const int64_t C = center.size(3), R = around.size(3);
   STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center has ", C, " channels; expected around's ", R, " or none");
+  STD_TORCH_CHECK(around.scalar_type() == ScalarType::Float || around.scalar_type() == ScalarType::Double,
+                  "around must be float32 or float64");
+  check_same(center, around, "center and around");
+  return footprint_of(around.size(1), around.size(2), kernel_size);
+}
+
+// The inputs of patch_linear.
+inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight,
+                               int64_t kernel_size) {
+  const Footprint footprint = check_patch_maps(center, around, kernel_size);
+  const int64_t columns = center.size(3) + around.size(3) * footprint.positions();
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
                   "] for the ", columns, " channels of a patch");
-  STD_TORCH_CHECK(scale.dim() == 1 && scale.size(0) == columns && shift.dim() == 1 && shift.size(0) == columns,
-                  "scale and shift must have the ", columns, " channels of a patch");
-  const ScalarType type = around.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, "around must be float32 or float64");
-  check_same(center, around, "center and around");
-  check_same(scale, around, "scale and around"), check_same(shift, around, "shift and around");
-  STD_TORCH_CHECK(weight.scalar_type() == type || weight.scalar_type() == ScalarType::Half ||
-                      weight.scalar_type() == ScalarType::BFloat16,
+  check_norm(norm, around, columns);
+  const ScalarType type = weight.scalar_type();
+  STD_TORCH_CHECK(type == around.scalar_type() || type == ScalarType::Half || type == ScalarType::BFloat16,
                   "weight must have around's dtype, float16 or bfloat16");
   STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
   return footprint;
+}
+
+inline void check_norm_affine(const Tensor& mean, const Tensor& var) {
+  STD_TORCH_CHECK(var.dim() == 1 && mean.sizes().vec() == var.sizes().vec(),
+                  "mean and var must be vectors of one size");
+  STD_TORCH_CHECK(var.scalar_type() == ScalarType::Float || var.scalar_type() == ScalarType::Double,
+                  "mean and var must be float32 or float64");
+  check_same(mean, var, "mean and var");
 }
 
 }  // namespace san
