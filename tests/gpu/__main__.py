@@ -6,8 +6,8 @@ only torch, numpy and nvcc. Results go to DIR/results.jsonl, one line per case, 
 `python -m tests.gpu.report DIR/results.jsonl` prints tables.
 
 Each case runs in its own process with a time limit, because one illegal access ruins the CUDA context of a process. A process
-costs 3 to 5 s before its first kernel runs, so a case holds all checks of one kernel in one precision, or all timings that are
-compared with each other. The most important cases run first, across parts; what the budget does not reach is recorded as
+costs 3 to 5 s before its first kernel runs, so a case holds all checks of one kernel, or all timings that are compared with
+each other. The most important cases run first, across parts; what the budget does not reach is recorded as
 `not run`. The exit code is 1 if a case failed, crashed or timed out.
 """
 
