@@ -99,7 +99,7 @@ format: setup
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 	@$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu*')
 
-# On a machine with a GPU: tests and times everything, an hour at most (tests/gpu). Results go to runs/gpu-check.
+# On a machine with a GPU: tests and times the most important cases in ten minutes (tests/gpu). Results go to runs/gpu-check.
 # A machine that has torch, numpy and nvcc but not this environment: `make gpu-check GPU_PYTHON=python3 GPU_SETUP=`.
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP ?= setup
