@@ -228,8 +228,34 @@ def _is_plain(gamma: nn.Sequential, x: Tensor) -> bool:
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """act(norm(x)), where `act` is a ReLU or what replaced it."""
+    """act(norm(x)), where `act` is a ReLU or what replaced it. Ordinary layers run fused on channels-last float32 maps."""
+    if _fuses_norm_relu(norm, act, x_NCHW):
+        assert isinstance(norm, nn.BatchNorm2d)
+        return _fused_norm_relu(norm, x_NCHW)
     return activate(act, norm(x_NCHW), in_place=_owns_its_output(norm))
+
+
+def _fuses_norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> bool:
+    if type(norm) is not nn.BatchNorm2d or type(act) is not nn.ReLU or not fuses("norm_relu", x_NCHW):
+        return False
+    if has_hooks(norm) or has_hooks(act) or x_NCHW.dim() != 4 or x_NCHW.numel() == 0:
+        return False
+    tensors = x_NCHW, norm.weight, norm.bias, norm.running_mean, norm.running_var
+    is_float = all(x is None or x.dtype == torch.float32 for x in tensors)
+    return is_float and x_NCHW.is_contiguous(memory_format=torch.channels_last)
+
+
+def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+    values, uses_batch = x_NCHW.numel() // x_NCHW.shape[1], _uses_batch(norm)
+    if uses_batch:
+        _require_several(values)
+    weight = x_NCHW.new_ones(norm.num_features) if norm.weight is None else norm.weight
+    bias = x_NCHW.new_zeros(norm.num_features) if norm.bias is None else norm.bias
+    statistics = (None, None) if uses_batch else (norm.running_mean, norm.running_var)
+    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, weight, bias, *statistics, norm.eps)
+    if norm.training and norm.track_running_stats:
+        _update_running_stats(norm, mean, var, values)
+    return y_NCHW
 
 
 def _owns_its_output(norm: nn.Module) -> bool:
@@ -250,21 +276,30 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 
     Weights in float16 are not folded: scaled, they can exceed its range.
     """
-    dtype = conv.weight.dtype
-    if not fuses("pair_weights", x_NCHW) or type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+    if not _folds(conv, norm, x_NCHW):
         y_NCHW: Tensor = norm(conv(x_NCHW))
         return y_NCHW
-    if has_hooks(conv) or has_hooks(norm) or _uses_batch(norm) or conv.padding_mode != "zeros" or dtype == torch.float16:
-        return norm(conv(x_NCHW))
+    assert isinstance(norm, nn.BatchNorm2d)
+    dtype = conv.weight.dtype
     mean, scale, shift = _running_affine(norm)
     bias = shift - mean * scale if conv.bias is None else shift + (conv.bias - mean) * scale
     weight = conv.weight * scale[:, None, None, None].to(torch.promote_types(dtype, torch.float32))
     return conv2d(x_NCHW, weight.to(dtype), bias.to(dtype), conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
+def _folds(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> bool:
+    if not fuses("pair_weights", x_NCHW) or type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+        return False
+    if has_hooks(conv) or has_hooks(norm) or _uses_batch(norm):
+        return False
+    return conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
+
+
 def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(conv(x))), with the norm folded in evaluation."""
-    return activate(act, conv_norm(conv, norm, x_NCHW), in_place=_owns_its_output(norm))
+    if _folds(conv, norm, x_NCHW):
+        return activate(act, conv_norm(conv, norm, x_NCHW), in_place=True)
+    return norm_relu(norm, act, conv(x_NCHW))
 
 
 def _require_several(values: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import batch_norm
 
 from san.ops import reference
 
@@ -70,3 +71,10 @@ def patch_linear(
     patch = torch.cat((center_NCP, unfold(around_NHWR, kernel_size).flatten(1, 2)), 1)
     activated = (scale[:, None] * patch + shift[:, None]).relu()
     return torch.einsum("ec,ncp->nep", weight, activated).unflatten(2, (H, W))
+
+
+def norm_relu(x_NHWC: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, of_batch: bool) -> Tensor:
+    """BatchNorm and ReLU, [N, H, W, C], with the statistics `mean` and `var` or, if `of_batch` is set, with those of x."""
+    x_NCHW = x_NHWC.permute(0, 3, 1, 2)
+    statistics = (None, None) if of_batch else (mean, var)
+    return batch_norm(x_NCHW, *statistics, weight, bias, of_batch, eps=eps).relu().permute(0, 2, 3, 1)

@@ -80,6 +80,18 @@ def patch_linear(
     return u_NEHW
 
 
+def norm_relu(
+    x_NCHW: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(batch_norm(x)) of a float32 map, [N, C, H, W] and channels-last, and the mean and biased variance in float64.
+
+    Without `mean` and `var`, the statistics are those of x.
+    """
+    _load()
+    y_NHWC, mean, var = torch.ops.san.norm_relu(_channels_last(x_NCHW), weight, bias, mean, var, eps)
+    return y_NHWC.permute(0, 3, 1, 2), mean, var
+
+
 @library.constant
 def _load() -> bool:
     return library.load()

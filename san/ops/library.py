@@ -233,7 +233,7 @@ def _register_aggregation() -> None:
 
 
 def _by_definition(
-    define: Callable[..., Any], grads: Sequence[Tensor], inputs: Sequence[Tensor], *options: int
+    define: Callable[..., Any], grads: Sequence[Tensor], inputs: Sequence[Tensor], *options: float
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a fused operator that can be differentiated again, by autograd through its definition."""
     warnings.warn(
@@ -382,6 +382,34 @@ def _register_patch_linear() -> None:
     register_flop_formula(ops.patch_linear_backward)(flops_backward)
 
 
+def _register_norm_relu() -> None:
+    ops = torch.ops.san
+
+    @torch.library.register_fake("san::norm_relu")
+    def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        statistics = (weight.new_empty(weight.shape, dtype=torch.float64) for _ in range(2))
+        return x.new_empty(x.shape), *statistics
+
+    @torch.library.register_fake("san::norm_relu_backward")
+    def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return _like(inputs[:3])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, mean, _, ctx.eps = inputs
+        ctx.of_batch = mean is None
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, *output[1:])
+
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        inputs, rest = ctx.saved_tensors, (ctx.eps, ctx.of_batch)
+        if torch.is_grad_enabled():
+            return *_by_definition(definitions.norm_relu, (grad,), inputs, *rest)[:3], None, None, None
+        return *ops.norm_relu_backward(grad, *inputs, *rest), None, None, None
+
+    torch.library.register_autograd("san::norm_relu", backward, setup_context=setup)
+
+
 # At import and not with the kernels, because `FlopCounterMode` copies the formulas when it is created.
 schemas.define("san")
 for _register in (
@@ -393,5 +421,6 @@ for _register in (
     _register_pair_covariance,
     _register_pair_weights,
     _register_patch_linear,
+    _register_norm_relu,
 ):
     _register()
