@@ -169,12 +169,14 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
   const Tensor map = as<float>(x), grad_y = as<float>(grad);
   const float *in = values<float>(map), *g = values<float>(grad_y);
   const Layout layout(map);
-  const Norm norm(layout, weight, bias, doubles(mean), doubles(var), eps);
+  const std::vector<double> m = doubles(mean);
+  const Norm norm(layout, weight, bias, m, doubles(var), eps);
   std::vector<double> to_bias = layout.sums([&](int64_t first, int64_t count, double* sums) {
     add_gradients(norm, g + first, in + first, count, layout.width, sums, sums + layout.width);
   });
   std::vector<double> to_weight(to_bias.begin() + layout.C, to_bias.end());
-  for (int64_t c = 0; c < layout.C; ++c) to_weight[c] /= norm.deviation[c];
+  for (int64_t c = 0; c < layout.C; ++c)
+    to_weight[c] = (to_weight[c] + (norm.mean[c] - m[c]) * to_bias[c]) / norm.deviation[c];
   const auto slope =
       layout.row([&](int64_t c) { return -norm.scale[c] * to_weight[c] / norm.deviation[c] / layout.P; });
   const auto offset = layout.row([&](int64_t c) { return -norm.scale[c] * to_bias[c] / layout.P; });
