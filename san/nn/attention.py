@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from san import ops
 from san.choice import ChoiceError, choose
-from san.nn.fusion import fuses_pairs, fuses_patches, has_hooks, pairwise_weights, patchwise_weights
+from san.nn.fusion import convolve, fuses_pairs, fuses_patches, has_hooks, pairwise_weights, patchwise_weights
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, gamma
 from san.nn.position import CHANNELS, POSITIONS, Position
@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
         assert isinstance(beta, nn.Conv2d)
         check_map(x_NCHW, beta, "x")
         specialize(x_NCHW)
-        maps = {role: self.get_submodule(role)(x_NCHW) for role in dict.fromkeys(self.roles)}
+        maps = {role: convolve(self.get_submodule(role), x_NCHW) for role in dict.fromkeys(self.roles)}
         return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:

@@ -76,5 +76,5 @@ def patch_linear(
 def norm_relu(x_NHWC: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, of_batch: bool) -> Tensor:
     """BatchNorm and ReLU, [N, H, W, C], with the statistics `mean` and `var` or, if `of_batch` is set, with those of x."""
     x_NCHW = x_NHWC.permute(0, 3, 1, 2)
-    statistics = (None, None) if of_batch else (mean, var)
-    return batch_norm(x_NCHW, *statistics, weight, bias, of_batch, eps=eps).relu().permute(0, 2, 3, 1)
+    used_mean, used_var = (None, None) if of_batch else (mean, var)
+    return batch_norm(x_NCHW, used_mean, used_var, weight, bias, of_batch, eps=eps).relu().permute(0, 2, 3, 1)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import san
 from san import ops
-from san.nn.fusion import conv_norm, conv_norm_relu, norm_relu
+from san.nn.fusion import conv_norm, conv_norm_relu, convolve, norm_relu
 from san.ops import fused
 
 
@@ -285,3 +285,39 @@ def test_norm_and_relu_under_transforms() -> None:
     torch.testing.assert_close(torch.func.grad(loss)(x_NCHW), torch.autograd.grad(loss(leaf), leaf)[0])
     traced = torch.fx.symbolic_trace(nn.Sequential(norm, nn.ReLU()))
     torch.testing.assert_close(norm_relu(norm, nn.ReLU(), x_NCHW), traced(x_NCHW))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
+@pytest.mark.parametrize("images", [1, 3, 17])
+def test_pointwise_convolution_as_a_matrix_product(images: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 5, 1, bias=bias)
+    x_NCHW = torch.randn(images, 6, 4, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    got, want = convolve(conv, x_NCHW), conv(x_NCHW)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(got, want)
+    leaves = [x_NCHW, *conv.parameters()]
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)))
+
+
+@pytest.mark.parametrize(
+    "change", ["a hook", "3x3", "stride", "padding", "groups", "layout", "autocast", "no gradient", "subclass"]
+)
+def test_other_convolutions_are_called(change: str) -> None:
+    options: dict[str, Any] = {
+        "3x3": {"kernel_size": 3},
+        "stride": {"stride": 2},
+        "padding": {"padding": 1},
+        "groups": {"groups": 2},
+    }
+    conv = nn.Conv2d(6, 4, **{"kernel_size": 1, **options.get(change, {})})
+    x_NCHW = torch.randn(2, 6, 5, 5).contiguous(memory_format=torch.channels_last)
+    x_NCHW = x_NCHW.contiguous() if change == "layout" else x_NCHW
+    called: list[nn.Module] = []
+    if change == "a hook":
+        conv.register_forward_hook(lambda module, inputs, output: called.append(module))
+    if change == "subclass":
+        conv.__class__ = type("Other", (nn.Conv2d,), {"forward": lambda self, x: 2 * nn.Conv2d.forward(self, x)})
+    with torch.autocast("cpu", enabled=change == "autocast"), torch.set_grad_enabled(change != "no gradient"):
+        torch.testing.assert_close(convolve(conv, x_NCHW), conv(x_NCHW), rtol=0, atol=0)
+    assert len(called) == (2 if change == "a hook" else 0)
