@@ -76,11 +76,11 @@ inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int
   return footprint_of(center.size(1), center.size(2), kernel_size);
 }
 
-// The maps and the shift of the pair operators.
-inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& shift, int64_t kernel_size,
+// The maps and the norm of the pair operators.
+inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& norm, int64_t kernel_size,
                              int64_t products) {
   const Footprint footprint = check_pair_maps(center, around, kernel_size, products);
-  check_like_pairs(center, shift, {center.size(3)}, "shift");
+  check_like_pairs(center, norm, {3, center.size(3)}, "norm");
   return footprint;
 }
 
@@ -114,30 +114,58 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
-// The inputs of patch_linear; see schemas.py.
-inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& scale, const Tensor& shift,
-                               const Tensor& weight, int64_t kernel_size) {
+// The maps of the patch operators; see schemas.py.
+inline Footprint check_patch_maps(const Tensor& center, const Tensor& around, int64_t kernel_size) {
   STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
                   center.dim(), " and ", around.dim());
   for (int axis = 0; axis < 3; ++axis) {
     STD_TORCH_CHECK(center.size(axis) == around.size(axis), "center and around must be maps of one size");
   }
-  const Footprint footprint = footprint_of(around.size(1), around.size(2), kernel_size);
-  const int64_t C = center.size(3), R = around.size(3), columns = C + R * footprint.positions();
+  const int64_t C = center.size(3), R = around.size(3);
   STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center has ", C, " channels; expected around's ", R, " or none");
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
-                  "] for the ", columns, " channels of a patch");
-  STD_TORCH_CHECK(scale.dim() == 1 && scale.size(0) == columns && shift.dim() == 1 && shift.size(0) == columns,
-                  "scale and shift must have the ", columns, " channels of a patch");
   const ScalarType type = around.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, "around must be float32 or float64");
   check_same(center, around, "center and around");
-  check_same(scale, around, "scale and around"), check_same(shift, around, "shift and around");
-  STD_TORCH_CHECK(weight.scalar_type() == type || weight.scalar_type() == ScalarType::Half ||
-                      weight.scalar_type() == ScalarType::BFloat16,
+  return footprint_of(around.size(1), around.size(2), kernel_size);
+}
+
+// x must have this shape, and the type and device of `around`.
+inline void check_like_patches(const Tensor& around, const Tensor& x, std::initializer_list<int64_t> shape,
+                               const char* name) {
+  STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit the ", *(shape.end() - 1),
+                  " channels of a patch");
+  STD_TORCH_CHECK(x.scalar_type() == around.scalar_type() && x.device() == around.device(), name,
+                  " must have the dtype and the device of around");
+}
+
+// The inputs of patch_linear; see schemas.py.
+inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight,
+                               int64_t kernel_size) {
+  const Footprint footprint = check_patch_maps(center, around, kernel_size);
+  const int64_t columns = center.size(3) + around.size(3) * footprint.positions();
+  check_like_patches(around, norm, {3, columns}, "norm");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
+                  "] for the ", columns, " channels of a patch");
+  const ScalarType type = weight.scalar_type();
+  STD_TORCH_CHECK(type == around.scalar_type() || type == ScalarType::Half || type == ScalarType::BFloat16,
                   "weight must have around's dtype, float16 or bfloat16");
   STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
   return footprint;
+}
+
+inline bool is_floating(const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half ||
+         type == ScalarType::BFloat16;
+}
+
+// The inputs of norm_affine; `x` is mean, weight or bias.
+inline void check_norm(const Tensor& var, const Tensor& x, const char* name) {
+  STD_TORCH_CHECK(var.dim() == 1 && (var.scalar_type() == ScalarType::Float || var.scalar_type() == ScalarType::Double),
+                  "var must be a vector of type float32 or float64");
+  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == var.size(0), name, " must be a vector with var's ", var.size(0),
+                  " channels");
+  STD_TORCH_CHECK(is_floating(x) && x.device() == var.device(), name, " must be floating point, on the device of var");
 }
 
 }  // namespace san
