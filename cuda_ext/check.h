@@ -54,13 +54,10 @@ inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Fo
                   " channels must be a positive multiple of weight's ", weight.size(1));
 }
 
-// x must have this shape, and the type and device of `center`.
-inline void check_like_pairs(const Tensor& center, const Tensor& x, std::initializer_list<int64_t> shape,
-                             const char* name) {
-  STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit center's ", center.size(3),
-                  " channels");
-  STD_TORCH_CHECK(x.scalar_type() == center.scalar_type() && x.device() == center.device(), name,
-                  " must have the dtype and the device of center");
+// The affine form of a norm must be [3, channels], with the type and device of the maps.
+inline void check_norm(const Tensor& norm, const Tensor& map, int64_t channels) {
+  STD_TORCH_CHECK(norm.dim() == 2 && norm.size(0) == 3 && norm.size(1) == channels, "norm must be [3, ", channels, "]");
+  check_same(norm, map, "norm and the maps");
 }
 
 // The maps of the pair operators; see schemas.py.
@@ -80,7 +77,7 @@ inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int
 inline Footprint check_pairs(const Tensor& center, const Tensor& around, const Tensor& norm, int64_t kernel_size,
                              int64_t products) {
   const Footprint footprint = check_pair_maps(center, around, kernel_size, products);
-  check_like_pairs(center, norm, {3, center.size(3)}, "norm");
+  check_norm(norm, center, center.size(3));
   return footprint;
 }
 
@@ -123,29 +120,20 @@ inline Footprint check_patch_maps(const Tensor& center, const Tensor& around, in
   }
   const int64_t C = center.size(3), R = around.size(3);
   STD_TORCH_CHECK(R > 0 && (C == 0 || C == R), "center has ", C, " channels; expected around's ", R, " or none");
-  const ScalarType type = around.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, "around must be float32 or float64");
+  STD_TORCH_CHECK(around.scalar_type() == ScalarType::Float || around.scalar_type() == ScalarType::Double,
+                  "around must be float32 or float64");
   check_same(center, around, "center and around");
   return footprint_of(around.size(1), around.size(2), kernel_size);
 }
 
-// x must have this shape, and the type and device of `around`.
-inline void check_like_patches(const Tensor& around, const Tensor& x, std::initializer_list<int64_t> shape,
-                               const char* name) {
-  STD_TORCH_CHECK(x.sizes().vec() == std::vector<int64_t>(shape), name, " does not fit the ", *(shape.end() - 1),
-                  " channels of a patch");
-  STD_TORCH_CHECK(x.scalar_type() == around.scalar_type() && x.device() == around.device(), name,
-                  " must have the dtype and the device of around");
-}
-
-// The inputs of patch_linear; see schemas.py.
+// The inputs of patch_linear.
 inline Footprint check_patches(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight,
                                int64_t kernel_size) {
   const Footprint footprint = check_patch_maps(center, around, kernel_size);
   const int64_t columns = center.size(3) + around.size(3) * footprint.positions();
-  check_like_patches(around, norm, {3, columns}, "norm");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
                   "] for the ", columns, " channels of a patch");
+  check_norm(norm, around, columns);
   const ScalarType type = weight.scalar_type();
   STD_TORCH_CHECK(type == around.scalar_type() || type == ScalarType::Half || type == ScalarType::BFloat16,
                   "weight must have around's dtype, float16 or bfloat16");
@@ -153,19 +141,12 @@ inline Footprint check_patches(const Tensor& center, const Tensor& around, const
   return footprint;
 }
 
-inline bool is_floating(const Tensor& x) {
-  const ScalarType type = x.scalar_type();
-  return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half ||
-         type == ScalarType::BFloat16;
-}
-
-// The inputs of norm_affine; `x` is mean, weight or bias.
-inline void check_norm(const Tensor& var, const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(var.dim() == 1 && (var.scalar_type() == ScalarType::Float || var.scalar_type() == ScalarType::Double),
-                  "var must be a vector of type float32 or float64");
-  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == var.size(0), name, " must be a vector with var's ", var.size(0),
-                  " channels");
-  STD_TORCH_CHECK(is_floating(x) && x.device() == var.device(), name, " must be floating point, on the device of var");
+inline void check_norm_affine(const Tensor& mean, const Tensor& var) {
+  STD_TORCH_CHECK(var.dim() == 1 && mean.sizes().vec() == var.sizes().vec(),
+                  "mean and var must be vectors of one size");
+  STD_TORCH_CHECK(var.scalar_type() == ScalarType::Float || var.scalar_type() == ScalarType::Double,
+                  "mean and var must be float32 or float64");
+  check_same(mean, var, "mean and var");
 }
 
 }  // namespace san

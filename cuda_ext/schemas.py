@@ -27,40 +27,52 @@ dot_backward(Tensor grad, Tensor phi, Tensor psi, int kernel_size) -> (Tensor, T
 aggregation(Tensor beta, Tensor weight, int kernel_size) -> Tensor
 aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -> (Tensor, Tensor)
 
-# Fused operators know no BatchNorm: its scale and shift are arguments, or folded into maps and weights. Maps are channels-last,
-# [N, H, W, channels]; d relation channels, E hidden channels. Maps, scales and shifts are float32 or float64; weights may be
-# half types too. With `tf32` a GPU may round the factors of float32 products to TF32, as torch's setting for matrix products
-# allows; products of half types it may compute so in any case.
+# Fused operators contain no BatchNorm, but take its affine form: rows mean, scale, shift of (x - mean) * scale + shift, where
+# scale = weight / sqrt(var + eps) and shift = bias. mean, var [c] float32 or float64; weight and bias [c] of any type
+# -> [3, c] of mean's type
+norm_affine(Tensor mean, Tensor var, Tensor weight, Tensor bias, float eps) -> Tensor
+# -> gradients of mean, var, weight, bias, all of mean's type
+norm_affine_backward(Tensor grad, Tensor var, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)
+
+# Maps are channels-last, [N, H, W, channels]. Maps and norms are float32 or float64; weights may be half types too. With `tf32`
+# a GPU may round the factors of float32 products to TF32, as torch's setting for matrix products allows; products of half types
+# it may compute so in any case.
 #
 # Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
-# delta = center_i * around_j in the first `products` channels, center_i - around_j in the others
-# -> its mean and biased variance over all pairs, [d] each
+# delta = center_i * around_j in the first `products` channels, center_i - around_j in the others. On GPUs, `products` is 0, maps
+# are float32, and there is a hidden layer.
+# -> the mean and biased variance of delta over all pairs, [d] each
 pair_statistics(Tensor center, Tensor around, int kernel_size, int products) -> (Tensor mean, Tensor var)
 # -> gradients of center, around
 pair_statistics_backward(Tensor grad_mean, Tensor grad_var, Tensor center, Tensor around, Tensor mean, int kernel_size,
     int products) -> (Tensor, Tensor)
-# a1 = relu(shift + center_i * around_j) in the first `products` channels, relu(shift + center_i - around_j) in the others
+# a1 = relu(norm(delta)), with the affine form `norm` [3, d]
 # -> its mean [d] and biased covariance [d, d] over all pairs
-pair_covariance(Tensor center, Tensor around, Tensor shift, int kernel_size, int products, bool tf32) -> (Tensor mean,
+pair_covariance(Tensor center, Tensor around, Tensor norm, int kernel_size, int products, bool tf32) -> (Tensor mean,
     Tensor covariance)
-# -> gradients of center, around, shift
-pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor shift, Tensor mean,
+# -> gradients of center, around, norm
+pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor norm, Tensor mean,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor)
 # softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d],
 # weight2 [G, E]. If weight1 is empty, there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
-pair_weights(Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
+pair_weights(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
     int products, bool tf32) -> Tensor
-# -> gradients of center, around, shift1, weight1, shift2, weight2
-pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor shift1, Tensor weight1, Tensor shift2,
+# -> gradients of center, around, norm, weight1, shift2, weight2
+pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 
 # Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, C], C = R or 0. Columns
-# of scale, shift and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o
-# -> weight relu(scale * patch + shift), [N, E, H, W]
-patch_linear(Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size, bool tf32) -> Tensor
-# -> gradients of center, around, scale, shift, weight
-patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor scale, Tensor shift, Tensor weight, int kernel_size,
-    bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+# of norm [3, columns] and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o
+# -> the mean and biased variance of each column over all pixels, [columns] each
+patch_statistics(Tensor center, Tensor around, int kernel_size) -> (Tensor mean, Tensor var)
+# -> gradients of center, around
+patch_statistics_backward(Tensor grad_mean, Tensor grad_var, Tensor center, Tensor around, Tensor mean, int kernel_size)
+    -> (Tensor, Tensor)
+# -> weight relu(norm(patch)), [N, E, H, W]
+patch_linear(Tensor center, Tensor around, Tensor norm, Tensor weight, int kernel_size, bool tf32) -> Tensor
+# -> gradients of center, around, norm, weight
+patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor norm, Tensor weight, int kernel_size, bool tf32)
+    -> (Tensor, Tensor, Tensor, Tensor)
 
 # Photographs for the network: image n [height, width, 3], uint8, is the part at `origin` of a picture of `extent` pixels, which
 # is resized to `length` and cut to the square at `offset`; `windows` [N, 9] holds these pairs (along the height first) and

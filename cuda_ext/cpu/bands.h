@@ -143,6 +143,13 @@ const T* values(const Tensor& x) {
   return x.const_data_ptr<T>();
 }
 
+// The rows of a norm's affine form, a contiguous [3, channels].
+template <class T>
+Norm<T> norm_of(const Tensor& x) {
+  const T* mean = values<T>(x);
+  return {mean, mean + x.size(1), mean + 2 * x.size(1)};
+}
+
 template <class T>
 Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> sizes) {
   Tensor out = torch::stable::new_empty(like, sizes, kType<T>);

@@ -1,6 +1,7 @@
 // Operators on the pairs of a pixel and a position of its footprint. The attention weights are the only tensor with a
 // value for every pair. The definitions are in schemas.py. The loops over pairs, which take nearly all the time, are in
 // simd/pairs.cpp.
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -17,14 +18,41 @@ const PairKernels<T>& kernels() {
     return SAN_CHOOSE(pairs_float);
 }
 
+// The median of three numbers, or 0 if that is not finite.
+double middle(double a, double b, double c) {
+  const double median = std::max(std::min(a, b), std::min(std::max(a, b), c));
+  return std::isfinite(median) ? median : 0;
+}
+
+// A typical value of each channel of each image, [N, d]: the median of three means over eight pixels each, so that a
+// huge or infinite pixel has no influence.
+template <class T>
+std::vector<T> typical_values(const T* map, int64_t N, int64_t P, int64_t d) {
+  constexpr int64_t kPixels = 8, kMeans = 3;
+  std::vector<T> typical(N * d);
+  std::vector<double> means(kMeans * d);
+  for (int64_t n = 0; n < N; ++n) {
+    std::fill(means.begin(), means.end(), 0.0);
+    for (int64_t sample = 0; sample < kMeans * kPixels; ++sample) {
+      const T* pixel = map + (n * P + (2 * sample + 1) * P / (2 * kMeans * kPixels)) * d;
+      for (int64_t c = 0; c < d; ++c) means[sample % kMeans * d + c] += double(pixel[c]) / kPixels;
+    }
+    for (int64_t c = 0; c < d; ++c)
+      typical[n * d + c] = static_cast<T>(middle(means[c], means[d + c], means[2 * d + c]));
+  }
+  return typical;
+}
+
 // The maps of all images, and the sizes and parameters for the kernels.
 template <class T>
 struct Problem {
-  Problem(const Tensor& center, const Tensor& around, const Tensor& shift1, int64_t kernel_size, int64_t products)
-      : center(as<T>(center)), around(as<T>(around)), shift1(as<T>(shift1)), N(center.size(0)) {
-    p.footprint = check_pairs(center, around, shift1, kernel_size, products);
-    p.channels = center.size(3), p.products = products, p.shift1 = values<T>(this->shift1);
-    d = p.channels, P = p.footprint.pixels(), pairs = double(N) * P * p.footprint.positions();
+  Problem(const Tensor& center, const Tensor& around, const Tensor& norm, int64_t kernel_size, int64_t products)
+      : center(as<T>(center)), around(as<T>(around)), norm(as<T>(norm)), N(center.size(0)) {
+    p.footprint = check_pairs(center, around, norm, kernel_size, products);
+    p.channels = d = center.size(3), p.products = products;
+    p.norm = norm_of<T>(this->norm);
+    P = p.footprint.pixels(), pairs = double(N) * P * p.footprint.positions();
+    origins = typical_values(values<T>(this->around), N, P, d);
   }
   void take_mapping(const Tensor& weight1_, const Tensor& shift2_, const Tensor& weight2_) {
     check_pair_layers(center, weight1_, shift2_, weight2_);
@@ -32,36 +60,35 @@ struct Problem {
     p.hidden = weight1.size(0), p.weights = weight2.size(0);
     p.weight1 = values<T>(weight1), p.shift2 = values<T>(shift2), p.weight2 = values<T>(weight2);
   }
-  PairMaps<T> maps(int64_t n) const { return {values<T>(center) + n * P * d, values<T>(around) + n * P * d}; }
+  PairMaps<T> maps(int64_t n) const {
+    return {values<T>(center) + n * P * d, values<T>(around) + n * P * d, origins.data() + n * d};
+  }
   std::vector<Band> bands() const { return bands_apart(N, p.footprint); }
 
-  Tensor center, around, shift1, weight1, shift2, weight2;
+  Tensor center, around, norm, weight1, shift2, weight2;
   int64_t N, P = 0, d = 0;
   double pairs = 0;
+  std::vector<T> origins;
   Pairs<T> p{};
 };
-
-// Zeros [N, H, W, d].
-template <class T>
-Tensor zeros_like(const Problem<T>& problem) {
-  Tensor map = torch::stable::empty_like(problem.center);
-  torch::stable::zero_(map);
-  return map;
-}
 
 // The gradients of the maps, to which all bands add, and of the parameters, with separate sums for each task.
 template <class T>
 struct Gradients {
   Gradients(const Problem<T>& problem, size_t tasks)
-      : p(problem.p),
-        sizes{p.channels, p.hidden * p.channels, p.hidden, p.weights * last()},
+      : problem(problem),
+        sizes{problem.d, problem.p.hidden * problem.d, problem.p.hidden, problem.p.weights * last()},
         size(sizes[0] + sizes[1] + sizes[2] + sizes[3]),
         sums(tasks * size),
-        center(zeros_like(problem)),
-        around(zeros_like(problem)) {}
-  int64_t last() const { return p.hidden == 0 ? p.channels : p.hidden; }
+        center(zeros()),
+        around(zeros()) {}
+  int64_t last() const { return problem.p.hidden == 0 ? problem.d : problem.p.hidden; }
+  Tensor zeros() const {
+    Tensor map = torch::stable::empty_like(problem.center);
+    return torch::stable::zero_(map);
+  }
   PairGradients<T> of(int64_t task, int64_t image) {
-    const int64_t map = image * p.footprint.pixels() * p.channels;
+    const int64_t map = image * problem.P * problem.d;
     T *shift1 = sums.data() + task * size, *weight1 = shift1 + sizes[0], *shift2 = weight1 + sizes[1];
     return {center.template mutable_data_ptr<T>() + map,
             around.template mutable_data_ptr<T>() + map,
@@ -71,55 +98,90 @@ struct Gradients {
             shift2 + sizes[2]};
   }
 
-  const Pairs<T> p;
+  // Multiplies the gradients of the maps by the norm's scale. Returns the gradient of the norm, [3, d], where `shift`
+  // is that of its shift: with g, the gradient of norm(delta), that of scale is the sum of g * (delta - mean), which
+  // follows from the sums of g for each pixel of center and of around.
+  Tensor finish(const double* shift) {
+    const int64_t d = problem.d, P = problem.P, products = problem.p.products;
+    const T *mean = problem.p.norm.mean, *scale = problem.p.norm.scale;
+    std::vector<double> of_scale(problem.N * d);
+    for_each_task<T>(problem.N, 0, [&](int64_t n, T*) {
+      const PairMaps<T> maps = problem.maps(n);
+      const PairGradients<T> to = of(0, n);
+      double* sum = of_scale.data() + n * d;
+      for (int64_t i = 0; i < P; ++i)
+        for (int64_t c = 0; c < d; ++c) {
+          const int64_t at = i * d + c;
+          const double around = to.around[at];
+          if (c < products)
+            sum[c] += double(maps.center[at]) * to.center[at];
+          else
+            sum[c] += (maps.center[at] - maps.origin[c] - mean[c]) * double(to.center[at]) +
+                      (maps.around[at] - maps.origin[c]) * around;
+          to.center[at] *= scale[c];
+          if (c >= products) to.around[at] *= scale[c];
+        }
+    });
+    std::vector<double> norm = sum_over_tasks(of_scale, d);
+    norm.insert(norm.begin(), d, 0.0), norm.insert(norm.end(), shift, shift + d);
+    for (int64_t c = 0; c < d; ++c) {
+      norm[c] = -scale[c] * shift[c];
+      if (c < products) norm[d + c] -= mean[c] * shift[c];
+    }
+    return tensor_of<T>(norm.data(), problem.center, {3, d});
+  }
+
+  const Problem<T>& problem;
   const int64_t sizes[4], size;
   std::vector<T> sums;
   Tensor center, around;
 };
 
-// A value near the mean of delta + shift, so that sums of squared distances from it do not cancel: delta + shift of the
-// average of up to 64 pixels, spread over the maps.
+// delta near its mean, so that sums of squared distances from it do not cancel: that of the average of up to 64 pixels,
+// spread over the maps.
 template <class T>
-std::vector<T> near_mean(const Problem<T>& problem) {
+std::vector<double> near_mean(const Problem<T>& problem) {
   const int64_t d = problem.d, pixels = problem.N * problem.P, some = std::min<int64_t>(pixels, 64);
-  std::vector<T> origin(d);
+  std::vector<double> near(d);
   for (int64_t c = 0; c < d; ++c) {
     double i = 0, j = 0;
     for (int64_t n = 0; n < some; ++n) {
       const int64_t at = (2 * n + 1) * pixels / (2 * some) * d + c;
-      i += values<T>(problem.center)[at] / some, j += values<T>(problem.around)[at] / some;
+      i += double(values<T>(problem.center)[at]) / some, j += double(values<T>(problem.around)[at]) / some;
     }
-    const double relation = (c < problem.p.products ? i * j : i - j) + problem.p.shift1[c];
-    origin[c] = static_cast<T>(std::isfinite(relation) ? relation : 0.0);
+    const double delta = c < problem.p.products ? i * j : i - j;
+    near[c] = std::isfinite(delta) ? delta : 0.0;
   }
-  return origin;
+  return near;
 }
 
 template <class T>
-std::tuple<Tensor, Tensor> statistics(const Problem<T>& problem) {
+std::tuple<Tensor, Tensor> statistics(Problem<T> problem) {
   const int64_t d = problem.d;
-  const std::vector<T> origin = near_mean(problem);
+  const std::vector<double> near = near_mean(problem);
+  const std::vector<T> mean(near.begin(), near.end());
+  problem.p.norm.mean = mean.data();
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * 2 * d);
-  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
-                   [&](int64_t task, T* scratch) {
-                     T* sum = sums.data() + task * 2 * d;
-                     kernels<T>().statistics(problem.p, problem.maps(bands[task].image), origin.data(),
-                                             bands[task].rows, scratch, sum, sum + d);
-                   });
+  for_each_task<T>(
+      bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
+        T* sum = sums.data() + task * 2 * d;
+        kernels<T>().statistics(problem.p, problem.maps(bands[task].image), bands[task].rows, scratch, sum, sum + d);
+      });
   std::vector<double> total = sum_over_tasks(sums, 2 * d);
   for (int64_t c = 0; c < d; ++c) {
-    const double mean = total[c] / problem.pairs, var = total[d + c] / problem.pairs - mean * mean;
-    total[c] = mean + origin[c], total[d + c] = var < 0 ? 0 : var;  // NaN stays NaN
+    const double rest = total[c] / problem.pairs, var = total[d + c] / problem.pairs - rest * rest;
+    total[c] = rest + mean[c], total[d + c] = var < 0 ? 0 : var;  // NaN stays NaN
   }
   return {tensor_of<T>(total.data(), problem.center, {d}), tensor_of<T>(total.data() + d, problem.center, {d})};
 }
 
 template <class T>
-std::tuple<Tensor, Tensor> statistics_backward(const Problem<T>& problem, const Tensor& grad_mean,
-                                               const Tensor& grad_var, const Tensor& mean) {
+std::tuple<Tensor, Tensor> statistics_backward(Problem<T> problem, const Tensor& grad_mean, const Tensor& grad_var,
+                                               const Tensor& mean) {
   const int64_t d = problem.d;
   const Tensor from_mean = as<T>(grad_mean), from_var = as<T>(grad_var), middle = as<T>(mean);
+  problem.p.norm.mean = values<T>(middle);
   std::vector<T> slope(d), offset(d);
   for (int64_t c = 0; c < d; ++c) {
     slope[c] = static_cast<T>(2 * values<T>(from_var)[c] / problem.pairs);
@@ -127,19 +189,24 @@ std::tuple<Tensor, Tensor> statistics_backward(const Problem<T>& problem, const 
   }
   const std::vector<Band> bands = problem.bands();
   Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(
-      bands, kernels<T>().scratch(problem.p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
-        kernels<T>().statistics_backward(problem.p, problem.maps(band.image), values<T>(middle), slope.data(),
-                                         offset.data(), band.rows, scratch, to.of(task, band.image));
-      });
-  return {to.center, to.around};
+  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
+                         [&](int64_t task, const Band& band, T* scratch) {
+                           kernels<T>().statistics_backward(problem.p, problem.maps(band.image), slope.data(),
+                                                            offset.data(), band.rows, scratch, to.of(task, band.image));
+                         });
+  return {to.center, to.around};  // the scale is 1
 }
 
 template <class T>
 std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
   const int64_t d = problem.d, size = d + d * d;
-  std::vector<T> origin = near_mean(problem);
-  for (T& value : origin) value = std::max(value, T(0));
+  const Norm<T>& norm = problem.p.norm;
+  const std::vector<double> near = near_mean(problem);
+  std::vector<T> origin(d);  // a1 near its mean
+  for (int64_t c = 0; c < d; ++c) {
+    const double a1 = (near[c] - norm.mean[c]) * norm.scale[c] + norm.shift[c];
+    origin[c] = static_cast<T>(std::isfinite(a1) && a1 > 0 ? a1 : 0);
+  }
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * size);
   for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
@@ -175,8 +242,8 @@ std::tuple<Tensor, Tensor, Tensor> covariance_backward(const Problem<T>& problem
         kernels<T>().moments_backward(problem.p, problem.maps(band.image), values<T>(middle), slope.data(),
                                       offset.data(), band.rows, scratch, to.of(task, band.image));
       });
-  const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
-  return {to.center, to.around, tensor_of<T>(sums.data(), problem.center, {d})};
+  const Tensor norm = to.finish(sum_over_tasks(to.sums, to.size).data());
+  return {to.center, to.around, norm};
 }
 
 template <class T>
@@ -211,64 +278,69 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(cons
       });
   const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
   const double *weight1 = sums.data() + to.sizes[0], *shift2 = weight1 + to.sizes[1], *weight2 = shift2 + to.sizes[2];
+  const Tensor norm = to.finish(sums.data());
   return {to.center,
           to.around,
-          tensor_of<T>(sums.data(), problem.center, {p.channels}),
+          norm,
           tensor_of<T>(weight1, problem.center, problem.weight1.sizes().vec()),
           tensor_of<T>(shift2, problem.center, {p.hidden}),
           tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
 }
 
-// A shift of zeros.
-Tensor no_shift(const Tensor& center) {
-  Tensor shift = torch::stable::new_empty(center, {center.dim() == 4 ? center.size(3) : 0});
-  return torch::stable::zero_(shift);
+// The affine form that changes nothing.
+Tensor no_norm(const Tensor& center) {
+  const int64_t d = center.dim() == 4 ? center.size(3) : 0;
+  Tensor norm = torch::stable::new_empty(center, {3, d});
+  torch::stable::zero_(norm);
+  Tensor scale = torch::stable::select(norm, 0, 1);
+  torch::stable::fill_(scale, 1);
+  return norm;
 }
 
 std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& around, int64_t kernel_size,
                                            int64_t products) {
-  SAN_SUM_TYPE(center, return statistics(Problem<T>(center, around, no_shift(center), kernel_size, products));)
+  SAN_SUM_TYPE(center, return statistics(Problem<T>(center, around, no_norm(center), kernel_size, products));)
 }
 
 std::tuple<Tensor, Tensor> pair_statistics_backward(const Tensor& grad_mean, const Tensor& grad_var,
                                                     const Tensor& center, const Tensor& around, const Tensor& mean,
                                                     int64_t kernel_size, int64_t products) {
-  SAN_SUM_TYPE(center, return statistics_backward(Problem<T>(center, around, no_shift(center), kernel_size, products),
+  SAN_SUM_TYPE(center, return statistics_backward(Problem<T>(center, around, no_norm(center), kernel_size, products),
                                                   grad_mean, grad_var, mean);)
 }
 
-std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& shift,
+std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm,
                                            int64_t kernel_size, int64_t products, bool) {
-  SAN_SUM_TYPE(center, return covariance(Problem<T>(center, around, shift, kernel_size, products));)
+  SAN_SUM_TYPE(center, return covariance(Problem<T>(center, around, norm, kernel_size, products));)
 }
 
 std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_mean, const Tensor& grad_covariance,
                                                             const Tensor& center, const Tensor& around,
-                                                            const Tensor& shift, const Tensor& mean,
-                                                            int64_t kernel_size, int64_t products, bool) {
-  SAN_SUM_TYPE(center, return covariance_backward(Problem<T>(center, around, shift, kernel_size, products), grad_mean,
+                                                            const Tensor& norm, const Tensor& mean, int64_t kernel_size,
+                                                            int64_t products, bool) {
+  SAN_SUM_TYPE(center, return covariance_backward(Problem<T>(center, around, norm, kernel_size, products), grad_mean,
                                                   grad_covariance, mean);)
 }
 
-Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& shift1, const Tensor& weight1,
+Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
                     const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products,
                     bool){SAN_SUM_TYPE(center,
                                        {
-                                         Problem<T> problem(center, around, shift1, kernel_size, products);
+                                         Problem<T> problem(center, around, norm, kernel_size, products);
                                          problem.take_mapping(weight1, shift2, weight2);
                                          return as_type(weights(problem), weight2.scalar_type());
                                        })}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward(
-    const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& shift1,
+    const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& norm,
     const Tensor& weight1, const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
   SAN_SUM_TYPE(center, {
-    Problem<T> problem(center, around, shift1, kernel_size, products);
+    Problem<T> problem(center, around, norm, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2);
     check_pair_gradient(grad, w, center, weight2, problem.p.footprint);
-    auto [to_center, to_around, to_shift1, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
+    auto [to_center, to_around, to_norm, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
     return {to_center, to_around,
-            to_shift1, as_type(to_weight1, weight1.scalar_type()),
+            to_norm,   as_type(to_weight1, weight1.scalar_type()),
             to_shift2, as_type(to_weight2, weight2.scalar_type())};
   })
 }

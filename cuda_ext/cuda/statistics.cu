@@ -293,8 +293,11 @@ std::tuple<Tensor, Tensor> patch_statistics_backward(const Tensor& grad_mean, co
                                                      int64_t kernel_size) {
   const Footprint f = check_patch_maps(center, around, kernel_size);
   const int64_t C = center.size(3), columns = C + around.size(3) * f.positions();
-  check_like_patches(around, grad_mean, {columns}, "grad_mean");
-  check_like_patches(around, grad_var, {columns}, "grad_var"), check_like_patches(around, mean, {columns}, "mean");
+  for (const Tensor* x : {&grad_mean, &grad_var, &mean}) {
+    check_same(*x, around, "statistics and maps");
+    STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == columns, "mean and the gradients must have the ", columns,
+                    " channels of a patch");
+  }
   check_float32(around);
   const OperatorGuard guard("patch_statistics_backward", around);
   const Inputs x(center, around, f);

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from san.models.base import BaseModel, ModelSpec
 from san.nn.depth import Blocks, drop_path
-from san.nn.fusion import activate, conv_norm, conv_norm_relu
 from san.nn.inputs import check_map
+from san.nn.norm import activate, conv_norm, conv_norm_relu
 from san.ops.footprint import check_side
 
 EXPANSION = 4  # a bottleneck's output channels over its inner channels

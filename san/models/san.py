@@ -13,8 +13,8 @@ from san.choice import ChoiceError
 from san.models.base import BaseModel, ModelSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
 from san.nn.depth import Blocks
-from san.nn.fusion import conv_norm_relu, norm_relu
 from san.nn.inputs import check_map, specialize
+from san.nn.norm import conv_norm_relu, norm_relu
 from san.ops.footprint import check_footprint
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced

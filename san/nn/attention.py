@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from san import ops
 from san.choice import ChoiceError, choose
-from san.nn.fusion import fuses_pairs, fuses_patches, has_hooks, pairwise_weights, patchwise_weights
 from san.nn.inputs import check_map, specialize
-from san.nn.mapping import MAPPINGS, gamma
+from san.nn.mapping import MAPPINGS, Gamma
+from san.nn.norm import is_plain
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation, compute
 from san.ops.footprint import check_side
@@ -148,16 +148,16 @@ class PairwiseAttention(VectorAttention):
         if hidden and channels % HIDDEN_REDUCTION:
             raise ValueError(f"{channels} channels are not divisible by {HIDDEN_REDUCTION}, which mapping {mapping} requires")
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
-        self.gamma = gamma((d, *hidden, self.weight_channels))
+        self.gamma = Gamma((d, *hidden, self.weight_channels))
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
         pairs = PAIRWISE[self.relation].pairs
-        if pairs is not None and fuses_pairs(self.gamma, phi_NRHW) and not (self.position and has_hooks(self.position)):
+        if pairs is not None and isinstance(self.gamma, Gamma) and (self.position is None or is_plain(self.position, Position)):
             maps = pairs(phi_NRHW, psi_NRHW)
-            if self.position is not None:
-                maps = self.position.appended_to(maps)
-            return pairwise_weights(self.gamma, maps, self.footprint, phi_NRHW.dtype)
+            if self.gamma.fuses_pairs(maps):
+                maps = maps if self.position is None else self.position.appended_to(maps)
+                return self.gamma.pair_weights(maps, self.footprint, phi_NRHW.dtype)
         relation_NdKP = compute(self.relation, PAIRWISE[self.relation], phi_NRHW, psi_NRHW, self.footprint)
         if self.position is not None:
             position_12KP = self.position(phi_NRHW, self.footprint)
@@ -194,7 +194,7 @@ class PatchwiseAttention(VectorAttention):
         self.relation, self.mapping = relation, mapping
         K, R, G = footprint**2, self.relation_channels, self.weight_channels
         hidden = choose("mapping", mapping, MAPPINGS).patchwise(R, G)
-        self.gamma = gamma((self.row.channels(R, K), *hidden, K * G))
+        self.gamma = Gamma((self.row.channels(R, K), *hidden, K * G))
 
     @property
     def row(self) -> Relation:
@@ -205,10 +205,9 @@ class PatchwiseAttention(VectorAttention):
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
-        if self.relation == "concatenation" and fuses_patches(self.gamma, psi_NRHW):
+        if self.relation == "concatenation" and isinstance(self.gamma, Gamma) and self.gamma.fuses_patches(psi_NRHW):
             center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i is part of its own footprint
-            gamma_NcHW = patchwise_weights(self.gamma, center, psi_NRHW, self.footprint)
-            return gamma_NcHW.unflatten(1, (self.weight_channels, self.footprint**2)).flatten(3)
+            return self.gamma.patch_weights(center, psi_NRHW, self.footprint)
         patch_Nd1P = compute(self.relation, self.row, phi_NRHW, psi_NRHW, self.footprint)
         return self.gamma(patch_Nd1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from san.nn.attention import SelfAttention
 from san.nn.depth import drop_path
-from san.nn.fusion import norm_relu
+from san.nn.norm import norm_relu
 
 
 class SelfAttentionBlock(nn.Module):

@@ -1,12 +1,30 @@
-"""The mapping gamma from a relation to attention weights (section 3.1 and table "mapping")."""
+"""The mapping gamma from a relation to attention weights (section 3.1 and table "mapping"), layer by layer or fused.
+
+Fused, the first layers run as operators that never store the relation (`san.ops.fused`). They take each norm as a scale and a
+shift. The statistics of the second norm of a pairwise gamma follow from the mean and covariance of its input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from san.nn.norm import affine_of, forget, is_plain, norm_relu, reused, tensors_of, uses_batch
+from san.ops import fused as kernels
+from san.ops.functional import fuses
+
+
+class PairMaps(NamedTuple):
+    """Maps [N, d, H, W]: delta is center_i * around_j in the first `products` channels, center_i - around_j in the others."""
+
+    center: Tensor
+    around: Tensor
+    products: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +45,149 @@ MAPPINGS: dict[str, Mapping] = {
 """By the paper's names: L is a Linear layer, R is a ReLU."""
 
 
-def gamma(widths: tuple[int, ...]) -> nn.Sequential:
+class Gamma(nn.Sequential):
     """BatchNorm, ReLU, Linear for each step of `widths`; only the last Linear has a bias.
 
     Widths (d, G) give the paper's `L`, and (d, hidden, G) its default `LRL`. The input is [N, d, K, P] or [N, d, 1, P]; the
     Linear layers are 1x1 convolutions.
     """
-    last = len(widths) - 2
-    layers: list[nn.Module] = []
-    for step, (width_in, width_out) in enumerate(pairwise(widths)):
-        layers += [
-            nn.BatchNorm2d(width_in),
-            nn.ReLU(),
-            nn.Conv2d(width_in, width_out, 1, bias=step == last),
-        ]
-    return nn.Sequential(*layers)
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        last = len(widths) - 2
+        layers: list[nn.Module] = []
+        for step, (width_in, width_out) in enumerate(pairwise(widths)):
+            layers += [nn.BatchNorm2d(width_in), nn.ReLU(), nn.Conv2d(width_in, width_out, 1, bias=step == last)]
+        super().__init__(*layers)
+
+    def fuses_pairs(self, maps: PairMaps) -> bool:
+        """Whether `pair_weights` can replace the layers. On a GPU, only LRL of float32 differences is fused."""
+        layers, x = len(self), maps.center
+        if not fuses("pair_weights", x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
+            return False
+        return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64)
+
+    def fuses_patches(self, x_NRHW: Tensor) -> bool:
+        """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
+        if not fuses("patch_linear", x_NRHW) or not self._is_plain(3) or x_NRHW.numel() == 0:
+            return False
+        return not (x_NRHW.is_cuda and x_NRHW.dtype == torch.float64)
+
+    def _is_plain(self, layers: int) -> bool:
+        """Whether the first layers are those of `__init__` and need not be called."""
+        types = (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (layers // 3)
+        if len(self) < layers or not all(is_plain(layer, kind) for layer, kind in zip(self, types, strict=False)):
+            return False
+        convolutions = [layer for layer in list(self)[:layers] if isinstance(layer, nn.Conv2d)]
+        return is_plain(self, Gamma) and all(x.kernel_size == (1, 1) and x.groups == 1 for x in convolutions)
+
+    def pair_weights(self, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
+        """softmax_j(gamma(delta_ij)), [N, G, K, P] of type `dtype`. Requires `fuses_pairs`; updates running statistics.
+
+        Raises:
+            ValueError: a norm needs batch statistics, but there is only one value per channel.
+        """
+        wide = torch.promote_types(maps.center.dtype, torch.float32)
+        maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
+        # Half weights give half attention weights; everything else stays in float32 or float64.
+        to = dtype if dtype.itemsize == 2 else wide
+        norms = [layer for layer in self if isinstance(layer, nn.BatchNorm2d)]
+
+        def mapping() -> tuple[Tensor, ...]:
+            return self._pair_mapping(maps, kernel_size, to)
+
+        if any(map(uses_batch, norms)):
+            forget(self)
+            norm, weight1, shift2, weight2 = mapping()
+        else:
+            norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], (len(self), wide, to), mapping)
+        return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
+
+    def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """norm, weight1, shift2 and weight2 of `pair_weights`. In evaluation they do not depend on the maps."""
+        (center, around, products), wide = maps, maps.center.dtype
+        values = center.numel() // center.shape[1] * kernel_size**2
+        norm1, last = self[0], self[-1]
+        assert isinstance(norm1, nn.BatchNorm2d) and isinstance(last, nn.Conv2d)
+        norm = affine_of(norm1, values, wide, lambda: kernels.pair_statistics(center, around, kernel_size, products))
+        weight2 = last.weight.flatten(1)
+        if last.bias is not None and last.bias.requires_grad:
+            weight2 = weight2.add(last.bias[:, None], alpha=0)  # it cancels in the softmax, but DDP expects its gradient, 0
+        if len(self) == 3:
+            return norm, weight2.new_empty(0, 0, dtype=to), norm.new_empty(0), weight2.to(to)
+        linear, norm2 = self[2], self[3]
+        assert isinstance(linear, nn.Conv2d) and isinstance(norm2, nn.BatchNorm2d)
+        weight1, bias = linear.weight.flatten(1).to(wide), linear.bias
+
+        def statistics() -> tuple[Tensor, Tensor]:
+            mean, covariance = kernels.pair_covariance(center, around, norm, kernel_size, products)
+            mean = torch.mv(weight1, mean)
+            return mean if bias is None else mean + bias, torch.mm(weight1, covariance).mul(weight1).sum(1)
+
+        mean, scale, shift = affine_of(norm2, values, wide, statistics).unbind()
+        if bias is not None:
+            mean = mean - bias
+        return norm, (weight1 * scale[:, None]).to(to), torch.addcmul(shift, mean, scale, value=-1), weight2.to(to)
+
+    def patch_weights(self, center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> Tensor:
+        """gamma of every pixel's patch, [N, G, K, P]. Requires `fuses_patches`; the layers after the first Linear are called.
+
+        Raises:
+            ValueError: a norm needs batch statistics, but there is only one value per channel.
+        """
+        dtype, (N, _, H, W) = around_NRHW.dtype, around_NRHW.shape
+        wide = torch.promote_types(dtype, torch.float32)
+        center, around = center_NCHW.to(wide), around_NRHW.to(wide)
+        norm1, K = self[0], kernel_size**2
+        assert isinstance(norm1, nn.BatchNorm2d)
+
+        def affine() -> tuple[Tensor]:
+            return (affine_of(norm1, N * H * W, wide, lambda: kernels.patch_statistics(center, around, kernel_size)),)
+
+        if uses_batch(norm1):
+            forget(norm1)
+            (norm,) = affine()
+        else:
+            (norm,) = reused(norm1, tensors_of(norm1), wide, affine)
+        weight, bias = self._rows(2, K, around.is_cuda)
+        u_NEHW = kernels.patch_linear(center, around, norm, weight.to(dtype if dtype.itemsize == 2 else wide), kernel_size)
+        u_NEHW = (u_NEHW if bias is None else u_NEHW + bias[:, None, None]).to(dtype)
+        for at in range(3, len(self), 3):
+            u_NEHW = norm_relu(self[at], self[at + 1], u_NEHW)
+            u_NEHW = self._linear(at + 2, K, u_NEHW)
+        if around.is_cuda and self._is_plain(len(self)):
+            return u_NEHW.unflatten(1, (K, -1)).transpose(1, 2).flatten(3)
+        return u_NEHW.unflatten(1, (-1, K)).flatten(3)
+
+    def _rows(self, at: int, K: int, is_cuda: bool) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a Linear layer. On a GPU, the last layer's rows, [G, K], are in the order in which the aggregation
+        reads them, [K, G]."""
+        linear = self[at]
+        assert isinstance(linear, nn.Conv2d)
+        weight, bias = linear.weight.flatten(1), linear.bias
+        if not is_cuda or at + 1 < len(self) or not self._is_plain(len(self)):
+            return weight, bias
+
+        def reordered() -> tuple[Tensor, ...]:
+            return tuple(x.unflatten(0, (-1, K)).transpose(0, 1).flatten(0, 1) for x in (weight, bias) if x is not None)
+
+        weight, *rest = reused(linear, (linear.weight, bias), K, reordered)
+        return weight, rest[0] if rest else None
+
+    def _linear(self, at: int, K: int, x_NCHW: Tensor) -> Tensor:
+        """A Linear layer of gamma; on contiguous maps a matrix product, which is twice as fast as torch's convolution."""
+        if not self._is_plain(len(self)):
+            y_NCHW: Tensor = self[at](x_NCHW)
+            return y_NCHW
+        weight, bias = self._rows(at, K, x_NCHW.is_cuda)
+        if bias is None or not x_NCHW.is_contiguous():
+            return nn.functional.conv2d(x_NCHW, weight[:, :, None, None], bias)
+        weight_N = weight.expand(len(x_NCHW), -1, -1)
+        return torch.baddbmm(bias[:, None], weight_N, x_NCHW.flatten(2)).unflatten(2, x_NCHW.shape[2:])
+
+    def _tensors(self) -> Iterator[Tensor | None]:
+        """All that the layers depend on in evaluation."""
+        for layer in self:
+            if isinstance(layer, nn.BatchNorm2d):
+                yield from tensors_of(layer)
+            elif isinstance(layer, nn.Conv2d):
+                yield from (layer.weight, layer.bias)

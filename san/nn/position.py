@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from san import ops
-from san.nn.fusion import PairMaps
 from san.nn.inputs import is_autocast
+from san.nn.mapping import PairMaps
+from san.nn.norm import reused
 from san.ops.tracing import is_traced, leaf
 
 CHANNELS = 2
@@ -68,12 +69,18 @@ class Position(nn.Module):
 
     def appended_to(self, maps: PairMaps) -> PairMaps:
         """The maps of a relation plus two channels for the position, in p's type because half types would round differences."""
-        center, around, products = maps
-        of_center, of_around = self.row.difference(self.features(center))
+        size = maps.center.shape[2:], maps.center.dtype
+
+        def positions() -> tuple[Tensor, Tensor]:
+            return self.row.difference(self.features(maps.center))
+
+        positions_12HW = reused(self, (self.linear.weight, self.linear.bias), size, positions)
+        # Joined as [N, H, W, channels]: maps stay channels-last, because `cat` is told the format by neither of its inputs.
         center, around = (
-            torch.cat((x, p.expand(x.shape[0], -1, -1, -1)), 1) for x, p in ((center, of_center), (around, of_around))
+            torch.cat((x.permute(0, 2, 3, 1), p.expand(len(x), -1, -1, -1).permute(0, 2, 3, 1)), 3).permute(0, 3, 1, 2)
+            for x, p in zip(maps[:2], positions_12HW, strict=True)
         )
-        return PairMaps(center, around, products)
+        return PairMaps(center, around, maps.products)
 
     @property
     def row(self) -> Encoding:

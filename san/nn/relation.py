@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from san import ops
-from san.nn.fusion import PairMaps
+from san.nn.mapping import PairMaps
 from san.ops.tracing import is_traced
 
 Delta = Callable[[Tensor, Tensor, int], Tensor]

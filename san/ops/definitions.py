@@ -1,6 +1,6 @@
 """The fused operators in plain torch: every kernel is compared with them, and derivatives of derivatives use them.
 
-Shapes as in `cuda_ext/schemas.py`; all tensors have the same type.
+Arguments and shapes as in `cuda_ext/schemas.py`; all tensors have the same type, and `tf32` has no effect.
 """
 
 from __future__ import annotations
@@ -9,6 +9,17 @@ import torch
 from torch import Tensor
 
 from san.ops import reference
+
+
+def norm_affine(mean_c: Tensor, var_c: Tensor, weight_c: Tensor, bias_c: Tensor, eps: float) -> Tensor:
+    """Mean, scale and shift of a norm as (x - mean) * scale + shift, [3, c]."""
+    return torch.stack((mean_c, (var_c.clamp_min(0) + eps).rsqrt() * weight_c, bias_c))
+
+
+def normalized(x_NcM: Tensor, norm_3c: Tensor) -> Tensor:
+    """(x - mean) * scale + shift, [N, c, M]."""
+    mean, scale, shift = norm_3c[:, :, None]
+    return (x_NcM - mean) * scale + shift
 
 
 def unfold(x_NHWC: Tensor, kernel_size: int) -> Tensor:
@@ -25,20 +36,20 @@ def relation(center_NHWd: Tensor, around_NHWd: Tensor, kernel_size: int, product
 
 def pair_statistics(center_NHWd: Tensor, around_NHWd: Tensor, kernel_size: int, products: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of delta over all pairs, [d] each."""
-    delta_dM = relation(center_NHWd, around_NHWd, kernel_size, products).transpose(0, 1).flatten(1)
-    return delta_dM.mean(1), delta_dM.var(1, correction=0)
+    return _statistics(relation(center_NHWd, around_NHWd, kernel_size, products))
 
 
-def pair_activation(center_NHWd: Tensor, around_NHWd: Tensor, shift_d: Tensor, kernel_size: int, products: int) -> Tensor:
+def pair_activation(center_NHWd: Tensor, around_NHWd: Tensor, norm_3d: Tensor, kernel_size: int, products: int) -> Tensor:
     """a1 of every pair, [N, d, K, P]."""
-    return (relation(center_NHWd, around_NHWd, kernel_size, products) + shift_d[:, None, None]).relu()
+    delta = relation(center_NHWd, around_NHWd, kernel_size, products)
+    return normalized(delta.flatten(2), norm_3d).relu().unflatten(2, delta.shape[2:])
 
 
 def pair_covariance(
-    center_NHWd: Tensor, around_NHWd: Tensor, shift_d: Tensor, kernel_size: int, products: int
+    center_NHWd: Tensor, around_NHWd: Tensor, norm_3d: Tensor, kernel_size: int, products: int, tf32: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Mean [d] and biased covariance [d, d] of a1 over all pairs."""
-    a1_dM = pair_activation(center_NHWd, around_NHWd, shift_d, kernel_size, products).transpose(0, 1).flatten(1)
+    a1_dM = pair_activation(center_NHWd, around_NHWd, norm_3d, kernel_size, products).transpose(0, 1).flatten(1)
     mean_d = a1_dM.mean(1)
     rest_dM = a1_dM - mean_d[:, None]
     return mean_d, rest_dM @ rest_dM.T / a1_dM.shape[1]
@@ -47,26 +58,40 @@ def pair_covariance(
 def pair_weights(
     center_NHWd: Tensor,
     around_NHWd: Tensor,
-    shift1_d: Tensor,
+    norm_3d: Tensor,
     weight1_Ed: Tensor,
     shift2_E: Tensor,
     weight2_GE: Tensor,
     kernel_size: int,
     products: int,
+    tf32: bool = False,
 ) -> Tensor:
     """The attention weights, [N, G, K, P]."""
-    hidden = pair_activation(center_NHWd, around_NHWd, shift1_d, kernel_size, products)
+    hidden = pair_activation(center_NHWd, around_NHWd, norm_3d, kernel_size, products)
     if len(weight1_Ed):
         hidden = (torch.einsum("ed,ndkp->nekp", weight1_Ed, hidden) + shift2_E[:, None, None]).relu()
     return torch.einsum("ge,nekp->ngkp", weight2_GE, hidden).softmax(2)
 
 
+def patches(center_NHWC: Tensor, around_NHWR: Tensor, kernel_size: int) -> Tensor:
+    """The patch of every pixel, [N, columns, P]."""
+    center_NCP = center_NHWC.permute(0, 3, 1, 2).flatten(2)
+    return torch.cat((center_NCP, unfold(around_NHWR, kernel_size).flatten(1, 2)), 1)
+
+
+def patch_statistics(center_NHWC: Tensor, around_NHWR: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each column of a patch over all pixels, [columns] each."""
+    return _statistics(patches(center_NHWC, around_NHWR, kernel_size))
+
+
 def patch_linear(
-    center_NHWC: Tensor, around_NHWR: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, kernel_size: int
+    center_NHWC: Tensor, around_NHWR: Tensor, norm: Tensor, weight: Tensor, kernel_size: int, tf32: bool = False
 ) -> Tensor:
     """The Linear layer after BatchNorm and ReLU of the patches, [N, E, H, W]."""
-    H, W = center_NHWC.shape[1:3]
-    center_NCP = center_NHWC.permute(0, 3, 1, 2).flatten(2)
-    patch = torch.cat((center_NCP, unfold(around_NHWR, kernel_size).flatten(1, 2)), 1)
-    activated = (scale[:, None] * patch + shift[:, None]).relu()
-    return torch.einsum("ec,ncp->nep", weight, activated).unflatten(2, (H, W))
+    activated = normalized(patches(center_NHWC, around_NHWR, kernel_size), norm).relu()
+    return torch.einsum("ec,ncp->nep", weight, activated).unflatten(2, center_NHWC.shape[1:3])
+
+
+def _statistics(x_Nc: Tensor) -> tuple[Tensor, Tensor]:
+    x_cM = x_Nc.transpose(0, 1).flatten(1)
+    return x_cM.mean(1), x_cM.var(1, correction=0)

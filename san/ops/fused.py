@@ -1,10 +1,10 @@
 """Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store only the weights.
 
-They contain no BatchNorm: `san.nn.fusion` turns norms into a scale and a shift, with the statistics of `pair_statistics`,
-`pair_covariance` and `san.ops.statistics`. Shapes: `cuda_ext/schemas.py`; formulas: docs/explanation/operators.md.
-Derivatives with `create_graph=True` run their definitions in `san.ops.definitions`.
+They contain no BatchNorm, but take its affine form, [3, channels] (`norm_affine`), computed with `pair_statistics`,
+`pair_covariance` and `patch_statistics`. Maps are [N, C, H, W] and best channels-last. Other shapes: `cuda_ext/schemas.py`;
+formulas: docs/explanation/operators.md.
 
-Internal: they do not check their inputs or the chosen backend. `functional.fuses` decides whether `san.nn.fusion` calls them.
+Internal: they do not check their inputs or the chosen backend. `functional.fuses` decides whether `san.nn` calls them.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from san.ops import library
 from san.ops.footprint import check_footprint
 
 
+def norm_affine(mean_c: Tensor, var_c: Tensor, weight_c: Tensor, bias_c: Tensor, eps: float) -> Tensor:
+    """Rows mean, scale and shift, [3, c], of a BatchNorm as (x - mean) * scale + shift."""
+    _load()
+    return torch.ops.san.norm_affine(mean_c, var_c, weight_c, bias_c, eps)
+
+
 def pair_statistics(center_NdHW: Tensor, around_NdHW: Tensor, kernel_size: int, products: int = 0) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of delta = center_i - around_j over all pairs, [d] each.
 
     The first `products` channels multiply instead: center_i * around_j. Maps are float32 or float64.
     """
-    check_footprint(kernel_size, *center_NdHW.shape[2:])
-    _load()
-    maps = _channels_last(center_NdHW), _channels_last(around_NdHW)
+    maps = _maps(center_NdHW, around_NdHW, kernel_size)
     mean, var = torch.ops.san.pair_statistics(*maps, kernel_size, products)
     return mean, var
 
 
 def pair_covariance(
-    center_NdHW: Tensor, around_NdHW: Tensor, shift_d: Tensor, kernel_size: int, products: int = 0
+    center_NdHW: Tensor, around_NdHW: Tensor, norm_3d: Tensor, kernel_size: int, products: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(center_i - around_j + shift).
-
-    The first `products` channels multiply instead: relu(center_i * around_j + shift). Maps and shift are float32 or float64.
-    """
-    check_footprint(kernel_size, *center_NdHW.shape[2:])
-    _load()
-    maps = _channels_last(center_NdHW), _channels_last(around_NdHW)
-    mean, covariance = torch.ops.san.pair_covariance(*maps, shift_d, kernel_size, products, _may_use_tf32())
+    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(norm(delta)), with delta as in `pair_statistics`."""
+    maps = _maps(center_NdHW, around_NdHW, kernel_size)
+    mean, covariance = torch.ops.san.pair_covariance(*maps, norm_3d, kernel_size, products, _may_use_tf32())
     return mean, covariance
 
 
 def pair_weights(
     center_NdHW: Tensor,
     around_NdHW: Tensor,
-    shift1_d: Tensor,
+    norm_3d: Tensor,
     weight1_Ed: Tensor,
     shift2_E: Tensor,
     weight2_GE: Tensor,
@@ -57,27 +56,34 @@ def pair_weights(
     Without a hidden layer, weight1 is empty, [0, 0], and weight2 [G, d] is applied to a1. Weights may be half types; the result
     has the type of weight2.
     """
-    check_footprint(kernel_size, *center_NdHW.shape[2:])
-    _load()
-    maps = _channels_last(center_NdHW), _channels_last(around_NdHW)
-    mapping = shift1_d, weight1_Ed, shift2_E, weight2_GE
+    maps = _maps(center_NdHW, around_NdHW, kernel_size)
+    mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
     w_NGKP: Tensor = torch.ops.san.pair_weights(*maps, *mapping, kernel_size, products, _may_use_tf32())
     return w_NGKP
 
 
-def patch_linear(
-    center_NCHW: Tensor, around_NRHW: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, kernel_size: int
-) -> Tensor:
-    """weight relu(scale * patch + shift) of every pixel, [N, E, H, W].
+def patch_statistics(center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each column of a patch over all pixels, [columns] each; columns as in `patch_linear`."""
+    mean, var = torch.ops.san.patch_statistics(*_maps(center_NCHW, around_NRHW, kernel_size), kernel_size)
+    return mean, var
+
+
+def patch_linear(center_NCHW: Tensor, around_NRHW: Tensor, norm: Tensor, weight: Tensor, kernel_size: int) -> Tensor:
+    """weight relu(norm(patch)) of every pixel, [N, E, H, W].
 
     A patch is `center`'s channels at the pixel, which may be none, and then channel c of `around` at position o of the
-    footprint in column C + c * K + o. scale and shift [columns], weight [E, columns].
+    footprint in column C + c * K + o. norm [3, columns], weight [E, columns].
     """
-    check_footprint(kernel_size, *around_NRHW.shape[2:])
-    _load()
-    maps = _channels_last(center_NCHW), _channels_last(around_NRHW)
-    u_NEHW: Tensor = torch.ops.san.patch_linear(*maps, scale, shift, weight, kernel_size, _may_use_tf32())
+    maps = _maps(center_NCHW, around_NRHW, kernel_size)
+    u_NEHW: Tensor = torch.ops.san.patch_linear(*maps, norm, weight, kernel_size, _may_use_tf32())
     return u_NEHW
+
+
+def _maps(center_NCHW: Tensor, around_NCHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+    """The maps as [N, H, W, C]; a map that is channels-last already is not copied."""
+    check_footprint(kernel_size, *around_NCHW.shape[2:])
+    _load()
+    return center_NCHW.permute(0, 2, 3, 1).contiguous(), around_NCHW.permute(0, 2, 3, 1).contiguous()
 
 
 @library.constant
@@ -89,8 +95,3 @@ def _load() -> bool:
 def _may_use_tf32() -> bool:
     """torch's setting for float32 matrix products on GPUs."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def _channels_last(x_NCHW: Tensor) -> Tensor:
-    """[N, H, W, C]; a map that is channels-last already is not copied."""
-    return x_NCHW.permute(0, 2, 3, 1).contiguous()

@@ -12,7 +12,8 @@ from torch import Tensor
 from san.ops import definitions
 
 KINDS = ("pairwise", "patchwise")
-OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_linear")
+OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear")
+STATISTICS = ("pair_statistics", "patch_statistics")
 Tensors = tuple[Tensor, ...]
 
 
@@ -77,33 +78,34 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 
     s, image = sizes, (sizes.batch, sizes.height, sizes.width)
     around = random(*image, s.channels)
-    if operator == "patch_linear":
+    if operator.startswith("patch"):
         own = s.channels if s.own else 0
         columns = own + s.channels * s.footprint**2
-        weight = random(max(s.hidden, 1), columns) / columns**0.5
-        return random(*image, own), around, random(columns), random(columns), weight
+        maps = random(*image, own), around
+        if operator == "patch_statistics":
+            return maps
+        return *maps, random(3, columns), random(max(s.hidden, 1), columns) / columns**0.5
     maps = random(*image, s.channels), around
     if operator == "pair_statistics":
         return maps
-    shift = random(s.channels)
+    norm = random(3, s.channels)
     if operator == "pair_covariance":
-        return *maps, shift
+        return *maps, norm
     if s.hidden == 0:
-        return *maps, shift, random(0, 0), random(0), random(s.weights, s.channels) / s.channels**0.5
+        return *maps, norm, random(0, 0), random(0), random(s.weights, s.channels) / s.channels**0.5
     weight1, weight2 = random(s.hidden, s.channels) / s.channels**0.5, random(s.weights, s.hidden) / s.hidden**0.5
-    return *maps, shift, weight1, random(s.hidden), weight2
+    return *maps, norm, weight1, random(s.hidden), weight2
 
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
     """Returns the arguments that follow the tensors."""
-    products = () if operator == "patch_linear" else (sizes.products,)
-    return (sizes.footprint, *products, *(() if operator == "pair_statistics" else (tf32,)))
+    products = () if operator.startswith("patch") else (sizes.products,)
+    return (sizes.footprint, *products, *(() if operator in STATISTICS else (tf32,)))
 
 
 def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
     """Returns the outputs of the definition in plain PyTorch."""
-    arguments = rest(operator, sizes)
-    out = getattr(definitions, operator)(*tensors, *(arguments if operator == "pair_statistics" else arguments[:-1]))
+    out = getattr(definitions, operator)(*tensors, *rest(operator, sizes))
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -136,7 +138,7 @@ def run_kernels(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, t
 
 def with_half_weights(operator: str, exact: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     """Returns the tensors with weights of a half type and all others in float32, and the same values in float64."""
-    weights = {"pair_weights": {3, 5}, "patch_linear": {4}}.get(operator, set())
+    weights = {"pair_weights": {3, 5}, "patch_linear": {3}}.get(operator, set())
     rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
     return tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact)), rounded
 

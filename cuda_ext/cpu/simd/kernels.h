@@ -11,38 +11,47 @@ struct Rows {
   int64_t first, last;
 };
 
-// Pairs of a pixel i and a position j of its footprint: a1 = relu(shift1 + center_i * around_j) in the first `products`
-// channels and relu(shift1 + center_i - around_j) in the others, a2 = relu(weight1 a1 + shift2), z = weight2 a2.
+// The affine form of a norm, (x - mean) * scale + shift.
+template <class T>
+struct Norm {
+  const T *mean, *scale, *shift;
+};
+
+// Pairs of a pixel i and a position j of its footprint: delta = center_i * around_j in the first `products` channels
+// and center_i - around_j in the others, a1 = relu(norm(delta)), a2 = relu(weight1 a1 + shift2), z = weight2 a2.
 // Without a hidden layer `hidden` is 0, and a2 is a1.
 template <class T>
 struct Pairs {
   Footprint footprint;
-  int64_t channels, products, hidden, weights;   // d, products, E, G
-  const T *shift1, *weight1, *shift2, *weight2;  // [d], [E, d], [E], [G, E]
+  int64_t channels, products, hidden, weights;  // d, products, E, G
+  Norm<T> norm;                                 // [d]
+  const T *weight1, *shift2, *weight2;          // [E, d], [E], [G, E]
 };
 
+// One image. `origin` [d] has a typical value of each channel of around. It is subtracted from both maps before they
+// are scaled, so that large means cost no precision.
 template <class T>
 struct PairMaps {
-  const T *center, *around;
+  const T *center, *around, *origin;
 };
 
-// Gradients of one image, and sums over the pixels of a band.
+// Gradients of one image and sums over the pixels of a band, all of which are added to. The gradients of maps still
+// lack the factor norm.scale, except for that of around in products. That of norm.shift is the sum over all pairs.
 template <class T>
 struct PairGradients {
-  T *center, *around;                      // added to
-  T *shift1, *weight1, *shift2, *weight2;  // added to
+  T *center, *around;
+  T *shift1, *weight1, *shift2, *weight2;
 };
 
 template <class T>
 struct PairKernels {
   // Size of the scratch memory for a band with `rows` rows, in values of T.
   int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
-  // Adds delta - origin and its square to their sums, [d] each.
-  void (*statistics)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* square);
-  // Adds the gradients that follow from slope * (delta - mean) + offset, the gradient of delta. The three vectors are
-  // [d].
-  void (*statistics_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* slope, const T* offset, Rows,
-                              T* scratch, const PairGradients<T>&);
+  // Adds norm(delta) and its square to their sums, [d] each.
+  void (*statistics)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, T* sum, T* square);
+  // Adds the gradients that follow from slope * norm(delta) + offset, the gradient of delta; slope and offset are [d].
+  void (*statistics_backward)(const Pairs<T>&, const PairMaps<T>&, const T* slope, const T* offset, Rows, T* scratch,
+                              const PairGradients<T>&);
   // Adds to the sums of a1 - origin, [d], and of the products of its channels, the upper half of [d, d].
   void (*moments)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* products);
   // Adds the gradients that follow from matrix (a1 - mean) + vector, the gradient of a1.
@@ -54,14 +63,15 @@ struct PairKernels {
                            const PairGradients<T>&);
 };
 
-// A patch consists of a pixel's value in `center` and of all values of its footprint in `around`. Columns of scale,
-// shift and weight [outputs, columns] are first the channels of center; then column c * K + o belongs to channel c of
+// A patch consists of a pixel's value in `center` and of all values of its footprint in `around`. Columns of the norm
+// and of weight [outputs, columns] are first the channels of center; then column c * K + o belongs to channel c of
 // around at position o.
 template <class T>
 struct Patches {
   Footprint footprint;
   int64_t own, channels, outputs;  // channels of center, which may be 0, and of around; E
-  const T *scale, *shift, *weight;
+  Norm<T> norm;
+  const T* weight;
 
   int64_t columns() const { return own + channels * footprint.positions(); }
 };
@@ -78,7 +88,7 @@ template <class T>
 struct PatchKernels {
   int64_t lanes;
   int64_t (*scratch)(const Patches<T>&, int64_t rows, bool backward);
-  // u = weight relu(scale * patch + shift), [E, P].
+  // u = weight relu(norm(patch)), [E, P].
   void (*map)(const Patches<T>&, const T* center, const T* around, Rows, T* scratch, T* u);
   void (*map_backward)(const Patches<T>&, const T* center, const T* around, const T* grad_u, Rows, T* scratch,
                        const PatchGradients<T>&);

@@ -56,17 +56,22 @@ struct Tile {
   // Divides the band into groups of pixels. For each group, fills `center` and calls visit().
   template <class Visit>
   __attribute__((always_inline)) inline void for_each(const PairMaps<T>& maps, Rows rows, const Visit& visit) {
-    around.read(maps.around, rows.first);
+    around.read(maps.around, rows.first, [&](int64_t c, T value) __attribute__((always_inline)) {
+      return c < p.products ? value : (value - maps.origin[c]) * p.norm.scale[c];
+    });
     const int64_t all = (rows.last - rows.first) * W;
     for (int64_t first = 0; first < all; first += most) {
       const int64_t count = all - first < most ? all - first : most;
       pixels = {first, count, whole_vectors<T>(count)};
       if (count < pixels.width) memset(center, 0, p.channels * pixels.width * sizeof(T));
       to_planes(maps.center + (rows.first * W + first) * p.channels, p.channels, count, center, pixels.width);
-      for (int64_t c = p.products; c < p.channels; ++c) {
-        const Vector<T> shift = broadcast(p.shift1[c]);
+      for (int64_t c = 0; c < p.channels; ++c) {
+        const bool is_product = c < p.products;
+        const Vector<T> origin = broadcast(is_product ? T(0) : maps.origin[c]), scale = broadcast(p.norm.scale[c]);
+        const Vector<T> mean = broadcast(is_product ? T(0) : p.norm.mean[c]);
+        const Vector<T> shift = broadcast(is_product ? T(0) : p.norm.shift[c]);
         for (T* at = center + c * pixels.width; at < center + (c + 1) * pixels.width; at += kLanes<T>)
-          store(at, load(at) + shift);
+          store(at, (load(at) - origin - mean) * scale + shift);
       }
       visit();
     }
@@ -83,16 +88,17 @@ struct Tile {
     }
   }
 
-  // delta of a pair, or the input of a1's ReLU.
-  SAN_INLINE Vector<T> relation(bool is_product, Vector<T> shift, Vector<T> center, Vector<T> around) {
-    return is_product ? center * around + shift : center - around;
+  // norm(delta) of a pair, from values of the planes. `product_shift` is that of a product: shift - mean * scale.
+  SAN_INLINE Vector<T> relation(bool is_product, Vector<T> product_shift, Vector<T> center, Vector<T> around) {
+    return is_product ? center * around + product_shift : center - around;
   }
+  Vector<T> product_shift(int64_t c) const { return broadcast(p.norm.shift[c] - p.norm.mean[c] * p.norm.scale[c]); }
 
   // Computes a1 - origin of row y of the footprint.
   template <bool has_origin>
   __attribute__((always_inline)) inline void relate(int64_t y, const T* origin) {
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = broadcast(p.shift1[c]), from = broadcast(has_origin ? origin[c] : T(0));
+      const Vector<T> shift = product_shift(c), from = broadcast(has_origin ? origin[c] : T(0));
       const bool is_product = c < p.products;
       for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
         const Vector<T> active = relu(relation(is_product, shift, load(center + pixel), load(around.data + other)));
@@ -165,18 +171,17 @@ int64_t scratch_of(const Pairs<T>& p, int64_t rows, bool backward) {
 }
 
 template <class T>
-void statistics(const Pairs<T>& p, const PairMaps<T>& maps, const T* origin, Rows rows, T* scratch, T* sum, T* square) {
+void statistics(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, T* sum, T* square) {
   Tile<T> tile(p, rows, false, scratch);
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = broadcast(p.shift1[c]), from = broadcast(origin[c]);
+      const Vector<T> shift = tile.product_shift(c);
       const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
       const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;
       Vector<T> sums{}, squares{};
       for (int64_t y = 0; y < tile.k; ++y)
         tile.for_each_vector(c, y, [&](int64_t, int64_t pixel, int64_t other) __attribute__((always_inline)) {
           Vector<T> x = tile.relation(c < p.products, shift, load(tile.center + pixel), load(tile.around.data + other));
-          x -= from;
           if (pixel == last) x = first_lanes<T>(x, left);
           sums += x, squares += x * x;
         });
@@ -186,15 +191,14 @@ void statistics(const Pairs<T>& p, const PairMaps<T>& maps, const T* origin, Row
 }
 
 template <class T>
-void statistics_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* mean, const T* slope, const T* offset,
-                         Rows rows, T* scratch, const PairGradients<T>& to) {
+void statistics_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* slope, const T* offset, Rows rows,
+                         T* scratch, const PairGradients<T>& to) {
   Tile<T> tile(p, rows, true, scratch);
   tile.begin_backward();
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
     memset(tile.to_center, 0, p.channels * tile.pixels.width * sizeof(T));
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = broadcast(p.shift1[c]), a = broadcast(slope[c]),
-                      b = broadcast(offset[c] - slope[c] * mean[c]);
+      const Vector<T> shift = tile.product_shift(c), a = broadcast(slope[c]), b = broadcast(offset[c]);
       const bool is_product = c < p.products;
       const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
       const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;

@@ -1,4 +1,4 @@
-// A Linear layer of the patches around all pixels, after scale, shift and ReLU. Vectors run over neighboring pixels,
+// A Linear layer of the patches around all pixels, after a norm and ReLU. Vectors run over neighboring pixels,
 // across the ends of rows. Patches are unfolded for some channels at a time, so that they stay in the caches.
 #include "kernels.h"
 #include "planes.h"
@@ -67,9 +67,11 @@ struct Tile {
          first += count, count = all - first < step ? all - first : step) {
       for (int64_t n = 0; n < count; ++n) {
         const T* from = first < p.own ? center + n * pixels.width : around.data + seen(first + n);
-        const Vector<T> scale = broadcast(p.scale[first + n]), shift = broadcast(p.shift[first + n]);
+        const Vector<T> mean = broadcast(p.norm.mean[first + n]), scale = broadcast(p.norm.scale[first + n]);
+        const Vector<T> shift = broadcast(p.norm.shift[first + n]);
         T* to = active + n * pixels.width;
-        for (int64_t t = 0; t < pixels.width; t += kLanes<T>) store(to + t, relu(load(from + t) * scale + shift));
+        for (int64_t t = 0; t < pixels.width; t += kLanes<T>)
+          store(to + t, relu((load(from + t) - mean) * scale + shift));
       }
       visit(first, count);
     }
@@ -84,11 +86,11 @@ struct Tile {
       const T *from = (is_own ? center : around.data) + at, *a = active + n * pixels.width,
               *g = grad + n * pixels.width;
       T* out = (is_own ? to_center : to_around.data) + at;
-      const Vector<T> scale = broadcast(p.scale[first + n]);
+      const Vector<T> mean = broadcast(p.norm.mean[first + n]), scale = broadcast(p.norm.scale[first + n]);
       Vector<T> sum{}, product{};
       for (int64_t t = 0; t < pixels.width; t += kLanes<T>) {
         const Vector<T> passed = where_positive(load(a + t), load(g + t));
-        sum += passed, product += passed * load(from + t);
+        sum += passed, product += passed * (load(from + t) - mean);
         store(out + t, load(out + t) + passed * scale);
       }
       to.shift[first + n] += total(sum), to.scale[first + n] += total(product);
@@ -104,7 +106,7 @@ int64_t scratch_of(const Patches<T>& p, int64_t rows, bool backward) {
 template <class T>
 void map(const Patches<T>& p, const T* center, const T* around, Rows rows, T* scratch, T* u) {
   Tile<T> tile(p, rows, false, scratch);
-  tile.around.read(around, rows.first);
+  tile.around.read(around, rows.first, [](int64_t, T value) { return value; });
   tile.for_each(rows, [&](int64_t pixel) __attribute__((always_inline)) {
     const int64_t width = tile.pixels.width, count = tile.pixels.count;
     tile.read_center(center, pixel);
@@ -122,7 +124,7 @@ template <class T>
 void map_backward(const Patches<T>& p, const T* center, const T* around, const T* grad_u, Rows rows, T* scratch,
                   const PatchGradients<T>& to) {
   Tile<T> tile(p, rows, true, scratch);
-  tile.around.read(around, rows.first);
+  tile.around.read(around, rows.first, [](int64_t, T value) { return value; });
   tile.to_around.clear();
   const int64_t pitch = whole_vectors<T>(p.outputs);
   tile.for_each(rows, [&](int64_t pixel) __attribute__((always_inline)) {

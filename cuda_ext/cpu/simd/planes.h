@@ -186,13 +186,16 @@ struct ShiftedPlanes {
   T* at(int64_t c, int64_t x) const { return data + (c * f.kernel_size + x) * pitch; }
   T* line() const { return data + channels * f.kernel_size * pitch; }  // scratch for a padded row, [channels, width]
 
-  __attribute__((always_inline)) inline void read(const T* map, int64_t first) const {
+  // Reads the rows of a map around row `first`, each value as change(channel, value).
+  template <class Change>
+  __attribute__((always_inline)) inline void read(const T* map, int64_t first, const Change& change) const {
     const int64_t reach = f.reach(), padded = f.padded_width(), W = f.width;
     clear();
     for (int64_t row = 0; row < rows + 2 * reach; ++row) {
       T* inside = line() + reach;
       to_planes(map + reflect(first + row - reach, f.height) * W * channels, channels, W, inside, padded);
       for (int64_t c = 0; c < channels; ++c, inside += padded) {
+        for (int64_t w = 0; w < W; ++w) inside[w] = change(c, inside[w]);
         for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
         for (int64_t x = 0; x < f.kernel_size; ++x) memcpy(at(c, x) + row * W, inside - reach + x, W * sizeof(T));
       }

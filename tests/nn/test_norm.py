@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import san
 from san import ops
-from san.nn.fusion import conv_norm, conv_norm_relu, norm_relu
+from san.nn.norm import conv_norm, conv_norm_relu, norm_relu
 
 
 def layers(dtype: torch.dtype = torch.float64, bias: bool = False) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:

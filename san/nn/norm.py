@@ -1,0 +1,177 @@
+"""BatchNorm in its affine form, as the fused operators take it, and together with the ReLU or convolution beside it.
+
+Fused code replaces several layers without calling them. `is_plain` decides whether that makes no difference: a layer with a
+hook or of an unexpected type must be called. `san.ops.backend("unfused")` has the same effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, relu
+from torch.nn.modules.module import _has_any_global_hook
+
+from san.ops import fused as kernels
+from san.ops.functional import fuses
+from san.ops.tracing import is_traced
+
+
+def is_plain(layer: nn.Module, *types: type[nn.Module]) -> bool:
+    """Whether the layer has one of these types, and neither hooks nor a `forward` of its own: then it need not be called."""
+    if type(layer) not in types or "forward" in layer.__dict__:
+        return False
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return not hooks and not _has_any_global_hook()
+
+
+def uses_batch(norm: nn.BatchNorm2d) -> bool:
+    """Whether the norm uses the statistics of its batch, as in training."""
+    return norm.training or norm.running_mean is None or norm.running_var is None
+
+
+def affine_of(norm: nn.BatchNorm2d, values: int, dtype: torch.dtype, statistics: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+    """Rows mean, scale and shift of the norm as (x - mean) * scale + shift, [3, channels]. Updates running statistics.
+
+    Args:
+        values: number of values per channel.
+        dtype: type of the result if it follows from running statistics.
+        statistics: computes the batch's mean and biased variance, [channels] each; called only if they are needed.
+
+    Raises:
+        ValueError: it needs batch statistics, but there is only one value per channel.
+    """
+    if uses_batch(norm):
+        if values == 1:
+            raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
+        mean, var = statistics()
+        if norm.training and norm.track_running_stats:
+            _update_running_stats(norm, mean, var, values)
+    else:
+        assert norm.running_mean is not None and norm.running_var is not None
+        mean, var = norm.running_mean.to(dtype), norm.running_var.to(dtype)
+    weight = torch.ones_like(mean) if norm.weight is None else norm.weight
+    bias = torch.zeros_like(mean) if norm.bias is None else norm.bias
+    return kernels.norm_affine(mean, var, weight, bias, norm.eps)
+
+
+@torch.no_grad()
+def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
+    """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    momentum: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
+    for running, batch in ((norm.running_mean, mean), (norm.running_var, var * (values / (values - 1)))):
+        if running is None:
+            continue
+        if norm.momentum is None and norm.num_batches_tracked is not None:
+            momentum = norm.num_batches_tracked.to(running.dtype).reciprocal()
+        running.lerp_(batch.to(running.dtype), momentum)
+
+
+class _Reused(NamedTuple):
+    options: Hashable
+    versions: list[int]
+    sources: list[Tensor]  # views, so that no other tensor gets their memory
+    value: tuple[Tensor, ...]
+
+
+_reused: WeakKeyDictionary[nn.Module, _Reused] = WeakKeyDictionary()
+
+
+def reused(
+    layer: nn.Module, tensors: Sequence[Tensor | None], options: Hashable, compute: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """compute(), which depends only on `tensors` and `options`; in evaluation it runs again only after one of them has changed.
+
+    A write through `Tensor.data` is not noticed. After it, run the layer in training mode, or call `forget`.
+    """
+    sources = [x for x in tensors if x is not None]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
+    if learns or torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
+        return compute()
+    if sources[0].is_cuda:
+        if torch.cuda.is_current_stream_capturing():  # replays of the graph must follow the weights
+            return compute()
+        options = options, torch.cuda.current_stream(sources[0].device)
+    # `_version` counts the writes to a tensor; it has no public name (https://github.com/pytorch/pytorch/issues/56643).
+    versions = [x._version for x in sources]
+    known = _reused.get(layer)
+    if known is not None and known.options == options and known.versions == versions:
+        if all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in zip(known.sources, sources, strict=True)):
+            return known.value
+    with torch.inference_mode(False), torch.no_grad():
+        value = compute()
+        if all(type(x) is Tensor for x in value):  # not fake ones
+            _reused[layer] = _Reused(options, versions, [x.detach() for x in sources], value)
+    return value
+
+
+def forget(layer: nn.Module) -> None:
+    """Makes the next `reused` of this layer compute its value."""
+    _reused.pop(layer, None)
+
+
+def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
+    """All that the norm's affine form depends on in evaluation."""
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var
+
+
+def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """act(norm(x)), where `act` is a ReLU or what replaced it."""
+    return activate(act, norm(x_NCHW), in_place=_owns_its_output(norm))
+
+
+def _owns_its_output(norm: nn.Module) -> bool:
+    """Whether the norm's output may be overwritten: no hook can have kept it, and it is not x itself."""
+    return is_plain(norm, nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
+    """act(x); a ReLU without hooks may overwrite x if `in_place` is set."""
+    if in_place and is_plain(act, nn.ReLU) and not is_traced(x_NCHW):
+        return relu(x_NCHW, inplace=True)
+    y_NCHW: Tensor = act(x_NCHW)
+    return y_NCHW
+
+
+def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map.
+
+    Weights in float16 are not folded: scaled, they can exceed its range.
+    """
+    is_foldable = fuses("norm_affine", x_NCHW) and is_plain(conv, nn.Conv2d) and is_plain(norm, nn.BatchNorm2d)
+    if not is_foldable or conv.padding_mode != "zeros" or conv.weight.dtype == torch.float16 or _trains(conv, norm):
+        y_NCHW: Tensor = norm(conv(x_NCHW))
+        return y_NCHW
+    assert isinstance(norm, nn.BatchNorm2d)
+    dtype = conv.weight.dtype
+
+    def folded() -> tuple[Tensor, Tensor]:
+        mean, scale, shift = affine_of(norm, 0, torch.promote_types(dtype, torch.float32), no_statistics)
+        bias = shift + (-mean if conv.bias is None else conv.bias - mean) * scale
+        return (conv.weight * scale[:, None, None, None]).to(dtype), bias.to(dtype)
+
+    weight, bias = reused(conv, (conv.weight, conv.bias, *tensors_of(norm)), id(norm), folded)
+    return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _trains(conv: nn.Module, norm: nn.Module) -> bool:
+    assert isinstance(norm, nn.BatchNorm2d)
+    if uses_batch(norm):
+        forget(conv)
+        return True
+    return False
+
+
+def no_statistics() -> tuple[Tensor, Tensor]:
+    """For norms that use running statistics."""
+    raise AssertionError("the norm uses running statistics")
+
+
+def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """act(norm(conv(x))), with the norm folded in evaluation."""
+    return activate(act, conv_norm(conv, norm, x_NCHW), in_place=_owns_its_output(norm))
