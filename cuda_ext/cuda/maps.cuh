@@ -106,13 +106,14 @@ struct PaddedMap {
   const float* from;
   Footprint f;
   int channels, tiles;
-  int64_t elements;  // tiles of all pixels
+  int64_t elements;  // tiles of all pixels; fewer than 2^32, because a 64-bit division takes a hundred instructions
   float* to;         // [images, padded height, padded width, tiles * 8]
   Affine affine;
 
   __device__ __forceinline__ void write(int64_t index) const {
     const int width = static_cast<int>(f.padded_width()), height = static_cast<int>(f.padded_height());
-    const int pixel = static_cast<int>(index / tiles), first = static_cast<int>(index - int64_t(pixel) * tiles) * 8;
+    const int pixel = static_cast<int>(static_cast<uint32_t>(index) / static_cast<uint32_t>(tiles));
+    const int first = static_cast<int>(index - int64_t(pixel) * tiles) * 8;
     const int row = pixel / width, image = row / height;
     const int64_t h = reflect(row - image * height - f.reach(), f.height);
     const int64_t w = reflect(pixel - row * width - f.reach(), f.width);
@@ -215,6 +216,7 @@ class Workspace {
   // Jobs that write to new memory.
   PaddedMap<> map(const float* x, int64_t images, const Footprint& f, int channels, int tiles, const Affine& affine) {
     const int64_t elements = images * f.padded_height() * f.padded_width() * tiles;
+    STD_TORCH_CHECK(elements < int64_t(1) << 32, "maps of ", elements * 8, " values with their borders are too large");
     return {x, f, channels, tiles, elements, take(8 * elements), affine};
   }
   PaddedVector vector(const Tensor& x, int64_t elements) {

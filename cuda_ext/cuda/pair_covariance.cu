@@ -147,7 +147,7 @@ struct CovarianceSource {
 struct ConstantJob {
   const float *grad_mean, *grad_covariance, *mean;
   int d;
-  double pairs;
+  double per_pair;
   int64_t elements;
   float* to;
 
@@ -156,7 +156,7 @@ struct ConstantJob {
     for (int64_t j = 0; i < d && j < d; ++j) {
       sum -= (double(grad_covariance[i * d + j]) + double(grad_covariance[j * d + i])) * mean[j];
     }
-    to[i] = static_cast<float>(sum / pairs);
+    to[i] = static_cast<float>(sum * per_pair);
   }
 };
 
@@ -171,7 +171,7 @@ void backward(PairWork& work, const Tensor& grad_mean, const Tensor& grad_covari
                              static_cast<const float*>(grads.data),
                              work.keep_float(mean),
                              p.d,
-                             p.count(),
+                             1 / p.count(),
                              elements,
                              work.take(elements)};
   prepare(work.stream(), work.center, work.around, matrix, constant);
@@ -200,8 +200,7 @@ std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_m
                                                             int64_t products, bool tf32) {
   const Footprint f = check_pairs(center, around, norm, kernel_size, products);
   const int64_t d = center.size(3);
-  check_like_pairs(center, grad_mean, {d}, "grad_mean"), check_like_pairs(center, mean, {d}, "mean");
-  check_like_pairs(center, grad_covariance, {d, d}, "grad_covariance");
+  check_statistics({&grad_mean, &mean}, center, {d}), check_statistics({&grad_covariance}, center, {d, d});
   check_supported(center, products);
   const OperatorGuard guard("pair_covariance_backward", center);
   PairGradients out(center, norm);

@@ -12,9 +12,10 @@ namespace san::cuda {
 namespace {
 
 // Number of blocks per multiprocessor for which the compiler does not spill registers.
-template <class S>
+template <class F, class S>
 constexpr int resident_blocks_of_gradients() {
-  return !S::is_whole ? 1 : S::relation == 1 ? 3 : 2;
+  constexpr bool is_accurate = std::is_same_v<F, Operand<true>>;
+  return S::relation == 1 ? 3 : S::relation == 3 && !is_accurate ? 2 : 1;
 }
 
 // Writes the sums of g, the gradient of a1 before its ReLU: to [pixels, d] or, with kAround, their negatives to [padded
@@ -24,7 +25,7 @@ constexpr int resident_blocks_of_gradients() {
 // pair_covariance: 9 mma for 16 pairs; reads and writes 40 MB; 0.05 ms each for center and around. pair_weights: 14
 // mma; reads another 157 MB of gz; 0.07 and 0.08 ms.
 template <class F, class S, bool kAround, class Source>
-__global__ void __launch_bounds__(kThreads, resident_blocks_of_gradients<S>())
+__global__ void __launch_bounds__(kThreads, resident_blocks_of_gradients<F, S>())
     pair_gradient_kernel(Pairs p, Source source, Plan plan, float* out) {
   constexpr int D = S::relation;
   const Job job(plan);

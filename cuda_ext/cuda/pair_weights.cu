@@ -282,6 +282,10 @@ struct LayersSource {
   }
 };
 
+// Tiles of 16 weight channels in a chunk of layer_gradient_kernel.
+template <class S>
+constexpr int kLogitTiles = (S::weights + 1) / 2;
+
 // Layout of a block's partial sums for the gradients of the layers: [strips * 16, chunks * 8 KD] of weight1, [chunks *
 // 16 KG, strips * 16] of weight2 and [strips * 16] of shift2.
 struct Partial {
@@ -295,10 +299,6 @@ struct Partial {
         weight2(int64_t(width) * pitch),
         shift2(weight2 + int64_t(plan.chunks) * 16 * kLogitTiles<S> * width),
         size(shift2 + width) {}
-
-  // Tiles of 16 weight channels in a chunk.
-  template <class S>
-  static constexpr int kLogitTiles = (S::weights + 1) / 2;
 };
 
 // relu(u) and the gradient of u for 8 pairs as columns and the 16 hidden channels of a strip as rows. `weight1` and
@@ -334,7 +334,7 @@ __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, cons
 template <class F, class S>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_gradient_kernel(Pairs p, LogitGradients gz, Layers<F, S> layers, Plan plan, Partial layout, float* partial) {
-  constexpr int KD = S::relation, KG = Partial::kLogitTiles<S>;
+  constexpr int KD = S::relation, KG = kLogitTiles<S>;
   const Job job(plan);
   const Team team(plan.warps);
   const F* weight1 = layers.weight1 + int64_t(job.strip) * p.tiles * 2 * kWarp + team.lane;
@@ -413,7 +413,7 @@ void backward(LayerWork& work, const LogitGradients& gz, LayerGradients& out) {
   prepare(work.stream(), work.center, work.around, weight1, weight2, back, left1, left2, shift2, left_shift2);
   const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
   pair_gradients<F, S>(work, LayersSource<F, S>{gz, layers, back.to}, out.pairs);
-  constexpr int KG = Partial::kLogitTiles<S>;
+  constexpr int KG = kLogitTiles<S>;
   const int column_chunks = (p.tiles + S::relation - 1) / S::relation,
             logit_chunks = (work.G + 16 * KG - 1) / (16 * KG);
   const Plan plan = Plan::for_sums(p, left1.chunks, std::max(column_chunks, logit_chunks));

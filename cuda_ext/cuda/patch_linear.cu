@@ -301,7 +301,7 @@ struct NormJob {
   float *scale, *shift;
 
   __device__ __forceinline__ void write(int64_t index) const {
-    const int piece = static_cast<int>(index / p.channels()), c = static_cast<int>(index - piece * p.channels());
+    const int channel = static_cast<int>(index), piece = channel / p.channels(), c = channel - piece * p.channels();
     scale[index] = shift[index] = 0;
     if (c >= p.R) return;
     const int column = p.column(piece, c);
