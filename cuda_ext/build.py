@@ -2,13 +2,14 @@
 
 There are three libraries, `PARTS`, which are built and disabled independently. The name of their cache folder contains a hash
 of the sources, the compiler flags and torch's version, so changed sources never use an old binary. A lock prevents concurrent
-builds by several processes or nodes. The name of a library contains a hash of its compilers' versions: another compiler builds
-a new one, and a machine without a compiler uses the newest one.
+builds by several processes or nodes. The name of a library contains a hash of its compilers' versions and of the GPUs that it
+is compiled for: another compiler builds a new one, and a machine without a compiler uses the newest one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -34,7 +35,8 @@ PREBUILT = SOURCE_DIR / "prebuilt"
 """Libraries in a wheel of `make wheel`."""
 # By part, the sources to compile once.
 PARTS = {"cpu": "cpu/*.cpp", "resample": "resample.cpp", "cuda": "cuda/*.cu"}
-CUDA_ARCHITECTURES = ("80", "90")
+CUDA_ARCHITECTURES = ("80", "90", "100", "120")
+"""Compute capabilities times 10, of those that nvcc supports. Their code also runs on later minor versions, such as 8.9."""
 # Symbols of torch 2.11, the oldest supported; a library built so loads in later releases too.
 TORCH_TARGET = "0x020b000000000000"
 CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
@@ -68,9 +70,10 @@ class Toolchain:
         return Toolchain(find_cxx(), find_nvcc() if cuda else None)
 
     def name(self) -> str:
-        """A digest of the compilers' versions: after an update a path is the same, and the compiler is not."""
-        versions = [version_text(path) for path in (self.cxx, self.nvcc) if path is not None]
-        return hashlib.sha256(repr(versions).encode()).hexdigest()[:8]
+        """A digest of the compilers' versions, because an update keeps their paths, and of the GPUs."""
+        state = [version_text(path) for path in (self.cxx, self.nvcc) if path is not None]
+        state += gpu_flags(self.nvcc) if self.nvcc is not None else []
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:8]
 
 
 @functools.cache
@@ -97,7 +100,7 @@ def find_cxx() -> str:
 
 
 def find_nvcc() -> str:
-    """Path of the first nvcc that is new enough, and not newer than torch's CUDA.
+    """Path of the first nvcc that is new enough, and whose major version is not newer than that of torch's CUDA.
 
     Looks in CUDA_HOME, on PATH, in conda's and pip's packages, and in the usual folder.
 
@@ -111,15 +114,73 @@ def find_nvcc() -> str:
     newest = int((torch.version.cuda or "99").split(".")[0])  # a newer toolkit's programs would need a newer driver than torch
     unfit = None
     for path in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
-        version = re.search(r"release (\d+)\.\d+", version_text(path))
-        if version is None or OLDEST_NVCC <= int(version[1]) <= newest:
+        major, minor = nvcc_version(path)
+        if OLDEST_NVCC <= major <= newest:
             return path
-        if int(version[1]) < OLDEST_NVCC:
+        if major < OLDEST_NVCC:
             problem = f"is too old; install the CUDA toolkit {OLDEST_NVCC} or newer"
         else:
             problem = f"is newer than torch's CUDA {torch.version.cuda}; install the CUDA toolkit {newest}"
-        unfit = unfit or f"nvcc {version[0].split()[1]} at {path} {problem}"
+        unfit = unfit or f"nvcc {major}.{minor} at {path} {problem}"
     raise BuildError(unfit or f"nvcc was not found; install the CUDA toolkit {OLDEST_NVCC} or newer, or set CUDA_HOME")
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    """Major and minor version of nvcc, or the oldest supported one if it prints none."""
+    version = re.search(r"release (\d+)\.(\d+)", version_text(nvcc))
+    return (int(version[1]), int(version[2])) if version else (OLDEST_NVCC, 0)
+
+
+@functools.cache
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version that the driver supports, or None without a driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
+
+
+@functools.cache
+def native_architectures(nvcc: str) -> tuple[str, ...]:
+    """Those of `CUDA_ARCHITECTURES` that nvcc supports."""
+    supported = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    return tuple(architecture for architecture in CUDA_ARCHITECTURES if f"sm_{architecture}" in supported)
+
+
+def has_ptx(nvcc: str) -> bool:
+    """Whether this nvcc's libraries contain PTX, which the driver compiles for GPUs without native code.
+
+    A driver runs native code of later minor versions of CUDA, but does not compile their PTX.
+    """
+    driver = driver_version()
+    return driver is None or nvcc_version(nvcc) <= driver
+
+
+def gpu_flags(nvcc: str) -> list[str]:
+    """Flags that select the GPUs to compile for."""
+    native = native_architectures(nvcc)
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in native]
+    # Every later GPU accepts the oldest PTX. The newest would leave out GPUs between two architectures, such as 11.0.
+    return flags + [f"-gencode=arch=compute_{a},code=compute_{a}" for a in native[:1] if has_ptx(nvcc)]
+
+
+def gpu_refusal(capability: tuple[int, int]) -> str | None:
+    """Why the kernels that nvcc compiles here do not run on a GPU of at least the oldest architecture, or None."""
+    try:
+        nvcc = find_nvcc()
+    except BuildError:
+        return None  # without nvcc, a library in the cache may run
+    major, minor = capability
+    native = [divmod(int(architecture), 10) for architecture in native_architectures(nvcc)]
+    if has_ptx(nvcc) or any(major == have and minor >= least for have, least in native):
+        return None
+    release, driver = (".".join(map(str, version or ())) for version in (nvcc_version(nvcc), driver_version()))
+    return (
+        f"nvcc {release} at {nvcc} has no native code for this GPU (compute capability {major}.{minor}), and the driver, "
+        f"which supports CUDA {driver}, cannot compile its PTX; install the CUDA toolkit {driver} or update the driver"
+    )
 
 
 def cuda_refusal() -> str | None:
@@ -164,9 +225,6 @@ def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool
     """The command that compiles one source. With `shim`, a CUDA source is compiled by g++ to run on the CPU, for tests."""
     if source.suffix == ".cu" and not shim:
         assert toolchain.nvcc is not None, "CUDA sources belong to a part that has nvcc"
-        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
-        newest = CUDA_ARCHITECTURES[-1]
-        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # later GPUs compile this at load time
         headers = cuda_folders(toolchain.nvcc, "include", "cuda_runtime.h")[:1]
         # nvcc looks into its own include folder itself; naming /usr/include would break the C++ library's headers.
         named = [f"-I{folder}" for folder in headers if folder.parents[1].name == "targets"]
@@ -174,7 +232,7 @@ def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool
             toolchain.nvcc,
             *NVCC_FLAGS,
             "-DUSE_CUDA",
-            *codes,
+            *gpu_flags(toolchain.nvcc),
             *include_flags(),
             *named,
             "-c",

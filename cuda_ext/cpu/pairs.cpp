@@ -142,12 +142,13 @@ struct Gradients {
 template <class T>
 std::vector<double> near_mean(const Problem<T>& problem) {
   const int64_t d = problem.d, pixels = problem.N * problem.P, some = std::min<int64_t>(pixels, 64);
+  const T *center = values<T>(problem.center), *around = values<T>(problem.around);
   std::vector<double> near(d);
   for (int64_t c = 0; c < d; ++c) {
     double i = 0, j = 0;
     for (int64_t n = 0; n < some; ++n) {
       const int64_t at = (2 * n + 1) * pixels / (2 * some) * d + c;
-      i += double(values<T>(problem.center)[at]) / some, j += double(values<T>(problem.around)[at]) / some;
+      i += double(center[at]) / some, j += double(around[at]) / some;
     }
     const double delta = c < problem.p.products ? i * j : i - j;
     near[c] = std::isfinite(delta) ? delta : 0.0;

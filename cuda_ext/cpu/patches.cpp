@@ -154,37 +154,41 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& center_, const Tensor& aroun
   return {tensor_of<T>(mean.data(), around, {columns}), tensor_of<T>(var.data(), around, {columns})};
 }
 
+// gradient = slope * x + offset for each channel. The slopes of pixels are `step` apart, and each is followed by its
+// offset: [slopes, offsets] of all channels.
+template <class T>
+SAN_VECTOR void apply_slopes(const T* x, int64_t pixels, int64_t channels, const double* slopes, int64_t step,
+                             T* gradient) {
+  for (int64_t i = 0; i < pixels; ++i, x += channels, gradient += channels, slopes += step)
+    for (int64_t c = 0; c < channels; ++c) gradient[c] = static_cast<T>(slopes[c] * x[c] + slopes[channels + c]);
+}
+
 // The gradient of x is the sum, over the columns that read x, of slope * x + offset.
 template <class T>
 std::tuple<Tensor, Tensor> statistics_backward(const Tensor& grad_mean, const Tensor& grad_var, const Tensor& center_,
                                                const Tensor& around_, const Tensor& mean_, const Footprint& f) {
   const Tensor center = as<T>(center_), around = as<T>(around_), mean = as<T>(mean_);
   const Tensor from_mean = as<T>(grad_mean), from_var = as<T>(grad_var);
+  const T *means = values<T>(mean), *to_mean = values<T>(from_mean), *to_var = values<T>(from_var);
   const int64_t N = center.size(0), P = f.pixels(), K = f.positions(), C = center.size(3), R = around.size(3);
   const int64_t k = f.kernel_size, W = f.width;
   const double pixels = double(N) * P;
-  const auto slope = [&](int64_t column) { return 2 * double(values<T>(from_var)[column]) / pixels; };
-  const auto offset = [&](int64_t column) {
-    return values<T>(from_mean)[column] / pixels - slope(column) * values<T>(mean)[column];
+  const auto write = [&](int64_t column, double& slope, double& offset) {
+    slope = 2 * double(to_var[column]) / pixels, offset = to_mean[column] / pixels - slope * means[column];
   };
-  std::vector<double> windows(K * 2 * R), rows(f.height * k * 2 * R), map(P * 2 * R);
+  std::vector<double> own(2 * C), windows(K * 2 * R), rows(f.height * k * 2 * R), map(P * 2 * R);
+  for (int64_t c = 0; c < C; ++c) write(c, own[c], own[C + c]);
   for (int64_t o = 0; o < K; ++o)
-    for (int64_t c = 0; c < R; ++c) {
-      windows[o * 2 * R + c] = slope(C + c * K + o), windows[o * 2 * R + R + c] = offset(C + c * K + o);
-    }
+    for (int64_t c = 0; c < R; ++c) write(C + c * K + o, windows[o * 2 * R + c], windows[o * 2 * R + R + c]);
   add_to_windows(windows.data(), f.height, k * 2 * R, k, rows.data());
   for (int64_t h = 0; h < f.height; ++h)
     add_to_windows(rows.data() + h * k * 2 * R, W, 2 * R, k, map.data() + h * W * 2 * R);
   Tensor to_center = torch::stable::empty_like(center), to_around = torch::stable::empty_like(around);
-  T *centers = to_center.template mutable_data_ptr<T>(), *arounds = to_around.template mutable_data_ptr<T>();
+  const T *centers = values<T>(center), *arounds = values<T>(around);
+  T *center_grads = to_center.template mutable_data_ptr<T>(), *around_grads = to_around.template mutable_data_ptr<T>();
   for_each_task<T>(N, 0, [&](int64_t n, T*) {
-    for (int64_t i = n * P; i < (n + 1) * P; ++i) {
-      for (int64_t c = 0; c < C; ++c)
-        centers[i * C + c] = static_cast<T>(slope(c) * values<T>(center)[i * C + c] + offset(c));
-      const double* at = map.data() + (i - n * P) * 2 * R;
-      for (int64_t c = 0; c < R; ++c)
-        arounds[i * R + c] = static_cast<T>(at[c] * values<T>(around)[i * R + c] + at[R + c]);
-    }
+    apply_slopes(centers + n * P * C, P, C, own.data(), 0, center_grads + n * P * C);
+    apply_slopes(arounds + n * P * R, P, R, map.data(), 2 * R, around_grads + n * P * R);
   });
   return {to_center, to_around};
 }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from san.nn.norm import affine_of, forget, is_plain, norm_relu, reused, tensors_of, uses_batch
+from san.nn.norm import affine_of, is_plain, norm_relu, reused, tensors_of, uses_batch
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 
@@ -96,7 +96,6 @@ class Gamma(nn.Sequential):
             return self._pair_mapping(maps, kernel_size, to)
 
         if any(map(uses_batch, norms)):
-            forget(self)
             norm, weight1, shift2, weight2 = mapping()
         else:
             norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], (len(self), wide, to), mapping)
@@ -144,7 +143,6 @@ class Gamma(nn.Sequential):
             return (affine_of(norm1, N * H * W, wide, lambda: kernels.patch_statistics(center, around, kernel_size)),)
 
         if uses_batch(norm1):
-            forget(norm1)
             (norm,) = affine()
         else:
             (norm,) = reused(norm1, tensors_of(norm1), wide, affine)

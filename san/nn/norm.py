@@ -87,9 +87,12 @@ def reused(
 ) -> tuple[Tensor, ...]:
     """compute(), which depends only on `tensors` and `options`; in evaluation it runs again only after one of them has changed.
 
-    A write through `Tensor.data` is not noticed. After it, run the layer in training mode, or call `forget`.
+    A write through `Tensor.data` is noticed only if the layer has run in training mode since.
     """
     sources = [x for x in tensors if x is not None]
+    if layer.training:
+        _reused.pop(layer, None)
+        return compute()
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
     if learns or torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
         return compute()
@@ -108,11 +111,6 @@ def reused(
         if all(type(x) is Tensor for x in value):  # not fake ones
             _reused[layer] = _Reused(options, versions, [x.detach() for x in sources], value)
     return value
-
-
-def forget(layer: nn.Module) -> None:
-    """Makes the next `reused` of this layer compute its value."""
-    _reused.pop(layer, None)
 
 
 def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
@@ -144,10 +142,10 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
     Weights in float16 are not folded: scaled, they can exceed its range.
     """
     is_foldable = fuses("norm_affine", x_NCHW) and is_plain(conv, nn.Conv2d) and is_plain(norm, nn.BatchNorm2d)
-    if not is_foldable or conv.padding_mode != "zeros" or conv.weight.dtype == torch.float16 or _trains(conv, norm):
+    is_foldable = is_foldable and conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
+    if not is_foldable or not isinstance(norm, nn.BatchNorm2d) or uses_batch(norm):
         y_NCHW: Tensor = norm(conv(x_NCHW))
         return y_NCHW
-    assert isinstance(norm, nn.BatchNorm2d)
     dtype = conv.weight.dtype
 
     def folded() -> tuple[Tensor, Tensor]:
@@ -157,14 +155,6 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 
     weight, bias = reused(conv, (conv.weight, conv.bias, *tensors_of(norm)), id(norm), folded)
     return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
-
-
-def _trains(conv: nn.Module, norm: nn.Module) -> bool:
-    assert isinstance(norm, nn.BatchNorm2d)
-    if uses_batch(norm):
-        forget(conv)
-        return True
-    return False
 
 
 def no_statistics() -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuda_ext import schemas
-from cuda_ext.build import CUDA_ARCHITECTURES, libraries, toolchains
+from cuda_ext.build import CUDA_ARCHITECTURES, gpu_refusal, libraries, toolchains
 from cuda_ext.build import load as load_kernels
 from san.ops import definitions, reference
 from san.ops.footprint import check_footprint
@@ -43,11 +43,12 @@ def load() -> bool:
 def missing(device: str) -> str | None:
     """Why the kernels do not run on device type `cpu` or `cuda`, as a clause without a period; None if they do."""
     needed = divmod(int(CUDA_ARCHITECTURES[0]), 10)
-    for gpu in range(torch.cuda.device_count() if device == "cuda" else 0):
-        if (seen := torch.cuda.get_device_capability(gpu)) < needed:
-            name = "this GPU" if torch.cuda.device_count() == 1 else f"GPU {gpu}"
+    gpus = [torch.cuda.get_device_capability(gpu) for gpu in range(torch.cuda.device_count() if device == "cuda" else 0)]
+    for gpu, seen in enumerate(gpus):
+        if seen < needed:
+            name = "this GPU" if len(gpus) == 1 else f"GPU {gpu}"
             return "{} has compute capability {}.{}, but the kernels need {}.{} or higher".format(name, *seen, *needed)
-    return load_kernels().get(device)
+    return load_kernels().get(device) or next(filter(None, map(gpu_refusal, gpus)), None)
 
 
 def describe() -> Iterator[str]:

@@ -148,7 +148,7 @@ def test_image_has_the_right_cuda_python_and_user() -> None:
     assert f"whl/cu{version[1]}{version[2]} " in runs
     assert re.findall(r"python3\.(\d+)", runs) and set(re.findall(r"python3\.(\d+)", runs)) == {"11"}
     assert [arguments for word, arguments in instructions if word == "USER"][-1] == "san"
-    assert build.CUDA_ARCHITECTURES == ("80", "90") and "sm_80" in (CLUSTER / "Dockerfile").read_text()
+    assert {"80", "90"} <= set(build.CUDA_ARCHITECTURES) and "sm_80" in (CLUSTER / "Dockerfile").read_text()
 
 
 @every_definition

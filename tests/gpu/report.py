@@ -26,7 +26,8 @@ def report(records: Sequence[Row]) -> str:
     on_gpu = facts.get("device") == "cuda"
     title = "" if on_gpu and not facts.get("small") else "**Small test sizes: not a measurement.**\n\n"
     described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
-    parts = (_status(records), *_cores(records), *_models(records), _loader(records), _training(records), _troubles(records))
+    timings = *_cores(records), *_models(records), _loader(records), _training(records)
+    parts = _status(records), _states(records), *timings, _troubles(records)
     return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
 
 
@@ -66,6 +67,17 @@ def _status(records: Sequence[Row]) -> str:
     return table("Cases", ["part", "cases", "checks passed"], lines)
 
 
+def _states(records: Sequence[Row]) -> str:
+    """Tells how the clocks and the power of the GPU changed."""
+    states = [row["state"] for record in records for row in record["rows"] if row.get("state")]
+    lines = []
+    for field in states[0] if states else ():
+        values = [state[field] for state in states if field in state]
+        numbers = [float(value) for value in values if value.replace(".", "", 1).isdigit()]
+        lines.append([field, f"{min(numbers):g}-{max(numbers):g}" if numbers else ", ".join(sorted(set(values)))])
+    return table("GPU before and after timings", ["nvidia-smi", "MHz, W, degrees Celsius"], lines)
+
+
 def _cores(records: Sequence[Row]) -> Iterator[str]:
     found = [row for row in rows(records, "cores") if "core" in row]
     names = ["unfused", "reference", "compiled", "authors"]
@@ -79,7 +91,7 @@ def _cores(records: Sequence[Row]) -> Iterator[str]:
         lines = []
         for (kind, stage), row in sorted(merged.items()):
             ours = row["ms"].get("fused")
-            share = f"{row['roofline_ms'] / ours[0]:.0%}".replace("%", " %") if ours else "-"
+            share = f"{row['roofline_ms'] / ours[0]:.0%}".replace("%", " %") if ours else row["left_out"].get("fused", "-")
             others = [row["left_out"].get(name) or ranged(row["times_ours"].get(name), 1) for name in names]
             lines.append([f"{kind}, {stage}", ranged(ours, 3), f"{row['roofline_ms']:.3f}", share, *others])
         batches = "/".join(sorted({str(row["batch"]) for row in merged.values()}))
@@ -91,10 +103,10 @@ def _models(records: Sequence[Row]) -> Iterator[str]:
     for mode in ("train", "eval"):
         lines = []
         for row in rows(records, "models"):
-            if row["mode"] != mode:
+            if row.get("mode") != mode:
                 continue
             name, speeds = row["model"], row["images_per_s"]
-            speed = "out of memory" if row["oom"] else ranged(speeds.get(name), 0)
+            speed = row["left_out"].get(name) or ranged(speeds.get(name), 0)
             memory = row["peak_MiB"].get(name)
             yardstick = ranged(speeds.get("resnet26"), 0), ranged(row.get("times_resnet26"))
             lines.append(

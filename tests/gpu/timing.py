@@ -1,21 +1,28 @@
-"""Times several calls in turn after a warm-up; on a GPU with CUDA events and optionally CUDA graphs."""
+"""Times several calls in turn after a warm-up; on a GPU with CUDA events, a cold cache and optionally CUDA graphs."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ParamSpec
 
 import torch
 
 from san import ops
 from tests.gpu.case import Row, Settings
 
+P = ParamSpec("P")
 Call = Callable[[], object]
 PRECISIONS = ("tf32", "bfloat16", "float32")
 SAMPLE_MS = 20.0
 """Approximate duration of a sample, which repeats a call."""
+STATE = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu", "clocks_event_reasons.active")
+"""Fields of nvidia-smi. The last one is a bit mask of the reasons for a low clock, such as 4 for the power limit."""
 
 
 @contextmanager
@@ -51,17 +58,26 @@ def captured(call: Call) -> Call:
 
 
 def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[dict[str, Call], dict[str, str]]:
-    """Returns the warmed-up calls, and the reasons for calls that cannot run."""
+    """Returns the warmed-up calls, and the reasons for calls that fail.
+
+    Raises:
+        RuntimeError: a call has ruined the CUDA context, so that no other call can run.
+    """
     ready, left_out = {}, {}
     for name, call in calls.items():
+        stream = torch.cuda.current_stream() if settings.on_gpu else None
         try:
-            ready[name] = captured(call) if graph and settings.on_gpu else call
-            ready[name]()
+            with torch.cuda.stream(stream):  # torch does not restore it after a failed capture
+                ready[name] = captured(call) if graph and settings.on_gpu else call
+                ready[name]()
             if settings.on_gpu:
                 torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
+        except Exception as error:
             ready.pop(name, None)
-            left_out[name] = "out of memory"
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            left_out[name] = "out of memory" if is_memory else f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if settings.on_gpu and name in left_out:
+            torch.cuda.synchronize()  # raises if the context is ruined
             torch.cuda.empty_cache()
     return ready, left_out
 
@@ -88,14 +104,21 @@ def _sample(call: Call, rounds: int, settings: Settings) -> float:
         for _ in range(rounds):
             call()
         return 1000 * (time.perf_counter() - began) / rounds
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(rounds):
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, end in events:
+        _large_buffer().sum()
+        start.record()
         call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / rounds
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+@functools.cache
+def _large_buffer() -> torch.Tensor:
+    """Returns a buffer whose reading evicts everything else from the L2 cache. Writing would leave lines to write back."""
+    size = max(2 * torch.cuda.get_device_properties(0).L2_cache_size, 256 * 2**20)
+    return torch.zeros(size // 4, device="cuda")
 
 
 def spread(values: Sequence[float]) -> list[float]:
@@ -104,9 +127,10 @@ def spread(values: Sequence[float]) -> list[float]:
 
 
 def summary(samples: dict[str, list[float]], ours: str) -> Row:
-    """Returns the milliseconds of each call, and their ratios to our call in the same repeat."""
-    ratios = {name: [a / b for a, b in zip(x, samples[ours], strict=True)] for name, x in samples.items() if name != ours}
-    return {"ms": {n: spread(x) for n, x in samples.items()}, "times_ours": {n: spread(x) for n, x in ratios.items()}}
+    """Returns the milliseconds of each call, and their ratios to our call, if it ran, in the same repeat."""
+    others = {name: x for name, x in samples.items() if name != ours} if ours in samples else {}
+    ratios = {name: spread([a / b for a, b in zip(x, samples[ours], strict=True)]) for name, x in others.items()}
+    return {"ms": {name: spread(x) for name, x in samples.items()}, "times_ours": ratios}
 
 
 def peaks(settings: Settings) -> Row:
@@ -114,8 +138,32 @@ def peaks(settings: Settings) -> Row:
     size, elements = (256, 2**20) if settings.small else (8192, 2**28)
     source = torch.ones(elements, device=settings.device)
     target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, device=settings.device) for _ in range(2))
     calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
-    calls |= {name: under("auto", name, settings.device, lambda: torch.mm(a, b)) for name in PRECISIONS}
+    for name in PRECISIONS:
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32  # autocast would convert the matrices in each call
+        a, b = (torch.randn(size, size, device=settings.device, dtype=dtype) for _ in range(2))
+        calls[name] = under("auto", name, settings.device, functools.partial(torch.mm, a, b))
     best = {name: min(times) / 1000 for name, times in measure(calls, settings, 5).items()}
     return {"bytes_per_s": 8 * elements / best["copy"], "flops": {n: 2 * size**3 / best[n] for n in PRECISIONS}}
+
+
+def with_state(run: Callable[P, Iterator[Row]]) -> Callable[P, Iterator[Row]]:
+    """Makes a case record the state of the GPU before and after its timings."""
+
+    @functools.wraps(run)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
+        yield {"state": gpu_state()}
+        yield from run(*args, **kwargs)
+        yield {"state": gpu_state()}
+
+    return recorded
+
+
+def gpu_state() -> Row:
+    """Returns clocks in MHz, power in W and temperature in degrees Celsius; nothing without a GPU or nvidia-smi."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        gpu = [f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"] if torch.cuda.is_available() else []
+        command = ["nvidia-smi", *gpu, f"--query-gpu={','.join(STATE)}", "--format=csv,noheader,nounits"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return dict(zip(STATE, output.strip().split(", "), strict=False))
+    return {}

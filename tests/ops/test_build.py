@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -23,10 +24,11 @@ NVCC = "Cuda compilation tools, release {0}, V{0}.0"
 NO_NVCC = "nvcc was not found; install the CUDA toolkit 12 or newer, or set CUDA_HOME"
 
 
-def compiler(path: Path, version: str, script: str = "exit 1") -> Path:
-    """Writes a fake compiler that prints its version and compiles nothing."""
+def compiler(path: Path, version: str, script: str = "exit 1", gpus: str = "sm_75 sm_80 sm_86 sm_90") -> Path:
+    """Writes a fake compiler that prints its version and GPUs and compiles nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{version}"; exit; fi\n{script}\n')
+    answers = f'case "$1" in --version) echo "{version}"; exit;; --list-gpu-code) printf "%s\\n" {gpus}; exit;; esac'
+    path.write_text(f"#!/bin/sh\n{answers}\n{script}\n")
     path.chmod(0o755)
     return path
 
@@ -107,6 +109,60 @@ def test_version_of_nvcc(
     suitable = compiler(tmp_path / "suitable" / "nvcc", NVCC.format("12.6"))
     monkeypatch.setenv("PATH", str(suitable.parent))
     assert build.find_nvcc() == str(suitable)
+
+
+OF_CUDA_12, OF_CUDA_13 = "sm_80 sm_86 sm_90", "sm_75 sm_80 sm_90 sm_100 sm_110 sm_120"
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "driver", "codes"),
+    [
+        ("12.0", OF_CUDA_12, (13, 0), ["sm_80", "sm_90", "compute_80"]),
+        ("13.0", OF_CUDA_13, (13, 0), ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"]),
+        ("13.0", OF_CUDA_13, None, ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"]),
+        ("13.1", OF_CUDA_13, (13, 0), ["sm_80", "sm_90", "sm_100", "sm_120"]),
+    ],
+)
+def test_compiles_for_gpus_of_nvcc_and_driver(
+    version: str, gpus: str, driver: tuple[int, int] | None, codes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "driver_version", lambda: driver)
+    toolchain = build.Toolchain("g++", str(compiler(tmp_path / "nvcc", NVCC.format(version), gpus=gpus)))
+    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", toolchain)
+    assert [word.split(",code=")[1] for word in command if word.startswith("-gencode")] == codes
+    name = toolchain.name()
+    monkeypatch.setattr(build, "driver_version", lambda: (11, 8))
+    assert (toolchain.name() == name) == ("compute_80" not in codes), "another library for another driver"
+
+
+def test_gpu_needs_native_code_if_the_driver_is_older_than_nvcc(
+    no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "driver_version", lambda: (13, 0))
+    nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("13.1"), gpus=OF_CUDA_13)
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
+    assert not any(missing_on([gpu], {}, monkeypatch) for gpu in ((8, 9), (9, 0), (10, 3), (12, 1)))
+    assert missing_on([(9, 0), (11, 0)], {}, monkeypatch) == (
+        f"nvcc 13.1 at {nvcc} has no native code for this GPU (compute capability 11.0), and the driver, which supports CUDA "
+        "13.0, cannot compile its PTX; install the CUDA toolkit 13.0 or update the driver"
+    )
+    monkeypatch.setattr(build, "driver_version", lambda: (13, 1))
+    assert missing_on([(11, 0)], {}, monkeypatch) is None
+    monkeypatch.setattr(build, "driver_version", lambda: (13, 0))
+    monkeypatch.delenv("CUDA_HOME")
+    assert missing_on([(11, 0)], {}, monkeypatch) is None, "without nvcc, a library of the cache is tried"
+
+
+@pytest.mark.parametrize(("number", "failed", "version"), [(12080, 0, (12, 8)), (13000, 0, (13, 0)), (0, 34, None)])
+def test_version_of_the_driver(
+    number: int, failed: int, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, driver = tmp_path / "cuda.cpp", tmp_path / "libcuda.so.1"
+    source.write_text(f'extern "C" int cuDriverGetVersion(int* version) {{ *version = {number}; return {failed}; }}\n')
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", driver, source], check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(driver)) if name == driver.name else load(name))
+    assert build.driver_version.__wrapped__() == version
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Counts what one attention layer runs besides its own kernels, in a training step (forward and backward) and in evaluation.
+
+    python -m tests.benchmarks.glue [--stage 2] [--batch 4]
+
+Columns: torch operators that compute something (no views, and no convolutions, which are part of any network), how many of
+them convert types, how many copy a map or weights into another memory order, the MB that these copies read and write, and the
+project's own operators. The layer is that of a stage of SAN10 with channels-last float32 maps on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending; it has no other name
+
+from tests.benchmarks.stages import KINDS, STAGES
+from tests.benchmarks.tables import table
+
+COPIES = ("clone", "copy_", "_to_copy")
+
+
+class Glue(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.own: Counter[str] = Counter()
+        self.conversions = self.layout_copies = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not any(isinstance(x, Tensor) for x in (out if isinstance(out, tuple | list) else (out,))):
+            return out
+        if func.namespace == "san":
+            self.own[name] += 1
+        elif not (func.is_view or name.startswith("convolution") or name.startswith("empty") or name.startswith("new_empty")):
+            self.names[name] += 1
+            if name in COPIES:
+                self.count_copy(args[1] if name == "copy_" else args[0], out)
+        return out
+
+    def count_copy(self, source: Tensor, out: Tensor) -> None:
+        self.conversions += source.dtype != out.dtype
+        if source.dtype == out.dtype and source.shape == out.shape and source.stride() != out.stride() and out.dim() > 2:
+            self.layout_copies += 1
+            self.bytes += 2 * out.numel() * out.element_size()
+
+
+def count(kind: str, training: bool, stage: str, batch: int) -> Glue:
+    """Counts the second step; the first one may compute what later ones use again."""
+    channels, side, footprint, _ = STAGES[stage]
+    layer = KINDS[kind](channels, footprint).train(training)
+    x = torch.randn(batch, channels, side, side).contiguous(memory_format=torch.channels_last).requires_grad_(training)
+    grad = torch.randn_like(layer(x))
+    glue = Glue()
+    for counted in (False, True):
+        layer.zero_grad()
+        x.grad = None
+        with torch.set_grad_enabled(training):
+            if counted:
+                with glue:
+                    step(layer, x, grad)
+            else:
+                step(layer, x, grad)
+    return glue
+
+
+def step(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> None:
+    y = layer(x)
+    if y.requires_grad:
+        y.backward(grad)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--names", action="store_true", help="also print the names of the operators")
+    options = parser.parse_args()
+    rows = []
+    for kind in KINDS:
+        for training in (True, False):
+            glue = count(kind, training, f"stage {options.stage}", options.batch)
+            own = sum(glue.own.values())
+            row = [kind, "training step" if training else "evaluation", sum(glue.names.values()), glue.conversions]
+            rows.append([*row, glue.layout_copies, f"{glue.bytes / 1e6:.1f}", own])
+            if options.names:
+                print(kind, training, dict(glue.names.most_common()), dict(glue.own))
+    heads = ["layer", "mode", "torch operators", "type conversions", "layout copies", "MB copied", "own operators"]
+    print(table(f"Glue of one attention layer, stage {options.stage}, batch size {options.batch}", heads, rows))
+
+
+if __name__ == "__main__":
+    main()

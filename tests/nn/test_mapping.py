@@ -1,0 +1,155 @@
+"""gamma as fused operators: what is computed once in evaluation, and the operators around the kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import san
+from san import ops
+from tests.benchmarks.glue import count
+
+KINDS = {"pairwise": san.PairwiseAttention, "patchwise": san.PatchwiseAttention}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def layer(kind: str) -> tuple[san.PairwiseAttention | san.PatchwiseAttention, Tensor]:
+    """A layer that has seen some images, in evaluation, and an input.
+
+    The norm's bias is not 0: where p_i = p_j, rounding would decide whether the ReLU passes a gradient.
+    """
+    torch.manual_seed(0)
+    attention = KINDS[kind](64, 3)
+    nn.init.normal_(attention.gamma[0].bias)  # type: ignore[arg-type]
+    x_NCHW = torch.randn(2, 64, 6, 5)
+    attention(x_NCHW)
+    return attention.eval(), x_NCHW
+
+
+def train_a_step(attention: nn.Module, x_NCHW: Tensor) -> None:
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+    attention(x_NCHW).square().sum().backward()
+    optimizer.step()
+
+
+def load(attention: nn.Module, x_NCHW: Tensor) -> None:
+    attention.load_state_dict({name: 0.9 * x if x.is_floating_point() else x for name, x in attention.state_dict().items()})
+
+
+def replace_data(attention: nn.Module, x_NCHW: Tensor) -> None:
+    for parameter in attention.parameters():
+        parameter.data = 0.9 * parameter.data
+
+
+def change_a_running_mean(attention: nn.Module, x_NCHW: Tensor) -> None:
+    attention.gamma[0].running_mean.add_(0.1)  # type: ignore[union-attr, operator, index]
+
+
+def replace_a_norm(attention: nn.Module, x_NCHW: Tensor) -> None:
+    attention.gamma[0] = nn.BatchNorm2d(attention.gamma[0].num_features).eval()  # type: ignore[operator, index]
+
+
+def train_with_data(attention: nn.Module, x_NCHW: Tensor) -> None:
+    """As some optimizers do: writes through `data` do not count as changes, so the training pass has to be noticed."""
+    attention.train()(x_NCHW)
+    for parameter in attention.parameters():
+        parameter.data.mul_(0.9)
+    attention.eval()
+
+
+CHANGES = (train_a_step, load, replace_data, change_a_running_mean, replace_a_norm, train_with_data)
+
+
+@every_kind
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_evaluation_notices_every_change(kind: str, change: Callable[[nn.Module, Tensor], None], mode: Any) -> None:
+    attention, x_NCHW = layer(kind)
+    with mode():
+        before = attention(x_NCHW)
+    change(attention, x_NCHW)
+    with mode():
+        ours = attention(x_NCHW)
+        with ops.backend("reference"):
+            theirs = attention(x_NCHW)
+    assert not torch.allclose(before, ours)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@every_kind
+def test_evaluation_notices_another_type(kind: str) -> None:
+    attention, x_NCHW = layer(kind)
+    with torch.no_grad():
+        attention(x_NCHW)
+        ours = attention.double()(x_NCHW.double())
+        with ops.backend("reference"):
+            theirs = attention(x_NCHW.double())
+    torch.testing.assert_close(ours, theirs)
+
+
+@every_kind
+def test_gradients_after_an_evaluation(kind: str) -> None:
+    attention, x_NCHW = layer(kind)
+    with torch.inference_mode():
+        attention(x_NCHW)
+    gradients = []
+    for backend in ("auto", "reference"):
+        with ops.backend(backend):  # type: ignore[arg-type]
+            gradients.append(torch.autograd.grad(attention(x_NCHW).square().sum(), list(attention.parameters())))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
+@every_kind
+def test_gradient_of_the_input_with_frozen_weights(kind: str) -> None:
+    attention, x_NCHW = layer(kind)
+    attention.requires_grad_(False)
+    with torch.inference_mode():
+        attention(x_NCHW)
+    attention(x_NCHW.requires_grad_()).sum().backward()
+    assert x_NCHW.grad is not None and x_NCHW.grad.isfinite().all()
+
+
+@every_kind
+def test_copies_do_not_share_what_is_computed_once(kind: str) -> None:
+    attention, x_NCHW = layer(kind)
+    with torch.no_grad():
+        before = attention(x_NCHW)
+        other = copy.deepcopy(attention)
+        other.gamma[0].weight.mul_(2)  # type: ignore[operator, index]
+        assert not torch.allclose(other(x_NCHW), before)
+        torch.testing.assert_close(attention(x_NCHW), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "operators"), [("pairwise", 50), ("patchwise", 40)])
+def test_few_operators_and_no_layout_copies(kind: str, operators: int) -> None:
+    training, evaluation = (count(kind, mode, "stage 5", 2) for mode in (True, False))
+    assert sum(training.names.values()) <= operators and sum(evaluation.names.values()) <= 4
+    assert training.layout_copies == evaluation.layout_copies == training.conversions == evaluation.conversions == 0
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@every_kind
+def test_training_runs_no_operator_that_raises_in_deterministic_mode(kind: str) -> None:
+    """On CUDA, these raise under `torch.use_deterministic_algorithms(True)`, as its documentation lists."""
+    raising = {"median", "nanmedian", "put_", "histc", "bincount", "kthvalue", "cumsum", "grid_sampler_2d"}
+    raising |= {f"{name}_backward" for name in ("max_unpool2d", "reflection_pad2d", "adaptive_avg_pool2d")}
+    attention, x_NCHW = layer(kind)
+    attention.train()
+    with Names() as names:
+        attention(x_NCHW).sum().backward()
+    assert "aggregation_backward" in names.seen and not names.seen & raising
