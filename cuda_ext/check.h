@@ -60,6 +60,16 @@ inline void check_norm(const Tensor& norm, const Tensor& map, int64_t channels) 
   check_same(norm, map, "norm and the maps");
 }
 
+// Saved statistics and gradients of statistics must have this shape, and the type and device of the maps.
+inline void check_statistics(std::initializer_list<const Tensor*> tensors, const Tensor& map,
+                             const std::vector<int64_t>& shape) {
+  for (const Tensor* x : tensors) {
+    STD_TORCH_CHECK(x->sizes().vec() == shape, "statistics and their gradients must have the ", shape[0],
+                    " channels of the maps");
+    check_same(*x, map, "statistics and the maps");
+  }
+}
+
 // The maps of the pair operators; see schemas.py.
 inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int64_t kernel_size, int64_t products) {
   STD_TORCH_CHECK(center.dim() == 4, "center must have 4 dimensions [N, H, W, d], not ", center.dim());

@@ -60,6 +60,8 @@ inline size_t shared_memory_limit() {
 
 // Limit in bytes for the partial sums of one launch.
 inline int64_t workspace_limit() { return int64_t(256) << 20; }
+// Blocks that fill an H100, in launches that write partial sums.
+inline int64_t wanted_sum_blocks() { return 528; }
 
 // CUDA requires this call before a kernel may use more than 48 KB.
 template <class Kernel>
@@ -105,10 +107,45 @@ void check_launch(const char* kernel, Stream stream) {
                   waits ? "" : "; an earlier kernel may be the cause, set SAN_CUDA_SYNC=1 to find it");
 }
 
+// Fused operators run the common cases on GPUs; Python code chooses unfused operators for the others.
+inline void check_float32(const Tensor& map) {
+  STD_TORCH_CHECK(map.scalar_type() == ScalarType::Float,
+                  "on GPUs, fused operators need float32 maps; use san.ops.backend(\"unfused\")");
+}
+inline void check_supported(const Tensor& map, int64_t products, bool has_hidden_layer = true) {
+  check_float32(map);
+  STD_TORCH_CHECK(products == 0 && has_hidden_layer,
+                  "on GPUs, fused operators need differences only (products = 0) and a hidden layer; use "
+                  "san.ops.backend(\"unfused\")");
+}
+
 inline int blocks_for(int64_t elements) {
   const int64_t blocks = (elements + kThreads - 1) / kThreads;
-  return static_cast<int>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
+  return static_cast<int>(blocks < 1 ? 1 : blocks < kMaxBlocks ? blocks : kMaxBlocks);
 }
+
+// Contiguous floating-point values, whose type is only known at run time.
+struct Floats {
+  void* data = nullptr;
+  ScalarType type = ScalarType::Float;
+
+  Floats() = default;
+  explicit Floats(const Tensor& x) : data(const_cast<void*>(x.const_data_ptr())), type(x.scalar_type()) {}
+
+  SAN_HOST_DEVICE double get(int64_t i) const {
+    if (type == ScalarType::Float) return static_cast<const float*>(data)[i];
+    if (type == ScalarType::Double) return static_cast<const double*>(data)[i];
+    if (type == ScalarType::Half) return static_cast<const torch::headeronly::Half*>(data)[i];
+    return static_cast<const torch::headeronly::BFloat16*>(data)[i];
+  }
+  SAN_HOST_DEVICE void set(int64_t i, double x) const {
+    const float rounded = static_cast<float>(x);
+    if (type == ScalarType::Float) static_cast<float*>(data)[i] = rounded;
+    if (type == ScalarType::Double) static_cast<double*>(data)[i] = x;
+    if (type == ScalarType::Half) static_cast<torch::headeronly::Half*>(data)[i] = rounded;
+    if (type == ScalarType::BFloat16) static_cast<torch::headeronly::BFloat16*>(data)[i] = rounded;
+  }
+};
 
 }  // namespace san::cuda
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "launch.h"
 
@@ -28,13 +29,6 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
-// c [8, 8] += a [8, 4] b [4, 8]
-__device__ __forceinline__ void mma_m8n8k4_f64(double& c0, double& c1, double a, double b) {
-  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-               : "+d"(c0), "+d"(c1)
-               : "d"(a), "d"(b));
-}
 #endif
 
 // N adjacent elements that are loaded and stored in one instruction.
@@ -46,29 +40,41 @@ struct alignas(N * sizeof(T)) Pack {
   __device__ __forceinline__ void store(T* to) const { *reinterpret_cast<Pack*>(to) = *this; }
 };
 
+// Rounds to TF32: to nearest, halves away from zero. This is cvt.rna.tf32.f32 without its last instruction, which
+// clears the lower bits, because tensor cores ignore them. Infinity and NaN stay as they are.
+__device__ __forceinline__ uint32_t rounded_to_tf32(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return std::abs(x) < std::numeric_limits<float>::infinity() ? bits + 0x1000u : bits;
+}
+
 // Two adjacent elements along the depth of a factor, converted for the product: a lane's part of a right factor, or of
 // one of the two rows of a left factor.
 //
-// float is rounded to TF32, whose 10 bits of mantissa hold float16 and bfloat16 without error. With kAccurate, a value
-// is split into two TF32 numbers, x = big + small, and a product is big * big + big * small + small * big. Its error is
-// about that of float arithmetic (this is known as 3xTF32).
-template <class T, bool kAccurate>
+// Elements are rounded to TF32, whose 10 bits of mantissa hold float16 and bfloat16 without error. With kAccurate, an
+// element is split into two TF32 numbers, x = big + small, and a product is big * big + big * small + small * big. Its
+// error is about that of float arithmetic (this is known as 3xTF32).
+template <bool kAccurate>
 struct Operand;
 
 template <>
-struct Operand<float, false> {
-  using Value = float;
+struct Operand<false> {
   uint32_t data[2];
 
   Operand() = default;
-  __device__ __forceinline__ Operand(float first, float second) {
-    data[0] = __float_as_uint(first), data[1] = __float_as_uint(second);  // tensor cores ignore the lower bits
+  __device__ __forceinline__ Operand(float first, float second)
+      : data{rounded_to_tf32(first), rounded_to_tf32(second)} {}
+
+  // For values that `rounded` returned.
+  static __device__ __forceinline__ Operand of_rounded(float first, float second) {
+    Operand operand;
+    operand.data[0] = __float_as_uint(first), operand.data[1] = __float_as_uint(second);
+    return operand;
   }
+  static __device__ __forceinline__ float rounded(float x) { return __uint_as_float(rounded_to_tf32(x) & 0xffffe000u); }
 };
 
 template <>
-struct Operand<float, true> {
-  using Value = float;
+struct Operand<true> {
   uint32_t big[2], small[2];
 
   Operand() = default;
@@ -76,47 +82,32 @@ struct Operand<float, true> {
     const float values[2] = {first, second};
     SAN_UNROLL
     for (int k = 0; k < 2; ++k) {
-      big[k] = __float_as_uint(values[k]) & 0xffffe000u;
+      big[k] = rounded_to_tf32(values[k]) & 0xffffe000u;
       small[k] = __float_as_uint(values[k] - __uint_as_float(big[k]));
     }
   }
-};
 
-template <>
-struct Operand<double, true> {
-  using Value = double;
-  double data[2];
-
-  Operand() = default;
-  __device__ __forceinline__ Operand(double first, double second) : data{first, second} {}
+  static __device__ __forceinline__ Operand of_rounded(float first, float second) { return {first, second}; }
+  static __device__ __forceinline__ float rounded(float x) { return x; }
 };
 
 // sum += left right, where `upper` and `lower` are the left factor's rows g and g + 8.
-__device__ __forceinline__ void multiply(float (&sum)[4], const Operand<float, false>& upper,
-                                         const Operand<float, false>& lower, const Operand<float, false>& right) {
+__device__ __forceinline__ void multiply(float (&sum)[4], const Operand<false>& upper, const Operand<false>& lower,
+                                         const Operand<false>& right) {
   mma_m16n8k8_tf32(sum, {upper.data[0], lower.data[0], upper.data[1], lower.data[1]}, right.data);
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[4], const Operand<float, true>& upper,
-                                         const Operand<float, true>& lower, const Operand<float, true>& right) {
+__device__ __forceinline__ void multiply(float (&sum)[4], const Operand<true>& upper, const Operand<true>& lower,
+                                         const Operand<true>& right) {
   const uint32_t big[4] = {upper.big[0], lower.big[0], upper.big[1], lower.big[1]};
   mma_m16n8k8_tf32(sum, {upper.small[0], lower.small[0], upper.small[1], lower.small[1]}, right.big);
   mma_m16n8k8_tf32(sum, big, right.small);
   mma_m16n8k8_tf32(sum, big, right.big);
 }
 
-__device__ __forceinline__ void multiply(double (&sum)[4], const Operand<double, true>& upper,
-                                         const Operand<double, true>& lower, const Operand<double, true>& right) {
-  SAN_UNROLL
-  for (int k = 0; k < 2; ++k) {
-    mma_m8n8k4_f64(sum[0], sum[1], upper.data[k], right.data[k]);
-    mma_m8n8k4_f64(sum[2], sum[3], lower.data[k], right.data[k]);
-  }
-}
-
 // sum += left right, for N tiles of the right factor. Operands are loaded 8 bytes at a time.
-template <int N, class F, class T>
-__device__ __forceinline__ void multiply_all(T (&sum)[N][4], const F& upper, const F& lower, const F* right) {
+template <int N, class F>
+__device__ __forceinline__ void multiply_all(float (&sum)[N][4], const F& upper, const F& lower, const F* right) {
   struct Words {
     Pack<2, uint32_t> pairs[sizeof(F) / 8];
   };
@@ -132,7 +123,6 @@ __device__ __forceinline__ void multiply_all(T (&sum)[N][4], const F& upper, con
 }
 
 // max(x, 0), where NaN stays NaN.
-__device__ __forceinline__ double rectified(double x) { return x < 0 ? 0 : x; }
 __device__ __forceinline__ float rectified(float x) {
 #ifdef SAN_SHIM
   return x < 0 ? 0 : x;
@@ -143,7 +133,6 @@ __device__ __forceinline__ float rectified(float x) {
 #endif
 }
 
-__device__ __forceinline__ double power_of_two(double x) { return std::exp2(x); }
 __device__ __forceinline__ float power_of_two(float x) {
 #ifdef SAN_SHIM
   return std::exp2(x);

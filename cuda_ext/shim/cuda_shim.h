@@ -48,7 +48,9 @@ inline size_t shared_memory_limit() {
   const char* bytes = std::getenv("SAN_SHIM_SHARED_MEMORY");
   return bytes != nullptr ? std::strtoull(bytes, nullptr, 10) : size_t(227) << 10;
 }
-inline int64_t workspace_limit() { return int64_t(16) << 10; }  // so that small tests meet it
+// Small, so that small tests meet them.
+inline int64_t workspace_limit() { return int64_t(16) << 10; }
+inline int64_t wanted_sum_blocks() { return 2; }
 
 inline bool runs_in_reverse() { return std::getenv("SAN_SHIM_REVERSE") != nullptr; }
 

@@ -1,5 +1,5 @@
 // What tensor cores do with one warp's fragments, in plain C++: lane 4 * g + t holds the elements that the PTX manual
-// gives it. The accumulation order of real tensor cores is not known; all else is as there.
+// gives it. Each product is exact, and its sum with c is rounded towards zero, as on GPUs.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,7 +21,13 @@ void with_warp(const Value& value, const Visit& visit) {
   scheduler.wait(State::kAtWarpBarrier);
 }
 
-inline float as_tf32(uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); }
+// Tensor cores ignore the lower bits.
+inline double as_tf32(uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); }
+
+inline float rounded_towards_zero(double x) {
+  const float nearest = static_cast<float>(x);
+  return std::abs(static_cast<double>(nearest)) > std::abs(x) ? std::nextafter(nearest, 0.0f) : nearest;
+}
 
 }  // namespace san::shim
 
@@ -32,31 +38,18 @@ inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32
   struct Shown {
     uint32_t a[4], b[2];
   };
-  const Shown mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  const Shown own{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   const int g = shim::Scheduler::running().lane() / 4, t = shim::Scheduler::running().lane() % 4;
-  shim::with_warp(mine, [&](const auto& read) {
+  shim::with_warp(own, [&](const auto& read) {
+    double sums[4] = {c[0], c[1], c[2], c[3]};
     for (int k = 0; k < 8; ++k) {
       const Shown left = read(4 * g + k % 4);
-      for (int column = 0; column < 2; ++column) {
-        const float right = shim::as_tf32(read(4 * (2 * t + column) + k % 4).b[k / 4]);
-        c[column] += shim::as_tf32(left.a[k / 4 * 2]) * right;
-        c[2 + column] += shim::as_tf32(left.a[k / 4 * 2 + 1]) * right;
+      for (int n = 0; n < 4; ++n) {
+        const double right = shim::as_tf32(read(4 * (2 * t + n % 2) + k % 4).b[k / 4]);
+        sums[n] += shim::as_tf32(left.a[k / 4 * 2 + n / 2]) * right;
       }
     }
-  });
-}
-
-// c [8, 8] += a [8, 4] b [4, 8] in float64.
-inline void mma_m8n8k4_f64(double& c0, double& c1, double a, double b) {
-  struct Shown {
-    double a, b;
-  };
-  const int g = shim::Scheduler::running().lane() / 4, t = shim::Scheduler::running().lane() % 4;
-  shim::with_warp(Shown{a, b}, [&](const auto& read) {
-    for (int k = 0; k < 4; ++k) {
-      const double left = read(4 * g + k).a;
-      c0 += left * read(4 * (2 * t) + k).b, c1 += left * read(4 * (2 * t + 1) + k).b;
-    }
+    for (int n = 0; n < 4; ++n) c[n] = shim::rounded_towards_zero(sums[n]);
   });
 }
 

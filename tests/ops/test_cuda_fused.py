@@ -17,6 +17,7 @@ from san.ops import reference
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
+    STATISTICS,
     Sizes,
     Tensors,
     assert_near,
@@ -33,8 +34,9 @@ from tests.ops.cases import (
 from tests.ops.operators import cotangent, gradients, stored_by_pixels
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
-SMALL = [sizes for sizes in SIZES if sizes.width < 60 and sizes.footprint < 9]
-PRODUCTS = [replace(SMALL[at], products=products) for at in (1, 4) for products in (0, 2, SMALL[at].channels)]
+# GPUs run differences with a hidden layer.
+SUPPORTED = [replace(sizes, products=0, hidden=sizes.hidden or 7) for sizes in SIZES]
+SMALL = [sizes for sizes in SUPPORTED if sizes.width < 60 and sizes.footprint < 9]
 
 
 def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
@@ -42,25 +44,15 @@ def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 
 
 @every_operator
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=str)
 @pytest.mark.parametrize(
     "sizes", [pytest.param(sizes, marks=pytest.mark.slow) if sizes.channels > 100 else sizes for sizes in SMALL], ids=str
 )
-def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype, allowed: float, order: str, shim: Any) -> None:
-    tensors = sample(operator, sizes)
-    assert_near(
-        run_kernels(operator, tuple(x.to(dtype) for x in tensors), sizes, shim), wanted(operator, tensors, sizes), allowed
-    )
-
-
-@pytest.mark.parametrize("operator", OPERATORS[:3])
-@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_any_number_of_products(operator: str, sizes: Sizes, shim: Any) -> None:
+def test_matches_the_definition(operator: str, sizes: Sizes, order: str, shim: Any) -> None:
     tensors = sample(operator, sizes)
     assert_near(run_kernels(operator, tuple(x.float() for x in tensors), sizes, shim), wanted(operator, tensors, sizes), 2e-5)
 
 
-@pytest.mark.parametrize("operator", OPERATORS[1:])
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator not in STATISTICS])
 @pytest.mark.parametrize("sizes", SMALL[:5], ids=str)
 def test_uses_tf32_if_allowed(operator: str, sizes: Sizes, shim: Any) -> None:
     exact = sample(operator, sizes)
@@ -111,11 +103,12 @@ def test_accepts_any_memory_order(operator: str, shim: Any) -> None:
 def test_covariance_with_an_outlier(shim: Any) -> None:
     """The first pixel differs from all others, so products of distances from it would cancel."""
     sizes = Sizes(1, 24, 24, 3, 6)
-    center, around, shift = sample("pair_covariance", sizes)
+    center, around, norm = sample("pair_covariance", sizes)
+    norm[1] = 1
     center[0, 0, 0], around[0, 1, 1] = 1000, -1000
-    _, got = computed("pair_covariance", (center.float(), around.float(), shift.float()), sizes, shim)
-    _, want = defined("pair_covariance", (center, around, shift), sizes)
-    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-3)
+    _, got = computed("pair_covariance", (center.float(), around.float(), norm.float()), sizes, shim)
+    _, want = defined("pair_covariance", (center, around, norm), sizes)
+    torch.testing.assert_close(got, want.float(), rtol=2e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
@@ -128,15 +121,9 @@ def test_nan_only_affects_footprints_that_contain_it(operator: str, shim: Any) -
     assert not affected[1].any()
 
 
-def test_rejects_more_channels_than_fit_into_shared_memory(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAN_SHIM_SHARED_MEMORY", "1024")
-    with pytest.raises(RuntimeError, match=r"18 relation channels need .* bytes of shared memory, .* has 1024; use fewer"):
-        run_kernels("pair_weights", sample("pair_weights", SIZES[0], torch.float32), SIZES[0], shim)
-
-
 def test_error_names_the_kernel_and_operator_of_a_failed_launch(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAN_SHIM_FAIL", "fold_kernel")
-    message = r"san::pair_weights_backward: kernel fold_kernel<T> failed: as the test asked; an earlier kernel may be"
+    monkeypatch.setenv("SAN_SHIM_FAIL", "finish_kernel")
+    message = r"san::pair_weights_backward: kernel finish_kernel failed: as the test asked; an earlier kernel may be"
     with pytest.raises(RuntimeError, match=message):
         run_kernels("pair_weights", sample("pair_weights", dtype=torch.float32), Sizes(), shim)
 
