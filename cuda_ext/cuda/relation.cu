@@ -12,6 +12,13 @@ namespace san::cuda {
 
 namespace {
 
+// Kernels count the values of one channel in 32 bits.
+void check_count(const Footprint& f) {
+  const int64_t values = f.positions() * f.pixels();
+  STD_TORCH_CHECK(values < int64_t(1) << 32, "a ", f.height, "x", f.width, " map with a ", f.kernel_size, "x",
+                  f.kernel_size, " footprint gives ", values, " values in each channel; fewer than 2^32 are supported");
+}
+
 // A thread's pixel in one channel of one image.
 struct Place {
   unsigned pixels, channel, i;
@@ -70,6 +77,7 @@ __global__ void __launch_bounds__(kThreads)
 // unfold of psi or, with kSubtraction, the difference of phi and psi.
 template <bool kSubtraction>
 Tensor footprints(const char* name, const Tensor& phi, const Tensor& psi, const Footprint& f) {
+  check_count(f);
   const OperatorGuard guard(name, psi);
   Tensor out = torch::stable::new_empty(psi, {psi.size(0), psi.size(1), f.positions(), f.pixels()});
   if (out.numel() == 0) return out;
@@ -89,7 +97,7 @@ Tensor footprints(const char* name, const Tensor& phi, const Tensor& psi, const 
 // Gradients of phi and psi; without kSubtraction only psi's is written.
 template <bool kSubtraction>
 std::tuple<Tensor, Tensor> gather_footprints(const char* name, const Tensor& grad, const Footprint& f) {
-  check_unfolded(grad, f, "grad");
+  check_unfolded(grad, f, "grad"), check_count(f);
   const OperatorGuard guard(name, grad);
   Tensor grad_psi = torch::stable::new_empty(grad, {grad.size(0), grad.size(1), f.height, f.width});
   Tensor grad_phi = kSubtraction ? torch::stable::empty_like(grad_psi) : grad_psi;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import build
-from san.ops import reference
+from san.ops import definitions, reference
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
@@ -27,6 +27,7 @@ from tests.ops.cases import (
     defined,
     differentiated,
     error,
+    rest,
     run_kernels,
     sample,
     with_half_weights,
@@ -166,6 +167,116 @@ def test_memory_format_does_not_change_bits_of_aggregation(dtype: torch.dtype, s
         assert all(map(torch.equal, run(one, other), run(beta, other.contiguous())))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_norm_affine_matches_the_definition(dtype: torch.dtype, order: str, shim: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, var, weight, bias = (torch.randn(2000, generator=generator, dtype=torch.float64) for _ in range(4))
+    var[10:] = var[10:].abs()  # a negative variance counts as 0
+    ours = mean.to(dtype), var.to(dtype), weight.half(), bias.float()
+    want, grads = differentiated(lambda t: (definitions.norm_affine(*t, 1e-5),), tuple(x.double() for x in ours))
+    got = shim.norm_affine(*ours, 1e-5)
+    got_grads = shim.norm_affine_backward(cotangents((got,))[0], ours[1], ours[2], 1e-5)
+    assert got.dtype == dtype and all(x.dtype == dtype for x in got_grads)
+    torch.testing.assert_close((got.double(), *(x.double() for x in got_grads)), (*want, *grads), rtol=1e-6, atol=1e-6)
+
+
+UNSUPPORTED = {
+    "float64": (Sizes(), torch.float64, "need float32 maps"),
+    "products": (Sizes(products=1), torch.float32, "need differences only"),
+    "no hidden layer": (Sizes(hidden=0), torch.float32, "need differences only .* and a hidden layer"),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_refuses_what_gpus_do_not_support(what: str, shim: Any) -> None:
+    sizes, dtype, message = UNSUPPORTED[what]
+    with pytest.raises(RuntimeError, match=message):
+        computed("pair_weights", sample("pair_weights", sizes, dtype), sizes, shim)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_large_means_cost_no_precision(operator: str, shim: Any) -> None:
+    center, around, *others = sample(operator)
+    center, around = (x.float().double() for x in (center + 1e4, around + 1e4))
+    if operator.startswith("patch") and others:
+        others[0][0] += 1e4
+    tensors = center, around, *others
+    exact = tuple(x.float().double() for x in tensors)
+    allowed = 1e-3 if operator == "patch_statistics" else 2e-5  # its backward pass reads a mean that was rounded to float32
+    got = run_kernels(operator, tuple(x.float() for x in exact), Sizes(), shim)
+    assert_near(got, wanted(operator, exact, Sizes()), allowed)
+
+
+@pytest.mark.parametrize("value", [1e4, 1e30, float("inf"), float("nan")], ids=str)
+def test_huge_pixel_only_affects_footprints_that_contain_it(value: float, shim: Any) -> None:
+    """The value that is subtracted from an image's maps does not depend on single pixels, nor on other images."""
+    center, around, *others = sample("pair_weights", dtype=torch.float32)
+    changed = around + 100
+    changed[0, 3, 2] = value
+    plain, other = (computed("pair_weights", (center + 100, x, *others), Sizes(), shim)[0] for x in (around + 100, changed))
+    difference = (plain - other).abs().nan_to_num(0).amax((1, 2)).view(2, 6, 5)
+    difference[0, 2:5, 1:4] = 0
+    assert difference.max() < 1e-5 and torch.equal(plain[1], other[1])
+
+
+def test_tf32_rounds_to_nearest(shim: Any) -> None:
+    """Truncation would make all products too small by 2^-11 on average."""
+    generator = torch.Generator().manual_seed(0)
+    center, around = torch.rand(1, 32, 32, 8, generator=generator), torch.zeros(1, 32, 32, 8)
+    norm = torch.stack((torch.zeros(8), torch.ones(8), torch.zeros(8)))
+    weight = torch.eye(8)
+    got = shim.patch_linear(center, around, torch.cat((norm, norm), 1), torch.cat((weight, weight), 1), 1, True)
+    bias = (got.permute(0, 2, 3, 1) - center).mean() / center.mean()
+    assert abs(bias) < 2e-5
+
+
+@pytest.mark.parametrize("operator", ["pair_covariance", "pair_weights"])
+def test_long_sums_do_not_drift(operator: str, shim: Any) -> None:
+    """Tensor cores round sums towards zero, so a sum of many products would become too small."""
+    sizes = Sizes(1, 150, 150, 5, 1, 1, 1)
+    generator = torch.Generator().manual_seed(0)
+    center, around = torch.rand(2, *(1, 150, 150, 1), generator=generator)
+    norm = torch.tensor([[0.0], [1.0], [2.0]])
+    tensors: Tensors = center, around, norm
+    if operator == "pair_covariance":
+        got = computed(operator, tensors, sizes, shim)[1]
+        want = defined(operator, tuple(x.double() for x in tensors), sizes)[1]
+    else:
+        tensors = *tensors, torch.ones(1, 1), torch.ones(1), torch.ones(1, 1)
+        grad = definitions.relation(center, around, 5, 0)  # so that the terms of the sum do not cancel
+        got = shim.pair_weights_backward(grad, computed(operator, tensors, sizes, shim)[0], *tensors, *rest(operator, sizes))[3]
+        leaves = [x.double().requires_grad_() for x in tensors]
+        want = torch.autograd.grad(defined(operator, tuple(leaves), sizes)[0], leaves, grad.double())[3]
+    assert error(got, want) < 5e-5  # 3e-4 in one long sum
+
+
+@pytest.mark.parametrize("operator", ["unfold", "subtraction"])
+def test_refuses_channels_with_more_values_than_32_bits_count(operator: str, shim: Any) -> None:
+    x, grad = torch.zeros(1).expand(1, 1, 300, 300), torch.zeros(1).expand(1, 1, 257**2, 300**2)
+    with pytest.raises(RuntimeError, match=r"a 257x257 footprint gives 5944410000 values .* fewer than 2\^32"):
+        getattr(shim, operator)(*(x,) * (1 if operator == "unfold" else 2), 257)
+    with pytest.raises(RuntimeError, match=r"fewer than 2\^32"):
+        getattr(shim, f"{operator}_backward")(grad, 300, 300, 257)
+
+
+PLAN = """
+#include <cstdio>
+#include "cuda/pairs.cuh"
+
+int main() {
+  using namespace san::cuda;
+  Pairs p{};
+  p.images = 1 << 13, p.height = p.width = 1 << 8, p.kernel_size = 3, p.d = 8, p.tiles = 1;  // 2^29 pixels
+  const Plan plan = Plan::for_groups(p, (p.pixels() + 15) / 16, 1);
+  std::printf("%d", int64_t(plan.blocks) * plan.teams() * 16 >= p.pixels());
+}
+"""
+
+
+def test_blocks_cover_more_than_2_to_the_27_pixels(tmp_path: Path) -> None:
+    assert run_program(compile_program(PLAN, tmp_path)) == "1"
+
+
 PROBE = """
 #include <cstdio>
 #include "cuda/launch.h"
@@ -193,16 +304,24 @@ int main() {
 """
 
 
-def test_shim_shows_a_missing_barrier(tmp_path: Path) -> None:
-    source, program = tmp_path / "probe.cu", tmp_path / "probe"
-    source.write_text(PROBE)
-    compile_command = build.compile_command(source, tmp_path / "probe.o", build.Toolchain.find(), shim=True)
+def compile_program(text: str, folder: Path) -> Path:
+    source, program = folder / "probe.cu", folder / "probe"
+    source.write_text(text)
+    compile_command = build.compile_command(source, folder / "probe.o", build.Toolchain.find(), shim=True)
     build.run([*compile_command, f"-I{build.SOURCE_DIR}"])
     torch_lib = Path(torch.__file__).parent / "lib"
-    link = [compile_command[0], str(tmp_path / "probe.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]
+    link = [compile_command[0], str(folder / "probe.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]
     build.run([*link, "-o", str(program)])
+    return program
+
+
+def run_program(program: Path, **environment: str) -> str:
+    return subprocess.run([program], capture_output=True, text=True, check=True, env=os.environ | environment).stdout
+
+
+def test_shim_shows_a_missing_barrier(tmp_path: Path) -> None:
+    program = compile_program(PROBE, tmp_path)
     for reverse in ({}, {"SAN_SHIM_REVERSE": "1"}):
-        done = subprocess.run([program], capture_output=True, text=True, check=True, env=os.environ | reverse)
-        with_barrier, without = done.stdout.split()
+        with_barrier, without = run_program(program, **reverse).split()
         assert float(with_barrier) == 63 * 64 / 2
         assert reverse or "nan" in without
