@@ -74,6 +74,13 @@ patch_linear(Tensor center, Tensor around, Tensor norm, Tensor weight, int kerne
 patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor norm, Tensor weight, int kernel_size, bool tf32)
     -> (Tensor, Tensor, Tensor, Tensor)
 
+# BatchNorm and ReLU of a float32 map x [N, H, W, C]; the other tensors are [C]. Without mean and var, those of x are used
+# -> relu((x - mean) / sqrt(var + eps) * weight + bias), and the mean and biased variance that were used, in float64
+norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor? mean, Tensor? var, float eps) -> (Tensor, Tensor mean, Tensor var)
+# -> gradients of x, weight, bias; `of_batch`: mean and var are those of x
+norm_relu_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, bool of_batch) ->
+    (Tensor, Tensor, Tensor)
+
 # Photographs for the network: image n [height, width, 3], uint8, is the part at `origin` of a picture of `extent` pixels, which
 # is resized to `length` and cut to the square at `offset`; `windows` [N, 9] holds these pairs (along the height first) and
 # whether the square is mirrored. out [N, 3, size, size] = pixel * scale + shift, of each channel

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import torch
 from pydantic import ValidationError
 
 from experiments.errors import UserError
@@ -21,7 +20,7 @@ from experiments.grids.expand import anchored, parse_override, profile_path, rea
 from experiments.runs.store import STORES, LocalStore, is_uri, open_store
 from experiments.runs.workspace import open_runs, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
-from experiments.training.device import available_device
+from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split
 from experiments.training.job import has_store
 from experiments.training.metrics import evaluate
@@ -252,7 +251,7 @@ def evaluate_checkpoint(
 def evaluation_loader(opened: LoadedModel, images: Dataset, transform: Transform, batch: int) -> Loader:
     """Loads batches in the order of the images to the available device, with the threads of the config."""
     cpus = opened.config.placement.cpus
-    torch.set_num_threads(cpus)
+    prepare_cpu(cpus)
     threads, where = decoding_threads(cpus), available_device()
     return Loader(images, transform, train=False, batch_size=batch, seed=opened.seed, threads=threads, device=where)
 

@@ -6,6 +6,7 @@ is reserved for it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 """The oldest driver branch for each major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
 WHEELS = "https://download.pytorch.org/whl/cu126"
 """torch for CUDA 12.6, which runs on the oldest drivers that torch still supports."""
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # options of glibc's mallopt
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -48,6 +50,17 @@ def training_device(config: TrialConfig) -> torch.device:
             "times slower and needs about four times as much memory; to accept this, set engine.reference_operators=true"
         )
     return torch.device("cuda", _local_rank())
+
+
+def prepare_cpu(threads: int) -> None:
+    """Sets the number of torch's threads, and lets glibc keep freed memory for the next maps of the same size.
+
+    glibc otherwise returns large blocks to the system, which zeroes each page of new memory. Other C libraries are left alone.
+    """
+    torch.set_num_threads(threads)
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
+            libc.mallopt(option, value)
 
 
 def require_gpu(config: TrialConfig) -> None:

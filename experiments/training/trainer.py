@@ -28,7 +28,7 @@ from experiments.runs.store import Lock, StorageError
 from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
-from experiments.training.device import computing, enough_memory, training_device
+from experiments.training.device import computing, enough_memory, prepare_cpu, training_device
 from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
@@ -86,7 +86,7 @@ def _prepare(
     should_continue: ShouldContinue | None,
 ) -> Trainer:
     config, rank, world = trial.config, dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(config.placement.cpus)
+    prepare_cpu(config.placement.cpus)
     train, val = loaders(config, trial.seed, rank, world, device)
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)

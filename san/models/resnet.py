@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from san.models.base import BaseModel, ModelSpec
@@ -15,6 +16,7 @@ from san.nn.depth import Blocks, drop_path
 from san.nn.inputs import check_map
 from san.nn.norm import activate, conv_norm, conv_norm_relu
 from san.ops.footprint import check_side
+from san.ops.functional import fuses
 
 EXPANSION = 4  # a bottleneck's output channels over its inner channels
 
@@ -110,6 +112,8 @@ class ResNet(BaseModel):
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
         """The map of the first convolution and of each stage."""
         check_map(x_NCHW, self.conv1, "the input")
+        if fuses("norm_relu", x_NCHW):  # on the CPU; its fastest layout
+            x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         maps = [conv_norm_relu(self.conv1, self.bn1, self.relu, x_NCHW)]
         x_NCHW = self.maxpool(maps[0])
         for name in self.stage_names:

@@ -14,7 +14,7 @@ from san.models.base import BaseModel, ModelSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
 from san.nn.depth import Blocks
 from san.nn.inputs import check_map, specialize
-from san.nn.norm import conv_norm_relu, norm_relu
+from san.nn.norm import conv_norm_relu, convolve, norm_relu
 from san.ops.footprint import check_footprint
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
@@ -112,7 +112,7 @@ class Stage(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        return norm_relu(self.norm, self.relu, self.blocks(self.linear(max_pool2d(x_NCHW, 2))))
+        return norm_relu(self.norm, self.relu, self.blocks(convolve(self.linear, max_pool2d(x_NCHW, 2))))
 
 
 class SAN(BaseModel):

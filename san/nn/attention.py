@@ -14,7 +14,7 @@ from san import ops
 from san.choice import ChoiceError, choose
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, Gamma
-from san.nn.norm import is_plain
+from san.nn.norm import convolve, is_plain
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation, compute
 from san.ops.footprint import check_side
@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
         assert isinstance(beta, nn.Conv2d)
         check_map(x_NCHW, beta, "x")
         specialize(x_NCHW)
-        maps = {role: self.get_submodule(role)(x_NCHW) for role in dict.fromkeys(self.roles)}
+        maps = {role: convolve(self.get_submodule(role), x_NCHW) for role in dict.fromkeys(self.roles)}
         return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, relu
+from torch.nn.functional import conv2d, linear, relu
 from torch.nn.modules.module import _has_any_global_hook
 
 from san.ops import fused as kernels
@@ -45,8 +45,7 @@ def affine_of(norm: nn.BatchNorm2d, values: int, dtype: torch.dtype, statistics:
         ValueError: it needs batch statistics, but there is only one value per channel.
     """
     if uses_batch(norm):
-        if values == 1:
-            raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
+        _require_several(values)
         mean, var = statistics()
         if norm.training and norm.track_running_stats:
             _update_running_stats(norm, mean, var, values)
@@ -119,8 +118,36 @@ def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """act(norm(x)), where `act` is a ReLU or what replaced it."""
+    """act(norm(x)), where `act` is a ReLU or what replaced it. Ordinary layers run fused on channels-last float32 maps."""
+    if isinstance(norm, nn.BatchNorm2d) and _fuses_norm_relu(norm, act, x_NCHW):
+        return _fused_norm_relu(norm, x_NCHW)
     return activate(act, norm(x_NCHW), in_place=_owns_its_output(norm))
+
+
+def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bool:
+    if not fuses("norm_relu", x_NCHW) or not is_plain(norm, nn.BatchNorm2d) or not is_plain(act, nn.ReLU):
+        return False
+    if x_NCHW.dim() != 4 or x_NCHW.numel() == 0 or not x_NCHW.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return all(x is None or x.dtype == torch.float32 for x in (x_NCHW, *tensors_of(norm)))
+
+
+def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+    values = x_NCHW.numel() // x_NCHW.shape[1]
+    if uses_batch(norm):
+        _require_several(values)
+    weight = x_NCHW.new_ones(norm.num_features) if norm.weight is None else norm.weight
+    bias = x_NCHW.new_zeros(norm.num_features) if norm.bias is None else norm.bias
+    statistics = (None, None) if uses_batch(norm) else (norm.running_mean, norm.running_var)
+    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, weight, bias, *statistics, norm.eps)
+    if norm.training and norm.track_running_stats:
+        _update_running_stats(norm, mean, var, values)
+    return y_NCHW
+
+
+def _require_several(values: int) -> None:
+    if values == 1:
+        raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
 
 
 def _owns_its_output(norm: nn.Module) -> bool:
@@ -136,16 +163,50 @@ def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
     return y_NCHW
 
 
-def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map.
+def convolve(conv: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """conv(x). In training, a 1x1 convolution of a channels-last map on the CPU runs as a matrix product.
 
-    Weights in float16 are not folded: scaled, they can exceed its range.
+    Its gradients are faster than those of torch's convolutions, which have a slow path for few images and one thread.
     """
-    is_foldable = fuses("norm_affine", x_NCHW) and is_plain(conv, nn.Conv2d) and is_plain(norm, nn.BatchNorm2d)
-    is_foldable = is_foldable and conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
-    if not is_foldable or not isinstance(norm, nn.BatchNorm2d) or uses_batch(norm):
-        y_NCHW: Tensor = norm(conv(x_NCHW))
+    if not isinstance(conv, nn.Conv2d) or not _is_pointwise(conv, x_NCHW):
+        y_NCHW: Tensor = conv(x_NCHW)
         return y_NCHW
+    return linear(x_NCHW.permute(0, 2, 3, 1), conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
+
+
+def _is_pointwise(conv: nn.Conv2d, x_NCHW: Tensor) -> bool:
+    if not torch.is_grad_enabled() or not fuses("norm_relu", x_NCHW) or not is_plain(conv, nn.Conv2d):
+        return False
+    if x_NCHW.dim() != 4 or x_NCHW.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return False
+    if (conv.kernel_size, conv.stride, conv.padding, conv.groups) != ((1, 1), (1, 1), (0, 0), 1):
+        return False
+    return x_NCHW.is_contiguous(memory_format=torch.channels_last)
+
+
+def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map."""
+    if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
+        return _folded(conv, norm, x_NCHW)
+    y_NCHW: Tensor = norm(convolve(conv, x_NCHW))
+    return y_NCHW
+
+
+def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
+    """act(norm(conv(x))), with the norm folded in evaluation."""
+    if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
+        return activate(act, _folded(conv, norm, x_NCHW), in_place=True)
+    return norm_relu(norm, act, convolve(conv, x_NCHW))
+
+
+def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
+    if not fuses("norm_affine", x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
+        return False
+    # Scaled, weights in float16 can exceed its range.
+    return not uses_batch(norm) and conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
+
+
+def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
     dtype = conv.weight.dtype
 
     def folded() -> tuple[Tensor, Tensor]:
@@ -160,8 +221,3 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 def no_statistics() -> tuple[Tensor, Tensor]:
     """For norms that use running statistics."""
     raise AssertionError("the norm uses running statistics")
-
-
-def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """act(norm(conv(x))), with the norm folded in evaluation."""
-    return activate(act, conv_norm(conv, norm, x_NCHW), in_place=_owns_its_output(norm))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import batch_norm
 
 from san.ops import reference
 
@@ -90,6 +91,14 @@ def patch_linear(
     """The Linear layer after BatchNorm and ReLU of the patches, [N, E, H, W]."""
     activated = normalized(patches(center_NHWC, around_NHWR, kernel_size), norm).relu()
     return torch.einsum("ec,ncp->nep", weight, activated).unflatten(2, center_NHWC.shape[1:3])
+
+
+def norm_relu(
+    x_NHWC: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
+) -> Tensor:
+    """BatchNorm and ReLU, [N, H, W, C], with the statistics `mean` and `var` or, without them, with those of x."""
+    x_NCHW = x_NHWC.permute(0, 3, 1, 2)
+    return batch_norm(x_NCHW, mean_C, var_C, weight_C, bias_C, mean_C is None, eps=eps).relu().permute(0, 2, 3, 1)
 
 
 def _statistics(x_Nc: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,6 +79,19 @@ def patch_linear(center_NCHW: Tensor, around_NRHW: Tensor, norm: Tensor, weight:
     return u_NEHW
 
 
+def norm_relu(
+    x_NCHW: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(batch_norm(x)) of a float32 map, [N, C, H, W] and channels-last, and the mean and biased variance in float64.
+
+    Without `mean` and `var`, the statistics are those of x. Runs on the CPU only.
+    """
+    _load()
+    x_NHWC = x_NCHW.permute(0, 2, 3, 1).contiguous()
+    y_NHWC, mean, var = torch.ops.san.norm_relu(x_NHWC, weight_C, bias_C, mean_C, var_C, eps)
+    return y_NHWC.permute(0, 3, 1, 2), mean, var
+
+
 def _maps(center_NCHW: Tensor, around_NCHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     """The maps as [N, H, W, C]; a map that is channels-last already is not copied."""
     check_footprint(kernel_size, *around_NCHW.shape[2:])

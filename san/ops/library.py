@@ -93,9 +93,11 @@ class Operator:
     fake: Callable[..., Any]
     """Uninitialized outputs for the arguments."""
     fake_backward: Callable[..., Any]
-    backward_arguments: Callable[[Arguments, Tensor], Arguments]
-    """The backward operator's arguments after the gradients, from the arguments and the first output."""
-    saves_output: bool = False
+    backward_arguments: Callable[[Arguments, Arguments], Arguments]
+    """The backward operator's arguments after the gradients, from the arguments and the saved outputs."""
+    saved_outputs: tuple[int, ...] = ()
+    differentiable_outputs: int | None = None
+    """How many outputs have gradients; None for all."""
     flops: Callable[..., int] | None = None
     """Two FLOPs per multiply-accumulate, from the arguments with shapes instead of tensors."""
     flops_backward: Callable[..., int] | None = None
@@ -164,6 +166,11 @@ def _pair_covariance(center: Tensor, around: Tensor, norm: Tensor, kernel_size: 
     return norm.new_empty(d), norm.new_empty(d, d)
 
 
+def _norm_relu(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean, var = (weight.new_empty(weight.shape, dtype=torch.float64) for _ in range(2))
+    return x.new_empty(x.shape), mean, var
+
+
 def _dot_flops(phi: Any, psi: Any, kernel_size: int, groups: int) -> int:
     """None if every channel is its own group, which is an elementwise product."""
     N, R, H, W = phi
@@ -228,24 +235,24 @@ OPERATORS = (
         definition=definitions.pair_statistics,
         fake=_pair_channels,
         fake_backward=lambda grad_mean, grad_var, center, around, *_: _like((center, around)),
-        backward_arguments=lambda inputs, mean: (*inputs[:2], mean, *inputs[2:]),
-        saves_output=True,
+        backward_arguments=lambda inputs, mean: (*inputs[:2], *mean, *inputs[2:]),
+        saved_outputs=(0,),
     ),
     Operator(
         name="pair_covariance",
         definition=definitions.pair_covariance,
         fake=_pair_covariance,
         fake_backward=lambda grad_mean, grad_covariance, *inputs: _like(inputs[:3]),
-        backward_arguments=lambda inputs, mean: (*inputs[:3], mean, *inputs[3:]),
-        saves_output=True,
+        backward_arguments=lambda inputs, mean: (*inputs[:3], *mean, *inputs[3:]),
+        saved_outputs=(0,),
     ),
     Operator(
         name="pair_weights",
         definition=definitions.pair_weights,
         fake=_pair_weights,
         fake_backward=lambda grad, w, *inputs: _like(inputs[:6]),
-        backward_arguments=lambda inputs, w: (w, *inputs),
-        saves_output=True,
+        backward_arguments=lambda inputs, w: (*w, *inputs),
+        saved_outputs=(0,),
         flops=_pair_weights_flops,
         flops_backward=lambda grad, w, *inputs: 2 * _pair_weights_flops(*inputs),
     ),
@@ -254,8 +261,8 @@ OPERATORS = (
         definition=definitions.patch_statistics,
         fake=_patch_columns,
         fake_backward=lambda grad_mean, grad_var, center, around, *_: _like((center, around)),
-        backward_arguments=lambda inputs, mean: (*inputs[:2], mean, *inputs[2:]),
-        saves_output=True,
+        backward_arguments=lambda inputs, mean: (*inputs[:2], *mean, *inputs[2:]),
+        saved_outputs=(0,),
     ),
     Operator(
         name="patch_linear",
@@ -265,6 +272,15 @@ OPERATORS = (
         backward_arguments=lambda inputs, _: inputs,
         flops=_patch_linear_flops,
         flops_backward=lambda grad, *inputs: 2 * _patch_linear_flops(*inputs),
+    ),
+    Operator(
+        name="norm_relu",
+        definition=definitions.norm_relu,
+        fake=_norm_relu,
+        fake_backward=lambda grad, *inputs: _like(inputs[:3]),
+        backward_arguments=lambda inputs, statistics: (*inputs[:3], *statistics, inputs[5], inputs[3] is None),
+        saved_outputs=(1, 2),
+        differentiable_outputs=1,
     ),
 )
 """All differentiable operators."""
@@ -281,26 +297,26 @@ def _register(operator: Operator) -> None:
     run_backward = getattr(torch.ops.san, names[1])
 
     def setup(ctx: Any, inputs: Arguments, output: Any) -> None:
-        ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
         outputs = output if isinstance(output, tuple) else (output,)
-        ctx.save_for_backward(*filter(_is_tensor, inputs), outputs[0] if operator.saves_output else None)
+        if operator.differentiable_outputs is not None:
+            ctx.mark_non_differentiable(*outputs[operator.differentiable_outputs :])
+            ctx.set_materialize_grads(False)
+        ctx.inputs = [Tensor if isinstance(x, Tensor) else x for x in inputs]
+        saved = [outputs[index] for index in operator.saved_outputs]
+        ctx.save_for_backward(*saved, *(x for x in inputs if isinstance(x, Tensor)))
 
     def backward(ctx: Any, *grads: Tensor) -> Arguments:
-        *tensors, output = ctx.saved_tensors
-        rest = iter(tensors)
-        inputs = tuple(next(rest) if x is None else x for x in ctx.inputs)
+        grads, count = grads[: operator.differentiable_outputs], len(operator.saved_outputs)
+        outputs, tensors = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
+        inputs = tuple(next(tensors) if x is Tensor else x for x in ctx.inputs)
         if torch.is_grad_enabled():  # create_graph=True
             return _by_definition(operator.definition, grads, inputs)
-        found = run_backward(*grads, *operator.backward_arguments(inputs, output))
+        found = run_backward(*grads, *operator.backward_arguments(inputs, outputs))
         of_tensors = found if isinstance(found, tuple) else (found,)
-        others = (None,) * (len(inputs) - len(of_tensors))  # numbers follow the tensors
+        others = (None,) * (len(inputs) - len(of_tensors))  # follow the tensors that have gradients
         return (*(grad.to(x.dtype) for grad, x in zip(of_tensors, inputs, strict=False)), *others)
 
     torch.library.register_autograd(f"san::{names[0]}", backward, setup_context=setup)
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)
 
 
 def _count(name: str, flops: Callable[..., int]) -> None:

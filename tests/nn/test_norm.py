@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import san
 from san import ops
-from san.nn.norm import conv_norm, conv_norm_relu, norm_relu
+from san.nn.norm import conv_norm, conv_norm_relu, convolve, norm_relu
+from san.ops import fused
 
 
 def layers(dtype: torch.dtype = torch.float64, bias: bool = False) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
@@ -173,3 +175,149 @@ def test_fake_tensors_do_not_affect_later_passes() -> None:
         san.create_model("san10_patchwise", 5, num_stages=2, width_mult=0.5)(torch.randn(2, 3, 32, 32))
     logits = san.create_model("san10_patchwise", 5, num_stages=2, width_mult=0.5)(torch.randn(2, 3, 32, 32))
     assert type(logits) is Tensor and logits.isfinite().all()
+
+
+def norm_and_map(**options: Any) -> tuple[nn.BatchNorm2d, Tensor]:
+    """A norm with random parameters and a channels-last map."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6, **options)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm, (2 + torch.randn(3, 6, 5, 4)).contiguous(memory_format=torch.channels_last)
+
+
+def fused_calls(norm: nn.Module, act: nn.Module, x_NCHW: Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often norm_relu runs the operator. Checks that the result, gradients and buffers are those of the layers."""
+    calls: list[Tensor] = []
+    kernel = fused.norm_relu
+
+    def counted(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(x)
+        return kernel(x, *rest)
+
+    monkeypatch.setattr(fused, "norm_relu", counted)
+    other = copy.deepcopy(norm)
+    ours, theirs = (x_NCHW.detach().clone().requires_grad_() for _ in range(2))
+    got, want = norm_relu(norm, act, ours), act(other(theirs))
+    torch.testing.assert_close(got, want)
+    got.float().square().sum().backward()
+    want.float().square().sum().backward()
+    torch.testing.assert_close(
+        [ours.grad, *(p.grad for p in norm.parameters())], [theirs.grad, *(p.grad for p in other.parameters())]
+    )
+    torch.testing.assert_close(dict(norm.named_buffers()), dict(other.named_buffers()))
+    return len(calls)
+
+
+NORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no parameters": {"affine": False},
+    "no running statistics": {"track_running_stats": False},
+    "cumulative": {"momentum": None},
+    "momentum and eps": {"momentum": 0.3, "eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("options", NORMS)
+def test_norm_and_relu_run_in_one_operator(options: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x_NCHW = norm_and_map(**NORMS[options])
+    norm(1 + x_NCHW)
+    assert fused_calls(norm.train(training), nn.ReLU(), x_NCHW, monkeypatch) == 1
+
+
+def test_norm_without_bias_runs_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x_NCHW = norm_and_map()
+    norm.bias = None  # type: ignore[assignment]
+    assert fused_calls(norm, nn.ReLU(), x_NCHW, monkeypatch) == 1
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("change", ["layout", "float64", "bfloat16", "another norm", "another activation", "unfused"])
+def test_other_layers_and_maps_run_one_by_one(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x_NCHW = norm_and_map()
+    act: nn.Module = nn.ReLU()
+    if change == "layout":
+        x_NCHW = x_NCHW.contiguous()
+    elif change in ("float64", "bfloat16"):
+        norm, x_NCHW = norm.to(getattr(torch, change)), x_NCHW.to(getattr(torch, change))
+    elif change == "another norm":
+        norm.__class__ = Doubled
+    elif change == "another activation":
+        act = nn.GELU()
+    with ops.backend("unfused" if change == "unfused" else "auto"):
+        assert fused_calls(norm, act, x_NCHW, monkeypatch) == 0
+
+
+@pytest.mark.parametrize("layer", ["norm", "act"])
+def test_hooks_of_norm_and_relu_are_called(layer: str) -> None:
+    norm, x_NCHW = norm_and_map()
+    act, called = nn.ReLU(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal called
+        called += 1
+
+    (norm if layer == "norm" else act).register_forward_hook(count)
+    norm_relu(norm, act, x_NCHW)
+    assert called == 1
+
+
+def test_a_single_value_per_channel_cannot_be_normalized() -> None:
+    norm, x_NCHW = norm_and_map()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm_relu(norm, nn.ReLU(), x_NCHW[:1, :, :1, :1])
+    norm_relu(norm.eval(), nn.ReLU(), x_NCHW[:1, :, :1, :1])
+
+
+def test_norm_and_relu_under_transforms() -> None:
+    norm, x_NCHW = norm_and_map()
+    norm.eval()
+
+    def loss(x: Tensor) -> Tensor:
+        return norm_relu(norm, nn.ReLU(), x).square().sum()
+
+    leaf = x_NCHW.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(x_NCHW), torch.autograd.grad(loss(leaf), leaf)[0])
+    traced = torch.fx.symbolic_trace(nn.Sequential(norm, nn.ReLU()))
+    torch.testing.assert_close(norm_relu(norm, nn.ReLU(), x_NCHW), traced(x_NCHW))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
+@pytest.mark.parametrize("images", [1, 3, 17])
+def test_pointwise_convolution_as_a_matrix_product(images: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 5, 1, bias=bias)
+    x_NCHW = torch.randn(images, 6, 4, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    got, want = convolve(conv, x_NCHW), conv(x_NCHW)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(got, want)
+    leaves = [x_NCHW, *conv.parameters()]
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)))
+
+
+@pytest.mark.parametrize(
+    "change", ["a hook", "3x3", "stride", "padding", "groups", "layout", "autocast", "no gradient", "subclass"]
+)
+def test_other_convolutions_are_called(change: str) -> None:
+    options: dict[str, Any] = {
+        "3x3": {"kernel_size": 3},
+        "stride": {"stride": 2},
+        "padding": {"padding": 1},
+        "groups": {"groups": 2},
+    }
+    conv = nn.Conv2d(6, 4, **{"kernel_size": 1, **options.get(change, {})})
+    x_NCHW = torch.randn(2, 6, 5, 5).contiguous(memory_format=torch.channels_last)
+    x_NCHW = x_NCHW.contiguous() if change == "layout" else x_NCHW
+    called: list[nn.Module] = []
+    if change == "a hook":
+        conv.register_forward_hook(lambda module, inputs, output: called.append(module))
+    if change == "subclass":
+        conv.__class__ = type("Other", (nn.Conv2d,), {"forward": lambda self, x: 2 * nn.Conv2d.forward(self, x)})
+    with torch.autocast("cpu", enabled=change == "autocast"), torch.set_grad_enabled(change != "no gradient"):
+        torch.testing.assert_close(convolve(conv, x_NCHW), conv(x_NCHW), rtol=0, atol=0)
+    assert len(called) == (2 if change == "a hook" else 0)

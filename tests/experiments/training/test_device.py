@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from experiments.training.device import (
     driver_version,
     enough_memory,
     gpu_problem,
+    prepare_cpu,
     to_device,
     training_device,
 )
@@ -183,3 +186,12 @@ def test_out_of_memory_error_names_numbers_and_remedies(error: Exception, monkey
 def test_other_errors_are_not_changed(gpu: None) -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"), enough_memory(config(), torch.device("cuda")):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("libc", ["glibc", "musl"])
+def test_glibc_keeps_freed_memory(libc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *option: calls.append(option)) if libc == "glibc" else SimpleNamespace()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    prepare_cpu(torch.get_num_threads())
+    assert [option for option, _ in calls] == ([-4, -1, -2] if libc == "glibc" else [])
