@@ -185,10 +185,10 @@ std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& a
   const OperatorGuard guard("pair_covariance", center);
   const int64_t d = center.size(3);
   Tensor mean = torch::stable::new_empty(norm, {d}), covariance = torch::stable::new_empty(norm, {d, d});
-  with_operand(ScalarType::Float, tf32, [&](auto operand) {
-    with_stage(d, 0, 0, [&]<class S>(S) {
+  with_operand(ScalarType::Float, tf32, [&]<class F>(F) {
+    with_stage<F>(d, 0, 0, [&]<class S>(S) {
       PairWork work(center, around, norm, f, relation_tiles<S>(center));
-      forward<decltype(operand), S>(work, mean, covariance);
+      forward<F, S>(work, mean, covariance);
     });
   });
   return {mean, covariance};
@@ -205,10 +205,10 @@ std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_m
   const OperatorGuard guard("pair_covariance_backward", center);
   PairGradients out(center, norm);
   if (center.numel() == 0) return {out.center, out.around, out.norm};
-  with_operand(ScalarType::Float, tf32, [&](auto operand) {
-    with_stage(d, 0, 0, [&]<class S>(S) {
+  with_operand(ScalarType::Float, tf32, [&]<class F>(F) {
+    with_stage<F>(d, 0, 0, [&]<class S>(S) {
       PairWork work(center, around, norm, f, relation_tiles<S>(center));
-      backward<decltype(operand), S>(work, grad_mean, grad_covariance, mean, out);
+      backward<F, S>(work, grad_mean, grad_covariance, mean, out);
     });
   });
   return {out.center, out.around, out.norm};

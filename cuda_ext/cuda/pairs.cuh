@@ -29,11 +29,14 @@ struct AnySize {
   static constexpr int relation = 9, hidden = 4, weights = 4;
   static constexpr bool is_whole = false;
 };
+struct AnySizeAccurate : AnySize {  // for Operand<true>, which needs more registers
+  static constexpr int hidden = 2;
+};
 
 inline int tiles_for(int64_t channels) { return static_cast<int>((channels + 7) / 8); }
 
 // Calls run with the stage that suits the numbers of relation, hidden and weight channels.
-template <class Run>
+template <class F, class Run>
 void with_stage(int64_t d, int64_t E, int64_t G, const Run& run) {
   const auto fits = [&]<class S>(S) {
     return tiles_for(d) <= S::relation && tiles_for(E) <= S::hidden && tiles_for(G) <= S::weights;
@@ -41,7 +44,7 @@ void with_stage(int64_t d, int64_t E, int64_t G, const Run& run) {
   if (fits(Stage1())) return run(Stage1());
   if (fits(Stage2())) return run(Stage2());
   if (fits(Stage3())) return run(Stage3());
-  run(AnySize());
+  run(std::conditional_t<std::is_same_v<F, Operand<true>>, AnySizeAccurate, AnySize>());
 }
 
 // The prepared maps. Channels are padded with zeros to tiles of 8, and so are all products.

@@ -92,9 +92,19 @@ class Stage:
     def parameters(self, products: int = 3) -> Work:
         tasks, rows = (self.k**2 + 1) * math.ceil(self.R / 16) * self.strips_E, self.N * self.n
         part = 4 * (self.k**2 + 1) * 64 * math.ceil(self.R / 8) * math.ceil(self.E / 8)
-        slices = min(4096 // tasks + 1, max(1, (64 << 20) // part), rows)
+        slices = min(528 * 8 // tasks + 1, max(1, (64 << 20) // part), rows)
         trips, moved = (math.ceil(rows / slices), math.ceil(self.n / 8)), 4 * self.P * (2 * self.R + self.E)
         return Work(slices * tasks, trips, 2 * products * self.at_once_E, moved + 2 * slices * part)
+
+    def patch_rows(self) -> LoopWork:
+        sums = self.N * self.n * (self.k + 1) * self.R
+        return LoopWork(sums / 32, (Loop(1, (Loop(self.n, items=1),)),), 4 * 2 * self.P * self.R + 16 * sums)
+
+    def patch_gradients(self) -> LoopWork:
+        inside = self.n**2 * 2 * self.R
+        parts = min(math.ceil((1 << 17) / inside), self.N)
+        images = Loop(9, (Loop(self.k / 9, (Loop(self.k, items=3),)),))  # the pixel itself and a few mirror images
+        return LoopWork(parts * inside / 32, (Loop(1, (images,)),), 4 * 4 * self.P * self.R)
 
     def weighted_sum(self) -> Work:
         moved = self.P * self.E * (16 + self.k**2)
@@ -108,10 +118,16 @@ class Stage:
         return Work(self.P * self.R / 32, (self.k, self.k), 1, 4 * self.P * self.R * (self.k**2 + 1))
 
 
-# Template arguments of the kernels over pairs for each number of tiles of 8 relation channels: KD, KE, KG, KZ of backward; KE,
-# KG, KT of pair_weights; KM of the covariance. Other numbers of tiles use OTHER_TILES, with loops over tiles.
-TILES = {1: ((1, 1, 1, 1), "1, 1, 1", 1), 3: ((3, 2, 1, 1), "2, 1, 3", 2), 5: ((5, 4, 1, 2), "4, 2, 5", 3)}
-OTHER_TILES = ((9, 8, 2, 0), "8, 4, 0", 1)
+class Compiled(NamedTuple):
+    """A stage of cuda_ext/cuda/pairs.cuh: how many tiles of 8 channels its kernels hold at once."""
+
+    name: str
+    relation: int
+    hidden: int
+    weights: int
+
+
+COMPILED = (Compiled("Stage1", 1, 1, 1), Compiled("Stage2", 3, 2, 1), Compiled("Stage3", 5, 4, 2), Compiled("AnySize", 9, 4, 4))
 
 
 class PairStage:
@@ -121,43 +137,54 @@ class PairStage:
         self.P, self.K, self.k, self.E, self.d = stage.P, stage.k**2, stage.k, stage.E, stage.R + 2
         self.padded = stage.N * (stage.n + stage.k - 1) ** 2
         tiles = math.ceil(self.d / 8)
-        self.tiles = next((compiled for compiled in TILES if tiles <= compiled), tiles)
-        self.whole = self.tiles in TILES
-        (self.D, self.KE, self.G, self.Z), self.forward_tiles, self.M = TILES.get(self.tiles, OTHER_TILES)
+        self.at_once = next((x for x in COMPILED if tiles <= x.relation and self.E <= 8 * x.hidden), COMPILED[-1])
+        self.whole = self.at_once is not COMPILED[-1]
+        self.tiles = self.at_once.relation if self.whole else tiles
         self.maps = 32 * self.tiles * (self.P + self.padded)
         self.weights = 4 * self.P * self.K * self.E
-        self.chunks = math.ceil(self.tiles / self.D)
+        self.chunks = math.ceil(self.tiles / self.at_once.relation)
+
+    @property
+    def name(self) -> str:
+        return self.at_once.name
 
     def split(self, groups: float) -> int:
         split = 1
-        while split < 8 and (self.tiles * 8 // split > 32 or (groups * split < 4096 and 2 * split <= self.K)):
+        while split < 8 and groups * split < 4096 and 2 * split <= self.K:
             split *= 2
         return split
 
     def inner(self, *loops: Loop) -> tuple[Loop, ...]:
         return () if self.whole else loops
 
-    def statistics(self) -> LoopWork:
-        rows = Loop(self.k, (Loop(self.k, items=1),))
-        return LoopWork(8192 * self.d / 32, (Loop(self.P / 8192, (rows,)),), 8 * self.P * self.d)
+    def row_sums(self) -> LoopWork:
+        return LoopWork(self.P * self.d / 32, (Loop(1, (Loop(self.k, items=1),)),), 12 * self.P * self.d)
+
+    def row_sums_of_both(self) -> LoopWork:
+        """Few pixels have mirror images, so only one of three loops over readers runs; the compiler splits the outer loop."""
+        inside = Loop(self.k, items=1), Loop(self.k, items=1), Loop(0), Loop(0)
+        return LoopWork(self.P * self.d / 32, (Loop(1, inside), Loop(0)), 24 * self.P * self.d)
+
+    def pair_sums(self) -> LoopWork:
+        return LoopWork(8192 * self.d / 32, (Loop(self.P / 8192, (Loop(self.k, items=1),)),), 16 * self.P * self.d)
 
     def statistics_gradient(self) -> LoopWork:
-        partners = Loop(self.k, (Loop(self.k, items=1),))
-        images = Loop(9, (Loop(self.k / 9, (Loop(self.k, items=1),)),))  # the pixel itself and a few mirror images
-        return LoopWork(self.P * self.d / 32, (Loop(1, (partners, images)),), 16 * self.P * self.d)
+        inside = Loop(self.k, items=1), Loop(self.k, items=1), Loop(0), Loop(0)
+        return LoopWork(self.P * self.d / 32, (Loop(1, inside),), 32 * self.P * self.d)
 
     def summed(self, strips: int, chunks: int, moved: float, *inner: Loop) -> LoopWork:
         """The work of a product that sums over all pairs, 8 pixels at a time."""
         groups, jobs = math.ceil(self.P / 8), strips * chunks
         split = self.split(groups * jobs)
-        blocks = max(1, min(math.ceil(groups * split / 8), 528 // jobs))
+        blocks = max(1, min(math.ceil(groups * split / 8), max(528 // jobs, groups * self.K // 2048)))
         return LoopWork(blocks * jobs * 8, (Loop(groups * split / 8 / blocks, (Loop(self.K / split, inner),)),), moved)
 
     def covariance(self) -> LoopWork:
-        return self.summed(math.ceil(self.tiles / 2 / self.M), self.chunks, self.maps)
+        row_tiles = math.ceil(self.at_once.relation / 2) if self.whole else 1
+        return self.summed(math.ceil(self.tiles / 2 / row_tiles), self.chunks, self.maps)
 
     def weight_gradient(self) -> LoopWork:
-        chunks = max(self.chunks, math.ceil(self.E / 16 / self.G))
+        chunks = max(self.chunks, math.ceil(self.E / 16 / math.ceil(self.at_once.weights / 2)))
         inner = self.inner(Loop(self.tiles), Loop(math.ceil(self.E / 8)))
         return self.summed(math.ceil(self.E / 16), chunks, self.maps + self.weights, *inner)
 
@@ -170,14 +197,14 @@ class PairStage:
         return self.gradient(pixels, 0, *self.inner(Loop(self.tiles)))
 
     def map_gradient(self, pixels: int) -> LoopWork:
-        hidden = Loop(math.ceil(self.E / 8 / self.KE), (Loop(self.tiles), Loop(math.ceil(self.E / 8))))
+        hidden = Loop(math.ceil(self.E / 8 / self.at_once.hidden), (Loop(self.tiles), Loop(math.ceil(self.E / 8))))
         return self.gradient(pixels, self.weights, *self.inner(hidden))
 
     def forward(self) -> LoopWork:
-        chunks = math.ceil(self.E / 8 / int(self.forward_tiles.split(", ")[1]))
+        chunks = math.ceil(self.E / 8 / self.at_once.weights)
         groups = math.ceil(self.P / 16) * chunks
         split = self.split(groups)
-        hidden = Loop(math.ceil(self.E / 8 / int(self.forward_tiles.split(", ")[0])), (Loop(self.tiles),))
+        hidden = Loop(math.ceil(self.E / 8 / self.at_once.hidden), (Loop(self.tiles),))
         return LoopWork(groups * split, 2 * (Loop(self.K / split, self.inner(hidden)),), self.maps + self.weights)
 
     def logit_gradient(self) -> LoopWork:
@@ -185,20 +212,8 @@ class PairStage:
         return LoopWork(self.P * self.E / 32, loops, 3 * self.weights)
 
     def small_kernels(self) -> float:
-        """Returns the bytes that the kernels move to prepare maps (four times) and to fold gradients (twice)."""
-        return 4 * 2 * self.maps + 2 * 4 * self.d * (self.padded + self.P)
-
-    def names(self) -> dict[str, str]:
-        whole = str(self.whole).lower()
-        source = f"LayersSource<Operand<float, false>, {self.D}, {self.KE}, {self.Z}>"
-        return {
-            "gram": f"{self.M}, {self.D}, {whole}",
-            "weight": f"{self.D}, {self.G}, {self.Z}, {whole}, true",
-            "gradient": f"{self.D}, {whole}, false",
-            "source": source,
-            "covariance": f"CovarianceSource<Operand<float, false>, {self.D}>",
-            "forward": self.forward_tiles,
-        }
+        """Returns the bytes that the kernels move to prepare maps (four times) and to finish gradients (twice)."""
+        return 4 * 2 * self.maps + 2 * 4 * self.d * (self.padded + 5 * self.P)
 
 
 BLOCKS = (2, 1, 2, 4, 1)  # in each stage of SAN10
@@ -218,36 +233,47 @@ def pairs(work: Callable[[PairStage], LoopWork]) -> Callable[[Stage], LoopWork]:
     return lambda stage: work(PairStage(stage))
 
 
-TF32, ACCURATE = "Operand<float, false>", "Operand<float, true>"
+TF32, ACCURATE = "Operand<false>", "Operand<true>"
 PAIRWISE, PATCHWISE, BOTH = ("pairwise",), ("patchwise",), ("pairwise", "patchwise")
-GRADIENT = f"pair_gradient_kernel<{TF32}, {{p[gradient]}}, "
-STATISTICS, COVARIANCE, WEIGHTS, BACKWARD, AGGREGATION, RELATION = (
-    f"{name}.cu"
-    for name in ("pair_statistics", "pair_covariance", "pair_weights", "pair_weights_backward", "aggregation", "relation")
+GRADIENT = f"pair_gradient_kernel<{TF32}, {{p.name}}, {{around}}, {{source}}<{TF32}, {{p.name}}> >"
+STATISTICS, COVARIANCE, WEIGHTS, AGGREGATION, RELATION = (
+    f"{name}.cu" for name in ("statistics", "pair_covariance", "pair_weights", "aggregation", "relation")
 )
+
+
+def gradient(source: str, around: str) -> str:
+    return GRADIENT.replace("{source}", source).replace("{around}", around)
+
+
 # fmt: off
 PAIR_ROWS = [
     Row(source, name, label, marker, pairs(work), PAIRWISE)
     for source, name, label, marker, work in (
-        (STATISTICS, "moments_kernel<float>", "pair_statistics", "FFMA", PairStage.statistics),
-        (STATISTICS, "gradients_kernel<float>", "pair_statistics, backward", "FFMA", PairStage.statistics_gradient),
-        (COVARIANCE, f"gram_kernel<{TF32}, {{p[gram]}}, float>", "pair_covariance", "HMMA", PairStage.covariance),
-        (COVARIANCE, GRADIENT + "false, {p[covariance]}, float>", "pair_covariance, gradient of center", "HMMA",
+        (STATISTICS, "row_sums_kernel<false>", "pair_statistics, sums of rows", "DADD", PairStage.row_sums),
+        (STATISTICS, "pair_sums_kernel", "pair_statistics, sums of pairs", "DADD", PairStage.pair_sums),
+        (STATISTICS, "row_sums_kernel<true>", "pair_statistics, backward, sums of rows", "DADD", PairStage.row_sums_of_both),
+        (STATISTICS, "pair_gradients_kernel", "pair_statistics, backward, gradients", "DADD", PairStage.statistics_gradient),
+        (COVARIANCE, f"gram_kernel<{TF32}, {{p.name}}>", "pair_covariance", "HMMA", PairStage.covariance),
+        (COVARIANCE, gradient("CovarianceSource", "false"), "pair_covariance, gradient of center", "HMMA",
          lambda p: p.covariance_gradient(p.P)),
-        (COVARIANCE, GRADIENT + "true, {p[covariance]}, float>", "pair_covariance, gradient of around", "HMMA",
+        (COVARIANCE, gradient("CovarianceSource", "true"), "pair_covariance, gradient of around", "HMMA",
          lambda p: p.covariance_gradient(p.padded)),
-        (WEIGHTS, f"pair_weights_kernel<{TF32}, {{p[forward]}}, float, float>", "pair_weights", "HMMA", PairStage.forward),
-        (BACKWARD, "logit_gradient_kernel<float, float>", "pair_weights, gradient of softmax", "LDG", PairStage.logit_gradient),
-        (BACKWARD, GRADIENT + "false, {p[source]}, float>", "pair_weights, gradient of center", "HMMA",
-         lambda p: p.map_gradient(p.P)),
-        (BACKWARD, GRADIENT + "true, {p[source]}, float>", "pair_weights, gradient of around", "HMMA",
+        (WEIGHTS, f"pair_weights_kernel<{TF32}, {{p.name}}, float>", "pair_weights", "HMMA", PairStage.forward),
+        (WEIGHTS, f"logit_gradient_kernel<{TF32}, float>", "pair_weights, gradient of softmax", "LDG",
+         PairStage.logit_gradient),
+        (WEIGHTS, gradient("LayersSource", "false"), "pair_weights, gradient of center", "HMMA", lambda p: p.map_gradient(p.P)),
+        (WEIGHTS, gradient("LayersSource", "true"), "pair_weights, gradient of around", "HMMA",
          lambda p: p.map_gradient(p.padded)),
-        (BACKWARD, f"weight_gradient_kernel<{TF32}, {{p[weight]}}, float>", "pair_weights, gradient of weights", "HMMA",
+        (WEIGHTS, f"layer_gradient_kernel<{TF32}, {{p.name}}>", "pair_weights, gradient of layers", "HMMA",
          PairStage.weight_gradient),
     )
 ]
 PATCH_ROWS = [
-    Row("patch_linear.cu", f"{kernel}_kernel<{operand}, {{s.at_once_{width}}}, float>",
+    Row(STATISTICS, "patch_rows_kernel", "patch_statistics, sums of rows", "DADD", Stage.patch_rows, PATCHWISE),
+    Row(STATISTICS, "patch_gradients_kernel", "patch_statistics, backward", "DADD", Stage.patch_gradients, PATCHWISE),
+]
+PATCH_ROWS += [
+    Row("patch_linear.cu", f"{kernel}_kernel<{operand}, {{s.at_once_{width}}}>",
         f"{label}{'' if cores else ', accurate float32'}", "HMMA", partial(work, products=products), cores)
     for operand, products, cores in ((TF32, 1, PATCHWISE), (ACCURATE, 3, ()))
     for kernel, width, label, work in (
@@ -377,7 +403,7 @@ class Prediction(NamedTuple):
 
     @staticmethod
     def of(row: Row, kernels: list[Kernel], gpu: Gpu, stage: Stage) -> Prediction:
-        name, work = row.name.format(s=stage, p=PairStage(stage).names()), row.work(stage)
+        name, work = row.name.format(s=stage, p=PairStage(stage)), row.work(stage)
         kernel = next(k for k in kernels if k.name == name)
         if isinstance(work, LoopWork):
             count = work.warps * kernel.executed(row.marker, work.loops, 0, len(kernel.opcodes))
