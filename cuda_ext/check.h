@@ -26,6 +26,13 @@ inline void check_map(const Tensor& x, const char* name) {
   STD_TORCH_CHECK(x.dim() == 4, name, " must have 4 dimensions [N, C, H, W], not ", x.dim());
 }
 
+// Whether the memory format of [N, C, H, W] is channels-last.
+inline bool is_channels_last(const Tensor& x) {
+  const int64_t C = x.size(1), H = x.size(2), W = x.size(3);
+  return x.stride(1) == 1 && x.stride(3) == C && x.stride(2) == C * W && C > 1 &&
+         (x.size(0) == 1 || x.stride(0) == C * W * H);
+}
+
 inline void check_same(const Tensor& a, const Tensor& b, const char* names) {
   STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), names, " must have the same dtype");
   STD_TORCH_CHECK(a.device() == b.device(), names, " must be on one device");

@@ -15,13 +15,6 @@ const AggregationKernels<T>& kernels() {
     return SAN_CHOOSE(aggregation_float);
 }
 
-// Whether the memory format of [N, C, H, W] is channels-last.
-bool is_channels_last(const Tensor& x) {
-  const int64_t C = x.size(1), H = x.size(2), W = x.size(3);
-  return x.stride(1) == 1 && x.stride(3) == C && x.stride(2) == C * W && C > 1 &&
-         (x.size(0) == 1 || x.stride(0) == C * W * H);
-}
-
 template <class T>
 struct Problem {
   Problem(const Tensor& beta, const Tensor& weight, int64_t kernel_size)

@@ -168,6 +168,15 @@ Tensor with_pixel_stride(const Tensor& x) {
   return has_one ? x : torch::stable::contiguous(x);
 }
 
+// An empty map that is channels-last if `like` is, otherwise contiguous; san/ops/library.py promises this to
+// torch.compile.
+Tensor empty_map(const Tensor& like) {
+  const int64_t N = like.size(0), C = like.size(1), H = like.size(2), W = like.size(3);
+  if (!is_channels_last(like)) return torch::stable::new_empty(like, {N, C, H, W});
+  const Tensor x_NHWC = torch::stable::new_empty(like, {N, H, W, C});
+  return torch::stable::transpose(torch::stable::transpose(x_NHWC, 2, 3), 1, 2);
+}
+
 // x in channels-last format if `like` has contiguous channels, otherwise contiguous.
 Tensor in_format_of(const Tensor& like, const Tensor& x) {
   using torch::headeronly::MemoryFormat;
@@ -231,7 +240,7 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
   check_aggregation(beta, weight, f);
   const OperatorGuard guard("aggregation", beta);
   const Tensor values = with_pixel_stride(beta);
-  Tensor out = with_pixel_stride(torch::stable::empty_like(values));
+  Tensor out = empty_map(beta);
   if (out.numel() == 0) return out;
   SAN_DISPATCH(beta.scalar_type(), "aggregation",
                [&] { launch_weighted_sum<scalar_t, false>(values, weight, sizes_of(values, f, weight.size(1)), out); });
@@ -247,7 +256,7 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
   STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have the same shape");
   const OperatorGuard guard("aggregation_backward", beta);
   const Tensor values = with_pixel_stride(beta), grads = in_format_of(values, grad);
-  Tensor grad_beta = with_pixel_stride(torch::stable::empty_like(values));
+  Tensor grad_beta = empty_map(beta);
   Tensor grad_weight = torch::stable::empty_like(weight);
   if (grad_beta.numel() == 0) return {grad_beta, grad_weight};
   SAN_DISPATCH(beta.scalar_type(), "aggregation_backward", [&] {

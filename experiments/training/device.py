@@ -63,6 +63,18 @@ def prepare_cpu(threads: int) -> None:
             libc.mallopt(option, value)
 
 
+def precision_warning(precision: str, device: torch.device) -> str | None:
+    """What to tell the user about bfloat16 on a CPU that has no instructions for it, or None."""
+    capabilities = torch.cpu.get_capabilities()
+    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    if precision != "bfloat16" or device.type != "cpu" or has_bfloat16:
+        return None
+    name = capabilities.get("cpu_name", "this CPU")
+    return (
+        f"recipe.precision=bfloat16 is slower than float32 here: {name} has no instructions for bfloat16 (AVX512-BF16 or AMX)"
+    )
+
+
 def require_gpu(config: TrialConfig) -> None:
     """Raises MachineError if the cell needs a GPU, but torch cannot use one on this machine."""
     gpus = config.placement.gpus

@@ -28,7 +28,7 @@ from experiments.runs.store import Lock, StorageError
 from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
-from experiments.training.device import computing, enough_memory, prepare_cpu, training_device
+from experiments.training.device import computing, enough_memory, precision_warning, prepare_cpu, training_device
 from experiments.training.engine import Engine, arithmetic, join_process_group
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
@@ -99,6 +99,8 @@ def _prepare(
     micro_batch = -(-config.recipe.batch_size // (world * config.recipe.grad_accum_steps))
     engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine)
     _log.info(", ".join(f"{name}: {value}" for name, value in tags.items()))
+    if (warning := precision_warning(config.recipe.precision, device)) is not None:
+        _log.warning(warning)
     reporter = ProgressReporter(report, config.recipe.epochs, train)
     return Trainer(workspace, trial, engine, train, val, checkpoints, watchdog, reporter, should_continue, complexity, tags)
 

@@ -52,6 +52,14 @@ def stored_by_pixels(weight: Tensor) -> Tensor:
     return weight.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "sliced channels_last": lambda x: torch.cat((x, x), 1).to(memory_format=torch.channels_last)[:, : x.shape[1]],
+    "offset": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+}
+"""Maps [N, C, H, W] in other memory orders."""
 CHANNELS_LAST = [
     # The kernels load 4 channels at once; 8 channels share a weight, as in SAN.
     Case(2, 32, 5, 4, 3, groups=4, channels_last=True),

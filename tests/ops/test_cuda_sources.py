@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cuda_ext import build
-from tests.ops.operators import CASES, OPERATORS, Case, Operator
+from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator
 
 Compilation = subprocess.CompletedProcess[str]
 CUDA_SOURCES = build.sources("cuda")
@@ -40,6 +40,20 @@ def test_matches_cpu_kernels_in_other_types(operator: Operator, dtype: torch.dty
 def test_accepts_an_empty_batch(operator: Operator, shim: Any) -> None:
     case = Case(0, 4, 5, 5, 3)
     assert operator.kernel(shim)(*operator.sample(case), *operator.rest(case)).shape[0] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_aggregation_has_the_layout_of_the_cpu_kernel(layout: str, shim: Any) -> None:
+    case = Case(2, 8, 5, 4, 3)
+    beta, weight = OPERATORS[-1].sample(case, torch.float32)
+    beta = LAYOUTS[layout](beta)
+    ours, theirs = shim.aggregation(beta, weight, 3), torch.ops.san.aggregation(beta, weight, 3)
+    assert ours.stride() == theirs.stride()
+    torch.testing.assert_close(ours, theirs)
+    grad = torch.randn(beta.shape)
+    of_beta, wanted = (space.aggregation_backward(grad, beta, weight, 3)[0] for space in (shim, torch.ops.san))
+    assert of_beta.stride() == wanted.stride()
+    torch.testing.assert_close(of_beta, wanted)
 
 
 def has_nvcc() -> bool:

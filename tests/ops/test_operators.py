@@ -10,23 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from san import ops
 from san.ops import library
 from san.ops.functional import _backend
-from tests.ops.operators import CASES, OPERATORS, Case, Operator, gradients
+from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator, gradients
 
 assert library.load(), "these tests need the compiled kernels"
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 HALF = [torch.float16, torch.bfloat16]
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
-    "offset": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
-}
 
 
 @every_operator
@@ -74,6 +69,18 @@ def test_opcheck(operator: Operator, dtype: torch.dtype) -> None:
     torch.library.opcheck(backward.default, arguments)
     leaves = (x.requires_grad_() for x in inputs)
     torch.library.opcheck(operator.kernel().default, (*leaves, *operator.rest(case)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_aggregation_has_the_layout_of_the_kernel(layout: str) -> None:
+    """torch.compile plans memory with the fake kernel."""
+    beta, weight = (operator := OPERATORS[-1]).sample(Case(2, 8, 5, 4, 3), torch.float32)
+    beta = LAYOUTS[layout](beta)
+    torch.library.opcheck(operator.kernel().default, (beta, weight, 3))  # type: ignore[attr-defined]
+    torch.library.opcheck(torch.ops.san.aggregation_backward.default, (torch.randn(beta.shape), beta, weight, 3))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = operator.kernel()(beta, weight, 3)
+    assert operator.kernel()(beta, weight, 3).stride() == fake.stride()
 
 
 @every_operator

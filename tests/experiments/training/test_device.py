@@ -20,6 +20,7 @@ from experiments.training.device import (
     driver_version,
     enough_memory,
     gpu_problem,
+    precision_warning,
     prepare_cpu,
     to_device,
     training_device,
@@ -195,3 +196,21 @@ def test_glibc_keeps_freed_memory(libc: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     prepare_cpu(torch.get_num_threads())
     assert [option for option, _ in calls] == ([-4, -1, -2] if libc == "glibc" else [])
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "capabilities", "is_slow"),
+    [
+        ("bfloat16", "cpu", {"cpu_name": "an old CPU"}, True),
+        ("bfloat16", "cpu", {"avx512_bf16": True}, False),
+        ("bfloat16", "cpu", {"amx_bf16": True}, False),
+        ("float32", "cpu", {}, False),
+        ("bfloat16", "cuda", {}, False),
+    ],
+)
+def test_warns_of_bfloat16_without_instructions_for_it(
+    precision: str, device: str, capabilities: dict[str, Any], is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    warning = precision_warning(precision, torch.device(device))
+    assert (warning is not None) == is_slow and (not is_slow or "an old CPU" in str(warning))
