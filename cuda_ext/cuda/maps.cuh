@@ -40,19 +40,15 @@ __device__ __forceinline__ const T* row_at(const T* rows, int row, int bytes) {
 struct Offset {
   int position = 0, down = 0, right = 0;
 
+  Offset() = default;
+  // The first position of a warp; it advances by the number of warps in its team.
+  __device__ __forceinline__ Offset(const Team& team, const Grid& grid) { advance(team.member, grid.kernel_size); }
+
   __device__ __forceinline__ void advance(int steps, int kernel_size) {
     position += steps, right += steps;
     while (right >= kernel_size) right -= kernel_size, ++down;
   }
 };
-
-// Calls visit(offset) for the positions of the footprint that a warp of a team computes.
-template <class Visit>
-__device__ __forceinline__ void for_each_position(const Grid& grid, const Team& team, const Visit& visit) {
-  Offset offset;
-  offset.advance(team.member, grid.kernel_size);
-  for (; offset.position < grid.positions(); offset.advance(team.warps, grid.kernel_size)) visit(offset);
-}
 
 // A pixel of center or, with kAround, of the padded map around. Its partners are the pixels of the other map that form
 // pairs with it.

@@ -64,6 +64,13 @@ struct Operand<false> {
   __device__ __forceinline__ Operand(float first, float second)
       : data{rounded_to_tf32(first), rounded_to_tf32(second)} {}
 
+  // For values that `rectified` returned: as above, in one instruction on newer GPUs. NaN has the largest bits.
+  static __device__ __forceinline__ Operand of_rectified(float first, float second) {
+    Operand operand;
+    operand.data[0] = std::min(__float_as_uint(first) + 0x1000u, 0x7fffffffu);
+    operand.data[1] = std::min(__float_as_uint(second) + 0x1000u, 0x7fffffffu);
+    return operand;
+  }
   // For values that `rounded` returned.
   static __device__ __forceinline__ Operand of_rounded(float first, float second) {
     Operand operand;
@@ -87,6 +94,7 @@ struct Operand<true> {
     }
   }
 
+  static __device__ __forceinline__ Operand of_rectified(float first, float second) { return {first, second}; }
   static __device__ __forceinline__ Operand of_rounded(float first, float second) { return {first, second}; }
   static __device__ __forceinline__ float rounded(float x) { return x; }
 };
@@ -122,10 +130,10 @@ __device__ __forceinline__ void multiply_all(float (&sum)[N][4], const F& upper,
   }
 }
 
-// max(x, 0), where NaN stays NaN.
+// max(x, 0), where NaN stays NaN, and -0 becomes 0.
 __device__ __forceinline__ float rectified(float x) {
 #ifdef SAN_SHIM
-  return x < 0 ? 0 : x;
+  return x <= 0 ? 0 : x;
 #else
   float result;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));

@@ -41,7 +41,7 @@ template <class F, class S>
 __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, float* partial) {
   constexpr int KM = kRowTiles<S>, KD = S::relation;
   float* shared = reinterpret_cast<float*>(shared_memory_base());
-  const Job job(plan);
+  const Job<S::is_whole> job(plan);
   const Team team(plan.warps);
   float* typical = shared + bytes_of_team_sums(4 * KM * KD) / sizeof(float);  // [pitch]
   for (int channel = threadIdx.x; channel < p.pitch(); channel += kThreads) typical[channel] = typical_a1(p, channel);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, f
       for (int n = 0; n < 2; ++n) two.data[n] = columns.pixels[n].exists ? a1.data[n] - middle : 0;
       return two;
     };
-    for_each_position(p, team, [&](const Offset& offset) {
+    for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
       columns.move(team, offset);
       F right[KD];
       SAN_UNROLL
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, f
         SAN_UNROLL
         for (int c = 0; c < KD; ++c) multiply(products[m * KD + c], upper, lower, right[c]);
       }
-    });
+    }
   }
   sum_over_team(Team(kWarps), shared, products), sum_over_team(Team(kWarps), shared, sums);
   if (threadIdx.x >= kWarp) return;

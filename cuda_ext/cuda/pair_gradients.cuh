@@ -28,14 +28,14 @@ template <class F, class S, bool kAround, class Source>
 __global__ void __launch_bounds__(kThreads, resident_blocks_of_gradients<F, S>())
     pair_gradient_kernel(Pairs p, Source source, Plan plan, float* out) {
   constexpr int D = S::relation;
-  const Job job(plan);
+  const Job<S::is_whole> job(plan);
   const int first_tile = job.chunk * D;
   const Team team(plan.warps);
   PixelRows<S, kAround, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
   float sums[4 * D] = {};
-  for_each_position(p, team, [&](const Offset& offset) {
+  for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
     rows.move(team, offset);
-    if (kAround && !__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) return;
+    if (kAround && !__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) continue;
     float kept[S::is_whole ? D : 1][4];
     if constexpr (S::is_whole) for_each_tile<D>(D, [&](int c) { rows.activate(c, kept[c]); });
     const auto activation = [&](int c, float (&a1)[4]) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of_gradients<F, S>()
       SAN_UNROLL
       for (int n = 0; n < 4; ++n) sums[4 * c + n] += a1[n] > 0 && rows.is_pair[n / 2] ? g[c][n] : 0;
     }
-  });
+  }
   sum_over_team(team, reinterpret_cast<float*>(shared_memory_base()), sums);
   if (team.member > 0) return;
   SAN_UNROLL

@@ -120,12 +120,12 @@ __device__ __forceinline__ void merge_over_team(const Team& team, Softmax (&soft
 template <class F, class S, class out_t>
 __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs p, Layers<F, S> layers, Plan plan, out_t* w) {
   constexpr int KE = S::hidden, KG = S::weights;
-  const Job job(plan);
+  const Job<S::is_whole> job(plan);
   const Team team(plan.warps);
   PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
   const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * KE * KG * kWarp + team.lane;
   const auto visit_all = [&](const auto& visit) {
-    for_each_position(p, team, [&](const Offset& offset) {
+    for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
       rows.move(team, offset);
       float z[KG][4] = {};
       for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int chunk) {
@@ -133,12 +133,13 @@ __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs p, Laye
         layers.hidden(p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, u);
         SAN_UNROLL
         for (int e = 0; e < KE; ++e) {
-          const F upper(rectified(u[e][0]), rectified(u[e][1])), lower(rectified(u[e][2]), rectified(u[e][3]));
+          const F upper = F::of_rectified(rectified(u[e][0]), rectified(u[e][1]));
+          const F lower = F::of_rectified(rectified(u[e][2]), rectified(u[e][3]));
           multiply_all(z, upper, lower, weight2 + (chunk * KE + e) * KG * kWarp);
         }
       });
       visit(offset.position, z);
-    });
+    }
   };
   Softmax softmax[4 * KG];
   visit_all([&](int, const float (&z)[KG][4]) {
@@ -312,7 +313,7 @@ __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, cons
   for_each_relation_tile<S>(pairs.p, [&](int c) {
     float a1[2];
     pairs.activate(c, a1);
-    multiply(u, weight1[2 * c * kWarp], weight1[(2 * c + 1) * kWarp], F(a1[0], a1[1]));
+    multiply(u, weight1[2 * c * kWarp], weight1[(2 * c + 1) * kWarp], F::of_rectified(a1[0], a1[1]));
   });
   const float* pair = gz.at(pairs.p, pairs.pixels[0], offset);
   for_each_tile<(S::is_whole ? S::weights : 0)>(gz.tiles, [&](int k) {
@@ -335,7 +336,7 @@ template <class F, class S>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_gradient_kernel(Pairs p, LogitGradients gz, Layers<F, S> layers, Plan plan, Partial layout, float* partial) {
   constexpr int KD = S::relation, KG = kLogitTiles<S>;
-  const Job job(plan);
+  const Job<false> job(plan);
   const Team team(plan.warps);
   const F* weight1 = layers.weight1 + int64_t(job.strip) * p.tiles * 2 * kWarp + team.lane;
   const F* weight2 = layers.weight2 + int64_t(job.strip) * gz.tiles * 2 * kWarp + team.lane;
@@ -344,12 +345,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int64_t group = int64_t(job.block) * teams + team.index; group * 8 < p.pixels(); group += plan.blocks * teams) {
     PixelColumns<S> columns(p, team, group * 8);
     PixelRows<S, false, 1> pairs(p, team, group * 8);
-    for_each_position(p, team, [&](const Offset& offset) {
+    for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
       columns.move(team, offset), pairs.move(team, offset);
       float u[4], gu[4] = {};
       hidden_of_columns<F, S>(gz, weight1, weight2, layers.shift2 + job.strip * 16, team, pairs, offset, u, gu);
       to_shift2[0] += gu[0] + gu[1], to_shift2[1] += gu[2] + gu[3];
-      const F hidden[2] = {F(u[0], u[1]), F(u[2], u[3])}, upper(gu[0], gu[1]), lower(gu[2], gu[3]);
+      const F hidden[2] = {F::of_rectified(u[0], u[1]), F::of_rectified(u[2], u[3])}, upper(gu[0], gu[1]),
+              lower(gu[2], gu[3]);
       const float *first = gz.at(p, columns.pixels[0], offset), *second = gz.at(p, columns.pixels[1], offset);
       SAN_UNROLL
       for (int m = 0; m < KG; ++m) {
@@ -363,9 +365,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int tile = S::is_whole ? c : job.chunk * KD + c;
         if (!S::is_whole && tile >= p.tiles) break;
         const auto a1 = columns.activate(tile);
-        multiply(to_weight1[c], upper, lower, F(a1.data[0], a1.data[1]));
+        multiply(to_weight1[c], upper, lower, F::of_rectified(a1.data[0], a1.data[1]));
       }
-    });
+    }
   }
   float* shared = reinterpret_cast<float*>(shared_memory_base());
   const Team block(kWarps);
@@ -391,9 +393,13 @@ struct PlaceLayers {
   Part parts[3];  // by their first columns
 
   __device__ __forceinline__ void operator()(int64_t column, const double* sum) const {
-    const Part& part = parts[column >= parts[2].first ? 2 : column >= parts[1].first ? 1 : 0];
-    const int64_t at = column - part.first, row = at / part.pitch, inside = at - row * part.pitch;
-    if (row < part.rows && inside < part.columns) part.out.set(row * part.columns + inside, *sum);
+    SAN_UNROLL
+    for (int n = 0; n < 3; ++n) {
+      const Part& part = parts[n];
+      if (column < part.first || (n < 2 && column >= parts[n < 2 ? n + 1 : 0].first)) continue;
+      const int64_t at = column - part.first, row = at / part.pitch, inside = at - row * part.pitch;
+      if (row < part.rows && inside < part.columns) part.out.set(row * part.columns + inside, *sum);
+    }
   }
 };
 

@@ -86,11 +86,14 @@ struct Plan {
   int grid() const { return blocks * jobs(); }
 };
 
-// The part of the work that a block computes.
+// The part of the work that a block computes. With kSingle there is one job, so indices of tiles are constants.
+template <bool kSingle>
 struct Job {
-  int block, strip, chunk;
+  int block, strip = 0, chunk = 0;
 
-  __device__ __forceinline__ explicit Job(const Plan& plan) : block(blockIdx.x / plan.jobs()) {
+  __device__ __forceinline__ explicit Job(const Plan& plan) : block(blockIdx.x) {
+    if constexpr (kSingle) return;
+    block = blockIdx.x / plan.jobs();
     const int job = blockIdx.x - block * plan.jobs();
     strip = job / plan.chunks, chunk = job - strip * plan.chunks;
   }
@@ -214,7 +217,7 @@ __device__ __forceinline__ void first_layer(const Pairs& p, const Activation& ac
   for_each_relation_tile<S>(p, [&](int c) {
     float a1[4];
     activation(c, a1);
-    multiply_all(sum, F(a1[0], a1[1]), F(a1[2], a1[3]), matrix + c * N * kWarp);
+    multiply_all(sum, F::of_rectified(a1[0], a1[1]), F::of_rectified(a1[2], a1[3]), matrix + c * N * kWarp);
   });
 }
 

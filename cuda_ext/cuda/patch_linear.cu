@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
   const int first = (task - tile * strips) * kTiles, depth = p.r_tiles;
   const Pixel<false> pixels[2] = {{p, int64_t(tile) * 16 + team.row}, {p, int64_t(tile) * 16 + team.row + 8}};
   float sums[kTiles][4] = {};
-  Offset offset;
-  offset.advance(team.member, p.kernel_size);
+  Offset offset(team, p);
   for (int piece = team.member; piece < p.pieces(); piece += warps, offset.advance(warps, p.kernel_size)) {
     const bool is_center = piece == p.positions();
     const float *map = (is_center ? p.center : p.around) + team.column, *rows[2];
@@ -88,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
       const auto activated = [&](const Pack<2, float>& x, int n) {
         return rectified(scale.data[n] * x.data[n] + shift.data[n]);
       };
-      const F upper(activated(above, 0), activated(above, 1)), lower(activated(below, 0), activated(below, 1));
+      const F upper = F::of_rectified(activated(above, 0), activated(above, 1));
+      const F lower = F::of_rectified(activated(below, 0), activated(below, 1));
       multiply_all(products, upper, lower, weight);
     }
     add_to(sums, products);
@@ -190,8 +190,8 @@ class ParameterSums {
       x[i] = values[std::min(pair + i % 2, last) * pitch_ + value_at_[i / 2]];
       activated[i] = scale_[i / 2] * x[i] + shift_[i / 2];
     }
-    const F upper(rectified(activated[0]), rectified(activated[1]));
-    const F lower(rectified(activated[2]), rectified(activated[3]));
+    const F upper = F::of_rectified(rectified(activated[0]), rectified(activated[1]));
+    const F lower = F::of_rectified(rectified(activated[2]), rectified(activated[3]));
     const bool is_along = begin + team_.row <= last, is_pair[2] = {pair <= last, pair < last};
     const float* along = grads + (begin + team_.row) * hidden_ + hidden_at_ + team_.column;
     const float* across = grads + pair * hidden_ + hidden_at_ + team_.row;

@@ -85,3 +85,5 @@ def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[s
     assert done.returncode == 0, done.stderr[-3000:]
     spills = [line for line in done.stderr.splitlines() if "spill" in line and "0 bytes spill stores" not in line]
     assert not spills, spills
+    stacks = [line for line in done.stderr.splitlines() if "stack frame" in line and " 0 bytes stack frame" not in line]
+    assert not stacks, f"an array is not in registers, because an index is not a constant: {stacks}"
