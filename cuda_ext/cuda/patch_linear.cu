@@ -245,7 +245,7 @@ class ParameterSums {
 // Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, limited by instruction
 // issue.
 template <class F, int kTiles>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
     parameter_gradient_kernel(Patches<F> p, const float* grad, int strips, int tasks, int rows_per_slice,
                               float* weights, float* affine) {
   const Team team(1);

@@ -173,7 +173,9 @@ def test_norm_affine_matches_the_definition(dtype: torch.dtype, order: str, shim
     mean, var, weight, bias = (torch.randn(2000, generator=generator, dtype=torch.float64) for _ in range(4))
     var[10:] = var[10:].abs()  # a negative variance counts as 0
     ours = mean.to(dtype), var.to(dtype), weight.half(), bias.float()
-    want, grads = differentiated(lambda t: (definitions.norm_affine(*t, 1e-5),), tuple(x.double() for x in ours))
+    want, grads = differentiated(
+        lambda t: (definitions.norm_affine(t[0], t[1], t[2], t[3], 1e-5),), tuple(x.double() for x in ours)
+    )
     got = shim.norm_affine(*ours, 1e-5)
     got_grads = shim.norm_affine_backward(cotangents((got,))[0], ours[1], ours[2], 1e-5)
     assert got.dtype == dtype and all(x.dtype == dtype for x in got_grads)
