@@ -39,8 +39,8 @@ norm_affine_backward(Tensor grad, Tensor var, Tensor weight, float eps) -> (Tens
 # it may compute so in any case.
 #
 # Pairs (i, j) of a pixel and a position of its footprint. center, around [N, H, W, d]:
-# delta = center_i * around_j in the first `products` channels, center_i - around_j in the others. On GPUs, `products` is 0, maps
-# are float32, and there is a hidden layer.
+# delta = center_i * around_j in the first `products` channels, center_i - around_j in the others. On GPUs, `products` is 0,
+# maps are float32, and there is a hidden layer.
 # -> the mean and biased variance of delta over all pairs, [d] each
 pair_statistics(Tensor center, Tensor around, int kernel_size, int products) -> (Tensor mean, Tensor var)
 # -> gradients of center, around

@@ -181,6 +181,7 @@ template <class T>
 std::tuple<Tensor, Tensor> statistics_backward(Problem<T> problem, const Tensor& grad_mean, const Tensor& grad_var,
                                                const Tensor& mean) {
   const int64_t d = problem.d;
+  check_statistics({&grad_mean, &grad_var, &mean}, problem.center, {d});
   const Tensor from_mean = as<T>(grad_mean), from_var = as<T>(grad_var), middle = as<T>(mean);
   problem.p.norm.mean = values<T>(middle);
   std::vector<T> slope(d), offset(d);
@@ -228,6 +229,8 @@ template <class T>
 std::tuple<Tensor, Tensor, Tensor> covariance_backward(const Problem<T>& problem, const Tensor& grad_mean,
                                                        const Tensor& grad_covariance, const Tensor& mean) {
   const int64_t d = problem.d;
+  check_statistics({&grad_mean, &mean}, problem.center, {d}),
+      check_statistics({&grad_covariance}, problem.center, {d, d});
   const Tensor vector = as<T>(grad_mean), matrix = as<T>(grad_covariance), middle = as<T>(mean);
   const T *from_mean = values<T>(vector), *from_covariance = values<T>(matrix);
   std::vector<T> slope(d * d), offset(d);

@@ -172,6 +172,7 @@ std::tuple<Tensor, Tensor> statistics_backward(const Tensor& grad_mean, const Te
   const T *means = values<T>(mean), *to_mean = values<T>(from_mean), *to_var = values<T>(from_var);
   const int64_t N = center.size(0), P = f.pixels(), K = f.positions(), C = center.size(3), R = around.size(3);
   const int64_t k = f.kernel_size, W = f.width;
+  check_statistics({&grad_mean, &grad_var, &mean_}, around_, {C + K * R});
   const double pixels = double(N) * P;
   const auto write = [&](int64_t column, double& slope, double& offset) {
     slope = 2 * double(to_var[column]) / pixels, offset = to_mean[column] / pixels - slope * means[column];

@@ -201,6 +201,15 @@ def test_backward_rejects_a_gradient_of_the_wrong_shape(operator: str) -> None:
         getattr(torch.ops.san, f"{operator}_backward")(*arguments)
 
 
+@pytest.mark.parametrize("operator", ["pair_statistics", "pair_covariance", "patch_statistics"])
+def test_backward_rejects_statistics_of_the_wrong_size(operator: str) -> None:
+    tensors = sample(operator)
+    outputs = computed(operator, tensors, Sizes())
+    arguments = backward_arguments(operator, tensors, outputs, (outputs[0][1:], outputs[1]), Sizes())
+    with pytest.raises(RuntimeError, match="must have the"):
+        getattr(torch.ops.san, f"{operator}_backward")(*arguments)
+
+
 def test_rejects_a_footprint_of_0() -> None:
     """Runs in a new process, because a missing check would crash it."""
     code = """
