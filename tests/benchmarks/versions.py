@@ -1,12 +1,14 @@
-"""Compares training steps and evaluations of two checkouts of this project on the CPU.
+"""Compares training steps and evaluations of whole networks on the CPU: two checkouts of this project, or ways to run one.
 
     git worktree add ../before REVISION
-    python -m tests.benchmarks.versions ../before [--threads 1] [--rounds 5] [--only 224]
+    python -m tests.benchmarks.versions --before ../before [--threads 1] [--rounds 5] [--only 224]
+    python -m tests.benchmarks.versions bfloat16 compiled
 
-Every round runs each checkout in turn in a process of its own, so that disturbances affect both; a process reports its fastest
-step. Ratios are before / now within a round: median and range. `now, memory kept` is this checkout with the settings of glibc
-that `san run` uses. Inputs and gradients are random; networks at 32x32 have three stages, half the width and 64 images, those
-at 224x224 are complete and have four.
+Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
+step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
+`san run` uses, `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and
+first evaluation are listed. Inputs and gradients are random; networks at 32x32 have three stages (ResNets two), half the width
+and 64 images, those at 224x224 are complete and have four.
 """
 
 from __future__ import annotations
@@ -16,77 +18,108 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.benchmarks.tables import spread, table
 
 ROOT = Path(__file__).parents[2]
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
-SMALL = "num_classes=10, num_stages=3, width_mult=0.5"
-NETWORKS = {
-    "SAN10 pairwise, 32x32": ("san10_pairwise", SMALL, 64, 32),
-    "SAN10 patchwise, 32x32": ("san10_patchwise", SMALL, 64, 32),
-    "ResNet26, 32x32": ("resnet26", SMALL.replace("3", "2", 1), 64, 32),
-    "SAN10 pairwise, 224x224": ("san10_pairwise", "num_classes=10", 4, 224),
-    "SAN10 patchwise, 224x224": ("san10_patchwise", "num_classes=10", 4, 224),
-    "ResNet26, 224x224": ("resnet26", "num_classes=10", 4, 224),
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What runs in a process."""
+
+    checkout: Path = ROOT
+    environment: dict[str, str] = field(default_factory=dict)
+    half: bool = False
+    compiled: bool = False
+
+
+WAYS = {
+    "memory kept": Variant(environment=KEEP_MEMORY),
+    "bfloat16": Variant(half=True),
+    "compiled": Variant(environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}, compiled=True),
 }
+NETWORKS = {
+    "SAN10 pairwise, 32x32": ("san10_pairwise", "num_stages=3, width_mult=0.5", 64, 32),
+    "SAN10 patchwise, 32x32": ("san10_patchwise", "num_stages=3, width_mult=0.5", 64, 32),
+    "ResNet26, 32x32": ("resnet26", "num_stages=2, width_mult=0.5", 64, 32),
+    "SAN10 pairwise, 224x224": ("san10_pairwise", "", 4, 224),
+    "SAN10 patchwise, 224x224": ("san10_patchwise", "", 4, 224),
+    "ResNet26, 224x224": ("resnet26", "", 4, 224),
+}
+MODES = ("training step", "evaluation")
 PROGRAM = """
 import json, time, torch, san
 torch.set_num_threads({threads})
 torch.manual_seed(0)
-model = san.create_model({name!r}, {options}).to(memory_format=torch.channels_last)
+model = san.create_model({name!r}, num_classes=10, {options}).to(memory_format=torch.channels_last)
+if {compiled}:
+    model = torch.compile(model)
 x = torch.randn({batch}, 3, {side}, {side}).contiguous(memory_format=torch.channels_last)
 grad = torch.randn({batch}, 10)
+def forward():
+    with torch.autocast("cpu", torch.bfloat16, enabled={half}):
+        return model(x)
 def train():
     model.zero_grad()
-    model(x).backward(grad)
+    forward().float().backward(grad)
 def evaluate():
     with torch.no_grad():
-        model(x)
-fastest = []
+        forward()
+def seconds(step):
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+result = []
 for mode, step in ((True, train), (False, evaluate)):
     model.train(mode)
-    step(), step()
-    times = []
-    for _ in range({steps}):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    fastest.append(1000 * min(times))
-print(json.dumps(fastest))
+    first = seconds(step)
+    step()
+    result.append((1000 * min(seconds(step) for _ in range({steps})), first))
+print(json.dumps(result))
 """
 
 
-def fastest(checkout: Path, network: str, threads: int, settings: dict[str, str]) -> list[float]:
-    """Returns the milliseconds of the fastest training step and evaluation."""
+def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, float]]:
+    """Returns, for training and evaluation, the milliseconds of the fastest step and the seconds of the first one."""
     name, options, batch, side = NETWORKS[network]
-    code = PROGRAM.format(name=name, options=options, batch=batch, side=side, threads=threads, steps=20 if side < 100 else 5)
-    environment = os.environ | settings
-    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=environment, check=True, stdout=subprocess.PIPE)
-    return json.loads(done.stdout.splitlines()[-1])
+    how = {"threads": threads, "steps": 20 if side < 100 else 5, "half": variant.half, "compiled": variant.compiled}
+    code = PROGRAM.format(name=name, options=options, batch=batch, side=side, **how)
+    environment = os.environ | variant.environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=variant.checkout, env=environment, check=True, stdout=subprocess.PIPE
+    )
+    return [(fastest, first) for fastest, first in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="folder of the other checkout")
+    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="variants of this checkout; by default memory kept")
+    parser.add_argument("--before", type=Path, help="folder of another checkout, the first variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="part of the networks' names")
     options = parser.parse_args()
-    versions = {"before": (options.before, {}), "now": (ROOT, {}), "now, memory kept": (ROOT, KEEP_MEMORY)}
+    before = {"before": Variant(options.before)} if options.before else {}
+    variants = before | {"now": Variant()} | {name: WAYS[name] for name in options.ways or ["memory kept"]}
+    baseline, *others = variants
+    heads = ["network", *(f"{name}, ms" for name in variants), *(f"{baseline} / {name}" for name in others), "first call, s"]
     rows = []
     for network in (name for name in NETWORKS if options.only in name):
-        times: dict[str, list[list[float]]] = {version: [] for version in versions}
-        for _ in range(options.rounds):
-            for version, (checkout, settings) in versions.items():
-                times[version].append(fastest(checkout, network, options.threads, settings))
-        for mode, name in enumerate(("training step", "evaluation")):
-            ms = {version: [pair[mode] for pair in pairs] for version, pairs in times.items()}
-            ratios = [[a / b for a, b in zip(ms["before"], ms[version], strict=True)] for version in list(versions)[1:]]
-            rows.append([f"{network}, {name}", *(spread(x) for x in ms.values()), *(spread(x, 2) for x in ratios)])
-    heads = [*(f"{version}, ms" for version in versions), *(f"before / {version}" for version in list(versions)[1:])]
-    print(table(f"{options.threads} threads, {options.rounds} rounds", ["network", *heads], rows), flush=True)
+        found = [
+            {v: measure(variant, network, options.threads) for v, variant in variants.items()} for _ in range(options.rounds)
+        ]
+        for mode, label in enumerate(MODES):
+            ms = {name: [one[name][mode][0] for one in found] for name in variants}
+            ratios = [[a / b for a, b in zip(ms[baseline], ms[name], strict=True)] for name in others]
+            first = min(one[[*variants][-1]][mode][1] for one in found)
+            cells = [*(spread(x) for x in ms.values()), *(spread(x, 2) for x in ratios), f"{first:.1f}"]
+            rows.append([f"{network}, {label}", *cells])
+            print("; ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
+    print(table(f"{options.threads} threads, {options.rounds} rounds", heads, rows))
 
 
 if __name__ == "__main__":
