@@ -147,6 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weig
                                              const std::optional<Tensor>& mean, const std::optional<Tensor>& var,
                                              double eps) {
   check_norm(x, {&weight, &bias});
+  STD_TORCH_CHECK(mean.has_value() == var.has_value(), "give both mean and var, or neither");
   if (mean && var) check_norm(x, {&*mean, &*var});
   const Tensor map = as<float>(x);
   const Layout layout(map);

@@ -148,7 +148,7 @@ class PairwiseAttention(VectorAttention):
         if hidden and channels % HIDDEN_REDUCTION:
             raise ValueError(f"{channels} channels are not divisible by {HIDDEN_REDUCTION}, which mapping {mapping} requires")
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
-        self.gamma = Gamma((d, *hidden, self.weight_channels))
+        self.gamma = Gamma.of((d, *hidden, self.weight_channels))
 
     def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
@@ -194,7 +194,7 @@ class PatchwiseAttention(VectorAttention):
         self.relation, self.mapping = relation, mapping
         K, R, G = footprint**2, self.relation_channels, self.weight_channels
         hidden = choose("mapping", mapping, MAPPINGS).patchwise(R, G)
-        self.gamma = Gamma((self.row.channels(R, K), *hidden, K * G))
+        self.gamma = Gamma.of((self.row.channels(R, K), *hidden, K * G))
 
     @property
     def row(self) -> Relation:

@@ -55,4 +55,5 @@ def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, (momentum, count) in zip(norms, before, strict=True):
             norm.momentum = momentum
-            norm.num_batches_tracked = count
+            assert norm.num_batches_tracked is not None
+            norm.num_batches_tracked.copy_(count)

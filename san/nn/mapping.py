@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from san.nn.norm import affine_of, is_plain, norm_relu, reused, tensors_of, uses_batch
+from san.nn.norm import affine_of, forget, is_plain, is_pointwise, norm_relu, reused, tensors_of, uses_batch
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 
@@ -52,12 +52,14 @@ class Gamma(nn.Sequential):
     Linear layers are 1x1 convolutions.
     """
 
-    def __init__(self, widths: tuple[int, ...]) -> None:
+    @classmethod
+    def of(cls, widths: tuple[int, ...]) -> Gamma:
+        """The layers between these widths."""
         last = len(widths) - 2
         layers: list[nn.Module] = []
         for step, (width_in, width_out) in enumerate(pairwise(widths)):
             layers += [nn.BatchNorm2d(width_in), nn.ReLU(), nn.Conv2d(width_in, width_out, 1, bias=step == last)]
-        super().__init__(*layers)
+        return cls(*layers)
 
     def fuses_pairs(self, maps: PairMaps) -> bool:
         """Whether `pair_weights` can replace the layers. On a GPU, only LRL of float32 differences is fused."""
@@ -68,17 +70,17 @@ class Gamma(nn.Sequential):
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
-        if not fuses("patch_linear", x_NRHW) or not self._is_plain(3) or x_NRHW.numel() == 0:
+        if not fuses("patch_linear", x_NRHW) or not self._is_plain(3) or len(self) % 3 or x_NRHW.numel() == 0:
             return False
         return not (x_NRHW.is_cuda and x_NRHW.dtype == torch.float64)
 
     def _is_plain(self, layers: int) -> bool:
-        """Whether the first layers are those of `__init__` and need not be called."""
+        """Whether the first layers are those of `of` and need not be called."""
         types = (nn.BatchNorm2d, nn.ReLU, nn.Conv2d) * (layers // 3)
         if len(self) < layers or not all(is_plain(layer, kind) for layer, kind in zip(self, types, strict=False)):
             return False
         convolutions = [layer for layer in list(self)[:layers] if isinstance(layer, nn.Conv2d)]
-        return is_plain(self, Gamma) and all(x.kernel_size == (1, 1) and x.groups == 1 for x in convolutions)
+        return is_plain(self, Gamma) and all(map(is_pointwise, convolutions))
 
     def pair_weights(self, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
         """softmax_j(gamma(delta_ij)), [N, G, K, P] of type `dtype`. Requires `fuses_pairs`; updates running statistics.
@@ -96,9 +98,10 @@ class Gamma(nn.Sequential):
             return self._pair_mapping(maps, kernel_size, to)
 
         if any(map(uses_batch, norms)):
+            forget(self)
             norm, weight1, shift2, weight2 = mapping()
         else:
-            norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], (len(self), wide, to), mapping)
+            norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], (wide, to, *(x.eps for x in norms)), mapping)
         return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
 
     def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -143,9 +146,10 @@ class Gamma(nn.Sequential):
             return (affine_of(norm1, N * H * W, wide, lambda: kernels.patch_statistics(center, around, kernel_size)),)
 
         if uses_batch(norm1):
+            forget(norm1)
             (norm,) = affine()
         else:
-            (norm,) = reused(norm1, tensors_of(norm1), wide, affine)
+            (norm,) = reused(norm1, tensors_of(norm1), (wide, norm1.eps), affine)
         weight, bias = self._rows(2, K, around.is_cuda)
         u_NEHW = kernels.patch_linear(center, around, norm, weight.to(dtype if dtype.itemsize == 2 else wide), kernel_size)
         u_NEHW = (u_NEHW if bias is None else u_NEHW + bias[:, None, None]).to(dtype)

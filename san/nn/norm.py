@@ -86,12 +86,9 @@ def reused(
 ) -> tuple[Tensor, ...]:
     """compute(), which depends only on `tensors` and `options`; in evaluation it runs again only after one of them has changed.
 
-    A write through `Tensor.data` is noticed only if the layer has run in training mode since.
+    A write through `Tensor.data` is not noticed, but every pass in training calls `forget`.
     """
     sources = [x for x in tensors if x is not None]
-    if layer.training:
-        _reused.pop(layer, None)
-        return compute()
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
     if learns or torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
         return compute()
@@ -112,9 +109,17 @@ def reused(
     return value
 
 
+def forget(layer: nn.Module) -> None:
+    """Makes the next `reused` of this layer compute its value."""
+    _reused.pop(layer, None)
+
+
 def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
-    """All that the norm's affine form depends on in evaluation."""
-    return norm.weight, norm.bias, norm.running_mean, norm.running_var
+    """All that the norm's affine form depends on in evaluation, besides eps.
+
+    The count is among them, because torch's own BatchNorm changes its running statistics without counting it as a write.
+    """
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
@@ -129,7 +134,8 @@ def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bo
         return False
     if x_NCHW.dim() != 4 or x_NCHW.numel() == 0 or not x_NCHW.is_contiguous(memory_format=torch.channels_last):
         return False
-    return all(x is None or x.dtype == torch.float32 for x in (x_NCHW, *tensors_of(norm)))
+    tensors = x_NCHW, norm.weight, norm.bias, norm.running_mean, norm.running_var
+    return all(x is None or x.dtype == torch.float32 for x in tensors)
 
 
 def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
@@ -168,20 +174,23 @@ def convolve(conv: nn.Module, x_NCHW: Tensor) -> Tensor:
 
     Its gradients are faster than those of torch's convolutions, which have a slow path for few images and one thread.
     """
-    if not isinstance(conv, nn.Conv2d) or not _is_pointwise(conv, x_NCHW):
+    if not isinstance(conv, nn.Conv2d) or not _runs_as_product(conv, x_NCHW):
         y_NCHW: Tensor = conv(x_NCHW)
         return y_NCHW
     return linear(x_NCHW.permute(0, 2, 3, 1), conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
 
 
-def _is_pointwise(conv: nn.Conv2d, x_NCHW: Tensor) -> bool:
+def is_pointwise(conv: nn.Conv2d) -> bool:
+    """Whether the convolution is a Linear layer for each pixel."""
+    return (conv.kernel_size, conv.stride, conv.padding, conv.groups) == ((1, 1), (1, 1), (0, 0), 1)
+
+
+def _runs_as_product(conv: nn.Conv2d, x_NCHW: Tensor) -> bool:
     if not torch.is_grad_enabled() or not fuses("norm_relu", x_NCHW) or not is_plain(conv, nn.Conv2d):
         return False
     if x_NCHW.dim() != 4 or x_NCHW.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
-    if (conv.kernel_size, conv.stride, conv.padding, conv.groups) != ((1, 1), (1, 1), (0, 0), 1):
-        return False
-    return x_NCHW.is_contiguous(memory_format=torch.channels_last)
+    return is_pointwise(conv) and x_NCHW.is_contiguous(memory_format=torch.channels_last)
 
 
 def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
@@ -202,8 +211,11 @@ def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Ten
 def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
     if not fuses("norm_affine", x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
         return False
+    if uses_batch(norm):
+        forget(conv)
+        return False
     # Scaled, weights in float16 can exceed its range.
-    return not uses_batch(norm) and conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
+    return conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
 
 
 def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
@@ -214,7 +226,7 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
         bias = shift + (-mean if conv.bias is None else conv.bias - mean) * scale
         return (conv.weight * scale[:, None, None, None]).to(dtype), bias.to(dtype)
 
-    weight, bias = reused(conv, (conv.weight, conv.bias, *tensors_of(norm)), id(norm), folded)
+    weight, bias = reused(conv, (conv.weight, conv.bias, *tensors_of(norm)), (id(norm), norm.eps), folded)
     return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import conv2d
 from san import ops
 from san.nn.inputs import is_autocast
 from san.nn.mapping import PairMaps
-from san.nn.norm import reused
+from san.nn.norm import forget, is_plain, reused
 from san.ops.tracing import is_traced, leaf
 
 CHANNELS = 2
@@ -71,10 +71,14 @@ class Position(nn.Module):
         """The maps of a relation plus two channels for the position, in p's type because half types would round differences."""
         size = maps.center.shape[2:], maps.center.dtype
 
-        def positions() -> tuple[Tensor, Tensor]:
+        def positions() -> tuple[Tensor, ...]:
             return self.row.difference(self.features(maps.center))
 
-        positions_12HW = reused(self, (self.linear.weight, self.linear.bias), size, positions)
+        if self.training or not is_plain(self.linear, nn.Conv2d):
+            forget(self)
+            positions_12HW = positions()
+        else:
+            positions_12HW = reused(self, (self.linear.weight, self.linear.bias), size, positions)
         # Joined as [N, H, W, channels]: maps stay channels-last, because `cat` is told the format by neither of its inputs.
         center, around = (
             torch.cat((x.permute(0, 2, 3, 1), p.expand(len(x), -1, -1, -1).permute(0, 2, 3, 1)), 3).permute(0, 3, 1, 2)

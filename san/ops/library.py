@@ -307,7 +307,8 @@ def _register(operator: Operator) -> None:
 
     def backward(ctx: Any, *grads: Tensor) -> Arguments:
         grads, count = grads[: operator.differentiable_outputs], len(operator.saved_outputs)
-        outputs, tensors = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
+        saved = ctx.saved_tensors  # activation checkpointing allows one read
+        outputs, tensors = saved[:count], iter(saved[count:])
         inputs = tuple(next(tensors) if x is Tensor else x for x in ctx.inputs)
         if torch.is_grad_enabled():  # create_graph=True
             return _by_definition(operator.definition, grads, inputs)

@@ -63,7 +63,28 @@ def train_with_data(attention: nn.Module, x_NCHW: Tensor) -> None:
     attention.eval()
 
 
-CHANGES = (train_a_step, load, replace_data, change_a_running_mean, replace_a_norm, train_with_data)
+def recalibrate(attention: nn.Module, x_NCHW: Tensor) -> None:
+    """torch's own BatchNorm changes running statistics without counting it as a write to them."""
+    with torch.no_grad(), ops.backend("unfused"):
+        attention.train()(3 * x_NCHW)
+    attention.eval()
+
+
+def change_eps(attention: nn.Module, x_NCHW: Tensor) -> None:
+    attention.gamma[0].eps = 0.5  # type: ignore[union-attr, operator, index]
+
+
+def move_positions(attention: nn.Module, x_NCHW: Tensor) -> None:
+    if isinstance(attention, san.PairwiseAttention):
+        attention.position.linear.register_forward_hook(lambda layer, inputs, output: output * 3)  # type: ignore[union-attr]
+    else:
+        change_eps(attention, x_NCHW)
+
+
+CHANGES = (
+    *(train_a_step, load, replace_data, change_a_running_mean, replace_a_norm, train_with_data),
+    *(recalibrate, change_eps, move_positions),
+)
 
 
 @every_kind
@@ -131,6 +152,21 @@ def test_few_operators_and_no_layout_copies(kind: str, operators: int) -> None:
     training, evaluation = (count(kind, mode, "stage 5", 2) for mode in (True, False))
     assert sum(training.names.values()) <= operators and sum(evaluation.names.values()) <= 4
     assert training.layout_copies == evaluation.layout_copies == training.conversions == evaluation.conversions == 0
+
+
+@every_kind
+@pytest.mark.parametrize("change", ["appended", "sliced"])
+def test_gamma_with_other_layers(kind: str, change: str) -> None:
+    attention, x_NCHW = layer(kind)
+    gamma = attention.gamma
+    if change == "appended":
+        gamma.append(nn.Identity())
+    else:
+        attention.gamma = nn.Sequential(*gamma[:3], *gamma[3:])
+        assert len(gamma[:3]) == 3
+    ours = attention(x_NCHW)
+    with ops.backend("reference"):
+        torch.testing.assert_close(ours, attention(x_NCHW), rtol=1e-4, atol=1e-5)
 
 
 class Names(TorchDispatchMode):

@@ -321,3 +321,19 @@ def test_other_convolutions_are_called(change: str) -> None:
     with torch.autocast("cpu", enabled=change == "autocast"), torch.set_grad_enabled(change != "no gradient"):
         torch.testing.assert_close(convolve(conv, x_NCHW), conv(x_NCHW), rtol=0, atol=0)
     assert len(called) == (2 if change == "a hook" else 0)
+
+
+@pytest.mark.parametrize("change", ["recalibrated", "written through data", "eps"])
+def test_folded_norm_notices_changes(change: str) -> None:
+    conv, norm, x_NCHW = layers()
+    with torch.no_grad():
+        conv_norm_relu(conv, norm, nn.ReLU(), x_NCHW)
+        if change == "recalibrated":
+            norm.train()(5 + conv(x_NCHW))
+        elif change == "eps":
+            norm.eps = 0.5
+        else:
+            conv_norm_relu(conv, norm.train(), nn.ReLU(), x_NCHW)
+            conv.weight.data.mul_(2)
+        norm.eval()
+        torch.testing.assert_close(conv_norm_relu(conv, norm, nn.ReLU(), x_NCHW), norm(conv(x_NCHW)).relu())

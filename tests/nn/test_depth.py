@@ -1,0 +1,27 @@
+"""Activation checkpointing of residual blocks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import san
+
+
+def gradients(model: nn.Module, x_NCHW: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x_NCHW).square().sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
+def test_checkpoints_change_neither_gradients_nor_statistics(name: str) -> None:
+    torch.manual_seed(0)
+    model = san.create_model(name, 5, num_stages=2, width_mult=0.5)
+    saving, x_NCHW = copy.deepcopy(model), torch.randn(2, 3, 32, 32)
+    saving.set_grad_checkpointing()
+    buffers = dict(saving.named_buffers())
+    torch.testing.assert_close(gradients(saving, x_NCHW), gradients(model, x_NCHW))
+    torch.testing.assert_close(dict(saving.named_buffers()), dict(model.named_buffers()))
+    assert all(buffer is buffers[key] for key, buffer in saving.named_buffers())
