@@ -96,7 +96,8 @@ def reused(
         if torch.cuda.is_current_stream_capturing():  # replays of the graph must follow the weights
             return compute()
         options = options, torch.cuda.current_stream(sources[0].device)
-    # `_version` counts the writes to a tensor; it has no public name (https://github.com/pytorch/pytorch/issues/56643).
+    # `_version` counts the writes to a tensor. torch has a public function that raises the count
+    # (`torch.autograd.graph.increment_version`), but none that reads it.
     versions = [x._version for x in sources]
     known = _reused.get(layer)
     if known is not None and known.options == options and known.versions == versions:
