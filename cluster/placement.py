@@ -37,11 +37,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Resources of one cell: `workers` processes, each with `cpus` CPUs and `gpus` GPUs."""
+    """Resources of one cell: `workers` processes, each with `cpus` CPUs and `gpus` GPUs or a fraction of one."""
 
     workers: int = 1
     cpus: int = 1
-    gpus: int = 0
+    gpus: float = 0
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
@@ -75,9 +75,14 @@ def workers_that_fit(placement: Placement, resources: Resources) -> int:
     """How many workers fit on the nodes."""
     slots = [node.cpus // placement.cpus for node in resources.nodes]
     if placement.gpus:
-        slots = [min(n, node.gpus // placement.gpus) for n, node in zip(slots, resources.nodes, strict=True)]
+        slots = [min(n, _workers_on_gpus(node.gpus, placement.gpus)) for n, node in zip(slots, resources.nodes, strict=True)]
     return sum(slots)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+def _workers_on_gpus(gpus: int, each: float) -> int:
+    """A worker with a fraction of a GPU uses one GPU, not parts of several."""
+    return int(gpus // each) if each >= 1 else gpus * int(1 / each + 1e-9)
+
+
+def _count(number: float, thing: str) -> str:
+    return f"{number:g} {thing}{'' if number == 1 else 's'}"

@@ -18,7 +18,7 @@ from pipelines.datasets.check import Broken, broken_images
 from pipelines.datasets.dataset import Dataset
 from pipelines.errors import DataError
 from pipelines.resample import resampler, visible_region
-from pipelines.transform import MANIPULATIONS, CropParams, Transform, random_numbers, training_crops, validation_crops
+from pipelines.transform import MANIPULATIONS, CropParams, Transform, random_numbers, shifted, training_crops, validation_crops
 
 
 def decoding_threads(cpus: int) -> int:
@@ -135,6 +135,8 @@ class Loader:
         manipulate = MANIPULATIONS[self.transform.manipulation]
         images = self._synthetic(parts) if self.dataset.is_synthetic else self._decoded(number, parts)
         for indices, images_NCHW in zip(parts, images, strict=True):
+            if self.train and self.transform.crop_padding is not None and not self.dataset.is_synthetic:
+                images_NCHW = shifted(images_NCHW, self.transform, random_numbers(self.seed, number, indices))
             yield Batch(manipulate(images_NCHW).contiguous(), self._on_device(torch.from_numpy(labels[indices])))
 
     def _synthetic(self, parts: list[sampler.Indices]) -> Iterator[torch.Tensor]:

@@ -35,7 +35,7 @@ BLOCKS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transform:
-    """Random resized crop and flip for training, resize and center crop for validation.
+    """Random crop and flip for training, resize and center crop for validation.
 
     The defaults are the paper's values for ImageNet.
 
@@ -51,6 +51,9 @@ class Transform:
     """Minimum and maximum area of the random crop as fractions of the image, in (0, 1]."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Minimum and maximum width / height of the random crop."""
+    crop_padding: int | None = None
+    """Replaces random resized crops by those of the CIFAR literature (He et al. 2016, section 4.2): images are resized and
+    cropped as in validation, padded with so many black pixels on each side, and a random square of `size` is cut out."""
     flip: bool = True
     """Mirror half of the training images left to right."""
     mean: RGB = IMAGENET_MEAN
@@ -67,6 +70,7 @@ class Transform:
             ("resize", self.resize >= self.size, f"at least size ({self.size})"),
             ("crop_area", 0 < area[0] <= area[1] <= 1, "two increasing numbers between 0 and 1"),
             ("crop_ratio", 0 < ratio[0] <= ratio[1], "two increasing numbers above 0"),
+            ("crop_padding", self.crop_padding is None or 0 <= self.crop_padding <= self.size, f"0 to size={self.size}"),
             ("mean", len(self.mean) == 3, "three numbers (red, green, blue)"),
             ("std", len(self.std) == 3 and min(self.std) > 0, "three numbers above 0"),
             ("manipulation", self.manipulation in MANIPULATIONS, f"one of {', '.join(MANIPULATIONS)}"),
@@ -92,7 +96,12 @@ class CropParams(NamedTuple):
 
 
 def training_crops(transform: Transform, numbers: NDArray[np.float64], sizes_N2: NDArray[np.int64]) -> CropParams:
-    """A random resized crop, mirrored at random, for images with these heights and widths and these `random_numbers`."""
+    """A random resized crop, mirrored at random, for images with these heights and widths and these `random_numbers`.
+
+    With `crop_padding`, the crop is central, and `shifted` moves its square.
+    """
+    if transform.crop_padding is not None:
+        return validation_crops(transform, sizes_N2)._replace(mirror_N=random_mirrors(transform, numbers))
     start_N2, extent_N2 = random_crops(transform, numbers, sizes_N2)
     resized_N2 = np.full_like(extent_N2, transform.size)
     return CropParams(start_N2, extent_N2, resized_N2, np.zeros_like(resized_N2), random_mirrors(transform, numbers))
@@ -149,6 +158,22 @@ def random_crops(
     any_N1 = fits_NA.any(axis=1)[:, None]
     start_N2, extent_N2 = np.where(any_N1, position_N2, central_N2), np.where(any_N1, first_N2, largest_N2)
     return start_N2.astype(np.int32), extent_N2.astype(np.int32)
+
+
+def shifted(images_NCHW: torch.Tensor, transform: Transform, numbers: NDArray[np.float64]) -> torch.Tensor:
+    """Random crops from normalized squares that are padded with `crop_padding` black pixels."""
+    assert transform.crop_padding is not None
+    H, W = images_NCHW.shape[2:]
+    device = images_NCHW.device
+    start_N2 = np.floor((2 * transform.crop_padding + 1) * numbers[:, POSITION]) - transform.crop_padding
+    top_N1, left_N1 = torch.from_numpy(start_N2.astype(np.int64)).to(device).split(1, dim=1)
+    row_NH, column_NW = top_N1 + torch.arange(H, device=device), left_N1 + torch.arange(W, device=device)
+    inside_N1HW = ((row_NH >= 0) & (row_NH < H))[:, None, :, None] & ((column_NW >= 0) & (column_NW < W))[:, None, None, :]
+    row_NCHW = row_NH.clamp(0, H - 1)[:, None, :, None].expand(images_NCHW.shape)
+    column_NCHW = column_NW.clamp(0, W - 1)[:, None, None, :].expand(images_NCHW.shape)
+    black_C11 = torch.tensor([-mean / std for mean, std in zip(transform.mean, transform.std, strict=True)], device=device)
+    moved_NCHW = images_NCHW.gather(2, row_NCHW).gather(3, column_NCHW)
+    return torch.where(inside_N1HW, moved_NCHW, black_C11[:, None, None])
 
 
 def random_mirrors(transform: Transform, numbers: NDArray[np.float64]) -> NDArray[np.int32]:

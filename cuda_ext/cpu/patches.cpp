@@ -83,7 +83,8 @@ Gradients map_backward(const Problem<T>& problem, const Tensor& grad) {
 }
 
 // Window sums along one axis: sum(o) is the sum over all i of value(reflect(i + o - reach)), o = 0 ... k - 1, of rows
-// with `channels` values each. Each window differs from the previous one in two rows.
+// with `channels` values each. Each window differs from the previous one in two rows, so a row whose values are 1e16 times
+// as large as the others' costs precision in the windows without it, too.
 SAN_VECTOR void window_sums(const double* rows, int64_t size, int64_t channels, int64_t k, double* sums) {
   const int64_t reach = k / 2;
   const auto row = [&](int64_t i) { return rows + reflect(i, size) * channels; };
@@ -105,22 +106,22 @@ SAN_VECTOR void add_to_windows(const double* values, int64_t size, int64_t chann
     }
 }
 
-// Sums over all pixels of the columns of patches and of their squares, in float64: first of `center`, then of `around`
-// for each position and channel.
+// Sums over all pixels of the columns of patches minus their origin, and of the squares of these differences, in
+// float64: first of `center`, then of `around` for each position and channel. `origin` has the values of both maps.
 template <class T>
 SAN_VECTOR void patch_sums(const T* center, int64_t own, const T* around, int64_t channels, const Footprint& f,
-                           double* sums) {
+                           const double* origin, double* sums) {
   const int64_t both = 2 * channels, k = f.kernel_size, W = f.width;
   for (int64_t i = 0; i < f.pixels(); ++i)
     for (int64_t c = 0; c < own; ++c) {
-      const double x = center[i * own + c];
+      const double x = center[i * own + c] - origin[c];
       sums[c] += x, sums[own + c] += x * x;
     }
   std::vector<double> row(W * both), rows(f.height * k * both), windows(k * k * both);
   for (int64_t h = 0; h < f.height; ++h) {
     for (int64_t w = 0; w < W; ++w)
       for (int64_t c = 0; c < channels; ++c) {
-        const double x = around[(h * W + w) * channels + c];
+        const double x = around[(h * W + w) * channels + c] - origin[own + c];
         row[w * both + c] = x, row[w * both + channels + c] = x * x;
       }
     window_sums(row.data(), W, both, k, rows.data() + h * k * both);
@@ -134,22 +135,29 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& center_, const Tensor& aroun
   const Tensor center = as<T>(center_), around = as<T>(around_);
   const int64_t N = center.size(0), P = f.pixels(), K = f.positions(), C = center.size(3), R = around.size(3);
   const int64_t columns = C + K * R;
-  std::vector<double> sums(N * 2 * columns);
+  // The first pixel, so that large means cost no precision.
+  std::vector<double> origin(C + R), sums(N * 2 * columns);
+  if (N > 0) {
+    std::copy_n(values<T>(center), C, origin.begin());
+    std::copy_n(values<T>(around), R, origin.begin() + C);
+  }
   for_each_task<T>(N, 0, [&](int64_t n, T*) {
-    patch_sums(values<T>(center) + n * P * C, C, values<T>(around) + n * P * R, R, f, sums.data() + n * 2 * columns);
+    patch_sums(values<T>(center) + n * P * C, C, values<T>(around) + n * P * R, R, f, origin.data(),
+               sums.data() + n * 2 * columns);
   });
   const std::vector<double> total = sum_over_tasks(sums, 2 * columns);
   std::vector<double> mean(columns), var(columns);
   const double pixels = double(N) * P;
-  const auto write = [&](int64_t column, double sum, double square) {
-    mean[column] = sum / pixels, var[column] = square / pixels - mean[column] * mean[column];
+  const auto write = [&](int64_t column, double from, double sum, double square) {
+    const double distance = sum / pixels;
+    mean[column] = from + distance, var[column] = square / pixels - distance * distance;
     if (var[column] < 0) var[column] = 0;  // NaN stays NaN
   };
-  for (int64_t c = 0; c < C; ++c) write(c, total[c], total[C + c]);
+  for (int64_t c = 0; c < C; ++c) write(c, origin[c], total[c], total[C + c]);
   for (int64_t o = 0; o < K; ++o)
     for (int64_t c = 0; c < R; ++c) {
       const double* at = total.data() + 2 * C + o * 2 * R + c;
-      write(C + c * K + o, at[0], at[R]);
+      write(C + c * K + o, origin[C + c], at[0], at[R]);
     }
   return {tensor_of<T>(mean.data(), around, {columns}), tensor_of<T>(var.data(), around, {columns})};
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import json
@@ -18,7 +19,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from experiments.grids.custom_code import custom_code
-from experiments.grids.renamed import new_key
 from san.choice import ChoiceError
 from san.models import ModelSpec, model_spec
 
@@ -90,7 +90,8 @@ _SPECS: dict[tuple[str, str], ModelSpec] = {}
 @functools.cache
 def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
     """The validator of each field of a variant's spec. Raises ValueError for an unknown variant."""
-    hints = typing.get_type_hints(type(model_spec(name)))
+    spec = type(model_spec(name))
+    hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
 
 
@@ -160,10 +161,13 @@ class DataConfig(Strict):
     """Side in pixels of the model's square input."""
     resize: Count
     """Validation: length in pixels to which the shorter side is resized before the center crop."""
-    crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]]
+    crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]] = (0.08, 1.0)
     """Training: range of a random crop's area, as a fraction of the image's area."""
-    crop_ratio: tuple[Positive, Positive]
+    crop_ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
     """Training: range of a random crop's aspect ratio (width over height)."""
+    crop_padding: Annotated[Whole, Field(ge=0)] | None = None
+    """Training: resizes and crops images as in validation, pads them with this many black pixels on each side, and cuts out a
+    random square of `size`, as usual for CIFAR. `crop_area` and `crop_ratio` are then not used. Null: random resized crops."""
     flip: bool
     """Training: flip images horizontally with probability 0.5. Set this key to false for digits."""
     mean: tuple[Fraction, Fraction, Fraction]
@@ -173,7 +177,7 @@ class DataConfig(Strict):
 
 
 class RecipeConfig(Strict):
-    """Training: SGD with a cosine learning rate (section 5 of the paper, "Implementation").
+    """Training with a cosine learning rate. Without further settings, SGD as in section 5 of the paper, "Implementation".
 
     Settings with a default go beyond the paper and are off. They are part of a cell's key only if they differ from the default,
     so new settings do not change the keys of cells. Defaults must never change.
@@ -186,11 +190,20 @@ class RecipeConfig(Strict):
     lr: Positive
     """Initial learning rate; decays to zero along a half cosine, step by step."""
     momentum: Fraction
-    """SGD momentum."""
+    """SGD momentum; for AdamW, beta 1 (beta 2 is 0.999)."""
     weight_decay: NotNegative
-    """SGD weight decay."""
+    """Weight decay; AdamW multiplies it by the learning rate."""
     label_smoothing: Fraction
     """Label smoothing for the cross-entropy loss."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """SGD with momentum, or AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+    nesterov: bool = False
+    """Nesterov's momentum. SGD only."""
+    decay: Literal["all", "weights"] = "all"
+    """Parameters with weight decay: all of them, or only `weights`, without norms and biases."""
+    random_erasing: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    """Probability with which a rectangle of a training image is replaced by the mean color (Zhong et al. 2020, arXiv
+    1708.04896)."""
     lr_batch_size: Count | None = None
     """Batch size to which `lr` applies; with a different `batch_size`, the learning rate is scaled linearly.
     Null: no scaling."""
@@ -266,8 +279,8 @@ class PlacementConfig(Strict):
     """Number of worker processes of a cell."""
     cpus: Count = 1
     """CPUs per worker."""
-    gpus: Annotated[Whole, Field(ge=0)] = 0
-    """GPUs per worker."""
+    gpus: Annotated[Real, Field(ge=0)] = 0
+    """GPUs per worker: a whole number, or a fraction such as 0.25 for cells that share a GPU."""
 
 
 class ReliabilityConfig(Strict):
@@ -309,7 +322,16 @@ def too_many_parts(config: TrialConfig, images: int) -> str:
 
 def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Values that are valid, but not in combination, as (path of the key, error)."""
-    recipe, engine, placement = config.recipe, config.engine, config.placement
+    yield from _recipe_contradictions(config)
+    yield from _engine_contradictions(config)
+    workers, gpus = config.placement.workers, config.placement.gpus
+    if gpus % 1 and (gpus > 1 or workers > 1):
+        needs = f"must be a whole number if it is above 1 or a cell has several workers, not {gpus:g}"
+        yield "placement.gpus", f"{needs} (placement.workers={workers})"
+
+
+def _recipe_contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+    recipe, placement = config.recipe, config.placement
     if recipe.warmup_epochs >= recipe.epochs:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
     each = recipe.batch_size // placement.workers
@@ -317,7 +339,13 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
         yield "recipe.grad_accum_steps", too_many_parts(config, each)
     if recipe.sync_batchnorm and not placement.gpus:
         yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
-    if engine.cuda_graphs and not placement.gpus:
+    if recipe.nesterov and (recipe.optimizer != "sgd" or not recipe.momentum):
+        yield "recipe.nesterov", "needs recipe.optimizer=sgd and a recipe.momentum above 0; leave out recipe.nesterov"
+
+
+def _engine_contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+    recipe, engine = config.recipe, config.engine
+    if engine.cuda_graphs and not config.placement.gpus:
         yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
     elif engine.cuda_graphs and engine.zero_stage:
         yield (
@@ -331,12 +359,18 @@ def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
             "cannot be combined with recipe.sync_batchnorm, whose communication a CUDA graph cannot capture; "
             "leave out engine.cuda_graphs or recipe.sync_batchnorm",
         )
-    if engine.channels_last and engine.zero_stage:
+    if not engine.zero_stage:
+        return
+    stage = f"engine.zero_stage={engine.zero_stage}"
+    if engine.channels_last:
         yield (
             "engine.channels_last",
-            f"cannot be combined with engine.zero_stage={engine.zero_stage}, which keeps all weights in one flat buffer; "
+            f"cannot be combined with {stage}, which keeps all weights in one flat buffer; "
             "leave out engine.channels_last or engine.zero_stage",
         )
+    for key, value, default in (("optimizer", recipe.optimizer, "sgd"), ("decay", recipe.decay, "all")):
+        if value != default:
+            yield f"recipe.{key}", f"{value} cannot be combined with {stage}; leave out one of the two keys"
 
 
 def fine_tuning_mistakes(config: TrialConfig) -> Iterator[tuple[str, str]]:
@@ -373,8 +407,8 @@ def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[
                 yield _path(loc[:-1]), f"must have {expected} values, not {len(item['input'])}"
         elif item["type"] == "extra_forbidden":
             yield path, _unknown(path, keys_at(schema, loc[:-1]))
-        elif item["type"] == "missing" and any(other["type"] == "extra_forbidden" and _renames(other, loc) for other in found):
-            continue  # given under its old name or misspelled, which has its own message
+        elif item["type"] == "missing" and any(_misspells(other, loc) for other in found):
+            continue  # it has its own message
         else:
             yield path, _wrong(item, _type_at(schema, loc))
 
@@ -389,19 +423,17 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _renames(unknown: Any, missing: tuple[int | str, ...]) -> bool:
-    """Whether an unknown key was probably meant to be the missing one."""
-    loc = unknown["loc"]
-    if loc[:-1] != missing[:-1]:
-        return False
-    old, name = str(loc[-1]), str(missing[-1])
-    new = new_key(".".join(map(str, loc)))
-    return new == ".".join(map(str, missing)) or (new is None and bool(difflib.get_close_matches(old, [name])))
+def _misspells(item: Any, missing: tuple[int | str, ...]) -> bool:
+    """Whether an error is an unknown key that was probably meant to be the missing one."""
+    loc = item["loc"]
+    return (
+        item["type"] == "extra_forbidden"
+        and loc[:-1] == missing[:-1]
+        and bool(difflib.get_close_matches(str(loc[-1]), [str(missing[-1])]))
+    )
 
 
 def _unknown(path: str, allowed: Sequence[str]) -> str:
-    if new := new_key(path):
-        return f"renamed to `{new}`; use the new name"
     section, dot, key = path.rpartition(".")
     near = [f"{section}{dot}{name}" for name in difflib.get_close_matches(key, allowed, n=1)]
     if not section and not near:  # a key without its section, such as `lr` for `recipe.lr`

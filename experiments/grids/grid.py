@@ -12,7 +12,6 @@ from pydantic import Field
 
 from experiments.grids.config import Count, Strict, TrialConfig, Whole
 from experiments.grids.custom_code import custom_code
-from experiments.grids.renamed import with_old_keys
 from san.models import ModelSpec
 
 
@@ -125,7 +124,6 @@ class Trial:
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(LOCATION_FIELDS))
         how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size", "init"}) | {"lr": recipe.lr_used}
         how |= {"init": self.init_digest} if self.init_digest else {}
-        how = with_old_keys("recipe", how)
         spec = config.model.spec()
         content: list[object] = [_record(spec), data, how, self.seed, self.data_digest]
         if code := custom_code(spec):
@@ -136,4 +134,4 @@ class Trial:
 @functools.cache
 def _record(model: ModelSpec) -> dict[str, Any]:
     """Must not be modified. Cached, because large grids have few models and `asdict` takes as long as the rest of a key."""
-    return with_old_keys("model", asdict(model))
+    return asdict(model)

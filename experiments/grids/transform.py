@@ -15,6 +15,7 @@ def transform(config: DataConfig) -> Transform:
         resize=config.resize,
         crop_area=config.crop_area,
         crop_ratio=config.crop_ratio,
+        crop_padding=config.crop_padding,
         flip=config.flip,
         mean=config.mean,
         std=config.std,

@@ -22,7 +22,6 @@ from mlflow.tracking import MlflowClient
 
 from experiments.grids.config import flat
 from experiments.grids.grid import Grid, Trial
-from experiments.grids.renamed import new_key
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch
 from experiments.tracking.result import Result
@@ -259,7 +258,7 @@ def _result(run: Run) -> Result:
         dict(run.data.metrics),
         (ended - run.info.start_time) / 1000,
         ended / 1000,
-        {new_key(key) or key: value for key, value in run.data.params.items()},
+        dict(run.data.params),
         tags=dict(run.data.tags),
         experiment_id=run.info.experiment_id,
     )

@@ -18,7 +18,6 @@ import torch
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
-from experiments.grids.renamed import with_new_keys
 from experiments.runs.store import Lock, StorageError, Store
 from experiments.runs.summary import Epoch
 from experiments.training.engine import validated_weights
@@ -102,8 +101,7 @@ class Checkpoint:
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = tuple(Epoch(**epoch) for epoch in saved["history"])
         running = RunningEpoch(**saved["running"])
-        origin = Origin(**saved["origin"] | {"record": with_new_keys(saved["origin"]["record"])})
-        return Checkpoint(saved["key"], origin, history, running, saved["engine"])
+        return Checkpoint(saved["key"], Origin(**saved["origin"]), history, running, saved["engine"])
 
 
 def file_name(epoch: int, step: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.graphs import StepGraphs
-from experiments.training.recipe import Blend, averaged, frozen_parts, mixup, scaled_groups, schedule
+from experiments.training.recipe import Blend, averaged, erased, frozen_parts, mixup, optimizer, schedule
 
 PLAIN = EngineConfig()
 ALIGNMENT = 32
@@ -85,9 +85,7 @@ class Engine:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._frozen = frozen_parts(model, recipe.freeze)
         self._average = averaged(model, recipe.ema_decay) if recipe.ema_decay else None
-        self.optimizer = torch.optim.SGD(
-            _groups(model, recipe), lr=recipe.lr_used, momentum=recipe.momentum, weight_decay=recipe.weight_decay
-        )
+        self.optimizer = optimizer(model, recipe)
         self.schedule = schedule(self.optimizer, recipe, steps)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -144,6 +142,7 @@ class Engine:
         """Makes one optimizer step with gradients averaged over the workers; returns this worker's mean loss (with mixup, that
         of the mixed labels)."""
         mean = torch.zeros((), device=self.device)
+        images_NCHW = erased(images_NCHW, self.recipe.random_erasing)
         parts = mixup(images_NCHW, labels_N, self.recipe.mixup_alpha).parts(self.recipe.grad_accum_steps)
         for number, part in enumerate(parts, start=1):
             mean += self._forward_backward(part, len(labels_N))
@@ -262,14 +261,6 @@ class Engine:
         for number, weight in enumerate(self.module.parameters()):
             momentum = state["state"][number]["momentum_buffer"].to(weight.device)
             safe_set_full_optimizer_state(weight, momentum, "momentum_buffer")
-
-
-def _groups(model: nn.Module, recipe: RecipeConfig) -> Iterable[Any]:
-    """The optimizer's parameters: one group, or one for each part of the model if their learning rates differ."""
-    if recipe.layer_decay == 1:
-        return [weight for weight in model.parameters() if weight.requires_grad]
-    groups = scaled_groups(model, recipe.layer_decay)
-    return [{"params": weights, "lr": recipe.lr_used * scale} for weights, scale in groups]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

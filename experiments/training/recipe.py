@@ -1,4 +1,4 @@
-"""Parts of the recipe: the schedule of the learning rate, mixup, the averaged model, frozen parts."""
+"""Parts of the recipe: optimizer, schedule of the learning rate, mixup, random erasing, averaged model, frozen parts."""
 
 from __future__ import annotations
 
@@ -74,6 +74,41 @@ def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
     return Blend(mixed_NCHW, labels_N, labels_N[others_N], shares_2)
 
 
+def erased(images_NCHW: Tensor, probability: float) -> Tensor:
+    """Replaces a random rectangle of each image by 0, the mean color of normalized images, with this probability.
+
+    As in torchvision, the rectangle has 2 to 33 % of the image's area and a ratio of height to width from 0.3 to 3.3. It comes
+    from torch's random state, which is in the checkpoint. Parts outside the image are cut off.
+    """
+    if probability == 0:
+        return images_NCHW
+    N, _, H, W = images_NCHW.shape
+    chosen_N, area_N, ratio_N, top_N, left_N = torch.rand(5, N)
+    area_N, ratio_N = (0.02 + 0.31 * area_N) * H * W, 0.3 * 11**ratio_N
+    height_N, width_N = (area_N * ratio_N).sqrt().clamp(1, H).round(), (area_N / ratio_N).sqrt().clamp(1, W).round()
+    top_N, left_N = (top_N * (H - height_N + 1)).floor(), (left_N * (W - width_N + 1)).floor()
+    height_N = height_N * (chosen_N < probability)
+    row_H, column_W = torch.arange(H), torch.arange(W)
+    in_rows_NH = (row_H >= top_N[:, None]) & (row_H < (top_N + height_N)[:, None])
+    in_columns_NW = (column_W >= left_N[:, None]) & (column_W < (left_N + width_N)[:, None])
+    erased_N1HW = to_device(in_rows_NH[:, None, :, None] & in_columns_NW[:, None, None, :], images_NCHW.device)
+    return images_NCHW.masked_fill(erased_N1HW, 0)
+
+
+def optimizer(model: nn.Module, recipe: RecipeConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters, in groups with one learning rate and weight decay each, head first."""
+    groups = []
+    for weights, scale in scaled_groups(model, recipe.layer_decay):
+        plain = [weight for weight in weights if weight.dim() == 1 and recipe.decay == "weights"]
+        decayed = [weight for weight in weights if weight.dim() > 1 or recipe.decay == "all"]
+        for each, decay in ((decayed, recipe.weight_decay), (plain, 0.0)):
+            if each:
+                groups.append({"params": each, "lr": recipe.lr_used * scale, "weight_decay": decay})
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, betas=(recipe.momentum, 0.999))
+    return torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov)
+
+
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
     """An exponential moving average of the weights and BatchNorm statistics, updated by `update_parameters(model)`; the first
     update copies the model."""
@@ -96,5 +131,7 @@ def _parts(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 def scaled_groups(model: nn.Module, decay: float) -> list[tuple[list[nn.Parameter], float]]:
     """The trainable weights of each part, head first, with the factor of their learning rate: 1, decay, decay², ..."""
+    if decay == 1:
+        return [([w for w in model.parameters() if w.requires_grad], 1.0)]
     weights = [[w for module in modules for w in module.parameters() if w.requires_grad] for modules in _parts(model).values()]
     return [(each, decay**distance) for distance, each in enumerate(reversed(weights)) if each]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -15,15 +14,6 @@ from san.nn.depth import Blocks
 
 MAX_CHANNELS, MAX_BLOCKS = 2**16, 1000
 """Largest sizes of a stage. Anything larger is a typing error, for which torch would run out of memory."""
-
-RENAMED_FIELDS = {"stages": "num_stages", "width_factor": "width_mult", "share": "group_size"}
-"""New name of each field that was renamed for version 0.1.0. `load_checkpoint` still reads files with the old names."""
-
-
-def with_new_names(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """A state dict with the current names of stages, which were `stages.0` to `stages.4` before version 0.2."""
-    old = re.compile(rf"{re.escape(prefix)}stages\.(\d+)\.")
-    return {old.sub(lambda match: f"{prefix}stage{int(match[1]) + 1}.", key, count=1): value for key, value in state.items()}
 
 
 class GlobalAveragePool(nn.Module):
@@ -63,7 +53,6 @@ class BaseModel(nn.Module):
         check_count("in_channels", in_channels)
         super().__init__()
         self.spec, self.in_channels = spec, in_channels
-        self.register_load_state_dict_pre_hook(_use_new_names)  # type: ignore[no-untyped-call]
 
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
         """The feature map of each stage, largest first."""
@@ -213,13 +202,6 @@ class BaseModel(nn.Module):
         return {} if self.classifier is None else {"head": [self.pool, self.classifier]}
 
 
-def _use_new_names(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
-    """Renames the keys of an old state dict in place, as `load_state_dict` requires."""
-    renamed = with_new_names(state, prefix)
-    state.clear()
-    state.update(renamed)
-
-
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -244,10 +226,13 @@ FIELD_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 class ModelSpec:
     """A model in numbers: a row of the registry.
 
-    `num_stages` keeps only the first stages, and `width_mult` scales all widths. Small profiles use both, so that the named
-    variants differ from each other as they do at full size.
+    `num_stages` keeps only the first stages, so that the side of the map is halved so many times: 5 is a full SAN and a full
+    ResNet. `width_mult` scales all widths. Small profiles use both, so that the named variants differ from each other as they
+    do at full size.
     """
 
+    stem_halvings: ClassVar[int] = 0
+    """How often the side of the map is halved besides once per stage."""
     name: str
     depths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -261,8 +246,9 @@ class ModelSpec:
                 raise ValueError(f"{self.name}: {field.name} must be {expected}, not {getattr(self, field.name)!r}")
         if len(self.depths) != len(self.widths):
             raise ValueError(f"{self.name}: {len(self.depths)} depths but {len(self.widths)} widths; give one per stage")
-        if self.num_stages is not None and not 1 <= self.num_stages <= len(self.depths):
-            raise ValueError(f"{self.name}: num_stages must be 1 to {len(self.depths)}, not {self.num_stages}")
+        least, most = self.stem_halvings + 1, self.stem_halvings + len(self.depths)
+        if self.num_stages is not None and not least <= self.num_stages <= most:
+            raise ValueError(f"{self.name}: num_stages must be {least} to {most}, not {self.num_stages}")
         if not 0 < self.width_mult < math.inf:
             raise ValueError(f"{self.name}: width_mult must be positive, not {self.width_mult}")
         if max(self.scaled_widths(), default=0) > MAX_CHANNELS:
@@ -275,11 +261,14 @@ class ModelSpec:
 
     def kept_depths(self) -> tuple[int, ...]:
         """Number of blocks of each stage that is kept."""
-        return self.depths[: self.num_stages]
+        return self.depths[: self._kept()]
 
     def scaled_widths(self) -> tuple[int, ...]:
         """Number of channels of each stage that is kept."""
-        return tuple(int(width * self.width_mult) for width in self.widths[: self.num_stages])
+        return tuple(int(width * self.width_mult) for width in self.widths[: self._kept()])
+
+    def _kept(self) -> int | None:
+        return None if self.num_stages is None else self.num_stages - self.stem_halvings
 
     def check_input(self, size: int) -> None:
         """Raises ValueError if images of `size` x `size` pixels are too small for the model."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from san.models.base import RENAMED_FIELDS, BaseModel, ModelSpec, with_new_names
+from san.models.base import BaseModel, ModelSpec
 from san.models.registry import model_spec
 
 MAX_LISTED_KEYS = 8  # of each kind, in an error message
@@ -198,9 +198,8 @@ def restore(
     Raises:
         CheckpointError: the model cannot be built, or the weights do not fit it; the message names `path`.
     """
-    state = with_new_names(state)
     try:
-        spec = model_spec(name, {RENAMED_FIELDS.get(field, field): value for field, value in dict(overrides).items()})
+        spec = model_spec(name, dict(overrides))
         expected = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # torch adds a trace of its C++ code

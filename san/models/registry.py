@@ -7,7 +7,7 @@ import difflib
 from fnmatch import fnmatchcase
 
 from san.choice import choose
-from san.models.base import RENAMED_FIELDS, BaseModel, ModelSpec
+from san.models.base import BaseModel, ModelSpec
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
 
@@ -43,9 +43,8 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     fields = [field.name for field in dataclasses.fields(spec) if field.name != "name"]
     unknown = sorted(set(overrides or {}) - set(fields))
     if unknown:
-        renamed = [f"{old} is now {RENAMED_FIELDS[old]}" for old in unknown if old in RENAMED_FIELDS]
         near = difflib.get_close_matches(unknown[0], fields, n=1)
-        hint = ", ".join(renamed) or f"{f'did you mean {near[0]}? I' if near else 'i'}ts fields: {', '.join(fields)}"
+        hint = f"{f'did you mean {near[0]}? I' if near else 'i'}ts fields: {', '.join(fields)}"
         if "pretrained" in unknown:
             hint = "no pretrained weights are included; load a file of the authors with san.load_released_checkpoint"
         raise ValueError(f"{name} has no field {', '.join(unknown)}; {hint}")

@@ -25,6 +25,7 @@ EXPANSION = 4  # a bottleneck's output channels over its inner channels
 class ResNetSpec(ModelSpec):
     """A bottleneck ResNet in numbers. `footprint` is the side of each bottleneck's spatial convolution."""
 
+    stem_halvings = 1  # convolution and pooling halve the map twice, but the first stage does not
     footprint: int = 3
     widths: tuple[int, ...] = (256, 512, 1024, 2048)
     stem_width: int = 64

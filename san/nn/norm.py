@@ -171,9 +171,9 @@ def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
 
 
 def convolve(conv: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """conv(x). In training, a 1x1 convolution of a channels-last map on the CPU runs as a matrix product.
+    """conv(x). In training with fewer than 16 images, 1x1 convolutions of channels-last maps on the CPU run as matrix products.
 
-    Its gradients are faster than those of torch's convolutions, which have a slow path for few images and one thread.
+    With one thread, torch would choose a slow path. For larger batches, its convolutions are up to 1.3 times as fast.
     """
     if not isinstance(conv, nn.Conv2d) or not _runs_as_product(conv, x_NCHW):
         y_NCHW: Tensor = conv(x_NCHW)
@@ -189,7 +189,7 @@ def is_pointwise(conv: nn.Conv2d) -> bool:
 def _runs_as_product(conv: nn.Conv2d, x_NCHW: Tensor) -> bool:
     if not torch.is_grad_enabled() or not fuses("norm_relu", x_NCHW) or not is_plain(conv, nn.Conv2d):
         return False
-    if x_NCHW.dim() != 4 or x_NCHW.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+    if x_NCHW.dim() != 4 or len(x_NCHW) >= 16 or x_NCHW.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
     return is_pointwise(conv) and x_NCHW.is_contiguous(memory_format=torch.channels_last)
 
@@ -215,8 +215,10 @@ def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
     if uses_batch(norm):
         forget(conv)
         return False
+    device = x_NCHW.device.type
+    computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else conv.weight.dtype
     # Scaled, weights in float16 can exceed its range.
-    return conv.padding_mode == "zeros" and conv.weight.dtype != torch.float16
+    return conv.padding_mode == "zeros" and computed_in != torch.float16
 
 
 def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:

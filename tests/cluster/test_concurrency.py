@@ -12,6 +12,8 @@ from cluster.sweep import _room
         (Placement(workers=2), (Node(4, 0),), 2),
         (Placement(gpus=1), (Node(16, 2),), 2),
         (Placement(cpus=8, gpus=1), (Node(16, 4),), 2),
+        (Placement(gpus=0.1), (Node(64, 2),), 20),
+        (Placement(gpus=0.4), (Node(64, 2),), 4),  # a worker does not span GPUs
         (Placement(workers=8, cpus=4, gpus=1), (Node(64, 8), Node(64, 8)), 2),
         (Placement(workers=16, cpus=4, gpus=1), (Node(64, 8), Node(64, 8)), 1),
         (Placement(cpus=2), (Node(3, 0), Node(3, 0)), 2),  # a worker does not span nodes

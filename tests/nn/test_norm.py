@@ -55,6 +55,8 @@ def test_half_weights_that_folding_would_overflow_stay_finite() -> None:
     norm.running_var.fill_(1e-7)  # type: ignore[union-attr]
     conv.weight.data.fill_(1)
     assert conv_norm(conv, norm, torch.zeros_like(x)).isfinite().all()
+    with torch.autocast("cpu", torch.float16):
+        assert conv_norm(conv.float(), norm.float(), torch.zeros_like(x).float()).isfinite().all()
 
 
 @pytest.mark.parametrize("change", ["training", "a hook", "no running statistics", "another norm"])
