@@ -6,10 +6,22 @@ with NVIDIA DALI. This package knows nothing about models or training.
 DALI takes about a gigabyte of memory. It is loaded when the first epoch starts, not when this package is imported.
 """
 
+from pipelines.datasets.cifar import CIFAR, prepare_cifar
 from pipelines.datasets.dataset import Dataset
 from pipelines.datasets.digits import DIGITS, prepare_digits
 from pipelines.errors import DataError, TransformError
 from pipelines.loader import Batch, Loader
 from pipelines.transform import Transform
 
-__all__ = ["DIGITS", "Batch", "DataError", "Dataset", "Loader", "Transform", "TransformError", "prepare_digits"]
+__all__ = [
+    "CIFAR",
+    "DIGITS",
+    "Batch",
+    "DataError",
+    "Dataset",
+    "Loader",
+    "Transform",
+    "TransformError",
+    "prepare_cifar",
+    "prepare_digits",
+]

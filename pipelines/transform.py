@@ -171,9 +171,9 @@ def shifted(images_NCHW: torch.Tensor, transform: Transform, numbers: NDArray[np
     inside_N1HW = ((row_NH >= 0) & (row_NH < H))[:, None, :, None] & ((column_NW >= 0) & (column_NW < W))[:, None, None, :]
     row_NCHW = row_NH.clamp(0, H - 1)[:, None, :, None].expand(images_NCHW.shape)
     column_NCHW = column_NW.clamp(0, W - 1)[:, None, None, :].expand(images_NCHW.shape)
-    black_C11 = torch.tensor([-mean / std for mean, std in zip(transform.mean, transform.std, strict=True)], device=device)
+    black_C = (-torch.tensor(transform.mean) / torch.tensor(transform.std)).to(device)
     moved_NCHW = images_NCHW.gather(2, row_NCHW).gather(3, column_NCHW)
-    return torch.where(inside_N1HW, moved_NCHW, black_C11[:, None, None])
+    return torch.where(inside_N1HW, moved_NCHW, black_C[:, None, None])
 
 
 def random_mirrors(transform: Transform, numbers: NDArray[np.float64]) -> NDArray[np.int32]:

@@ -58,22 +58,32 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("name", type=click.Choice(["digits", "shifted_digits"]))
+@click.argument("name", type=click.Choice(["cifar10", "cifar100", "digits", "shifted_digits"]))
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
-def prepare(name: str, folder: Path | None) -> None:
-    """Write an embedded dataset as JPEGs in ImageNet's layout.
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path, exists=True),
+    help="CIFAR: the official archive (binary version), or an archive or folder of train/CLASS and val/CLASS, instead of a "
+    "download.",
+)
+def prepare(name: str, folder: Path | None, source: Path | None) -> None:
+    """Write a dataset as image files in ImageNet's layout: CIFAR, which is downloaded, or embedded digits.
 
     FOLDER defaults to the place where the profile expects the dataset.
 
     \b
-    Example: san data prepare digits
+    Example: san data prepare cifar10
     """
     from experiments.grids.config import base_folder
-    from pipelines import prepare_digits
+    from experiments.training.progress import counting
+    from pipelines import CIFAR, prepare_cifar, prepare_digits
 
     folder = folder or base_folder() / "data" / name
+    if source is not None and name not in CIFAR:
+        raise UserError(f"--from: {name} is embedded; leave out this option")
     try:
-        click.echo(prepare_digits(folder, name))
+        click.echo(prepare_cifar(folder, name, source, counting) if name in CIFAR else prepare_digits(folder, name))
     except OSError as error:
         raise UserError(f"{folder}: cannot write ({error.strerror}); choose another folder") from None
 

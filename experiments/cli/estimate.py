@@ -49,7 +49,7 @@ class Estimator:
                 speed = result.metrics["summary/images_per_second"]
                 speeds[_setting(result.params)].append(speed)
                 if "flops_paper" in result.metrics:
-                    kind, devices = _devices(*(int(result.params.get(f"placement.{key}", least)) for key, least in LEAST))
+                    kind, devices = _devices(*(float(result.params.get(f"placement.{key}", least)) for key, least in LEAST))
                     rates[kind].append(speed * result.metrics["flops_paper"] / devices)
         self._speeds = {setting: mean(found) for setting, found in speeds.items()}
         self._rates = {kind: median(found) for kind, found in rates.items()}
@@ -89,8 +89,8 @@ LEAST = (("workers", 1), ("cpus", 1), ("gpus", 0))
 """The parameters of a placement and their defaults."""
 
 
-def _devices(workers: int, cpus: int, gpus: int) -> tuple[str, int]:
-    """Kind and number of devices of a cell; a worker uses one GPU."""
+def _devices(workers: float, cpus: float, gpus: float) -> tuple[str, float]:
+    """Kind and number of devices of a cell; a worker uses one GPU or a part of it."""
     return ("gpu", workers) if gpus else ("cpu", workers * cpus)
 
 

@@ -47,7 +47,7 @@ def custom_code(spec: ModelSpec) -> dict[str, str]:
     """
     digests = {}
     for field, registries in REGISTRIES.items():
-        name = getattr(spec, field, None)
+        name = str(getattr(spec, field, None))
         rows = [registry[name] for registry in registries if name in registry]
         functions = [function for row in rows for function in _functions(row)]
         if rows and (name not in OURS[field] or any(not f.__module__.startswith("san.") for f in functions)):

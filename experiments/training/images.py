@@ -15,7 +15,7 @@ import torch.distributed as dist
 from experiments.errors import UserError
 from experiments.grids.config import DataConfig, TrialConfig, base_folder, too_many_parts
 from experiments.grids.transform import transform
-from pipelines import DIGITS, DataError, Dataset, Loader, prepare_digits
+from pipelines import CIFAR, DIGITS, DataError, Dataset, Loader, prepare_digits
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
 from pipelines.loader import decoding_threads
@@ -113,6 +113,8 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
     try:
         if source in DIGITS:
             _require_digits(root, source)
+        if root.name in CIFAR and _is_missing(root):
+            raise DataError(f"{root}: no such folder; write it with `san data prepare {root.name}`")
         return Dataset.open(root, name, lists, _listings())
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"

@@ -115,6 +115,14 @@ def test_list_models_accepts_a_pattern() -> None:
     assert san.list_models("resnet*") == ["resnet26", "resnet38", "resnet50"]
 
 
+@every_variant
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_num_stages_counts_the_halvings_of_the_map(name: str, stages: int) -> None:
+    model = san.create_model(name, 10, num_stages=stages, width_mult=0.5, footprint=3)
+    assert [x.shape[-1] for x in model.eval().features(torch.randn(1, 3, 64, 64))][-1] == 64 >> stages
+    assert model.reductions[-1] == 2**stages
+
+
 def test_scaled_down_variants_keep_their_order() -> None:
     sizes = [san.complexity(on_meta(f"{name}", **SMALL), 24).params for name in san.list_models("san*_pairwise")]
     assert sizes == sorted(sizes)
@@ -136,6 +144,7 @@ REFUSALS = {
     "pretrained": (("resnet26", {"pretrained": True}), "no pretrained weights .* with san.load_released_checkpoint"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "resnet26: 4 depths but 1 widths"),
     "too many stages": (("san10_pairwise", {"num_stages": 6}), "san10_pairwise: num_stages must be 1 to 5, not 6"),
+    "no stage of a ResNet": (("resnet26", {"num_stages": 1}), "resnet26: num_stages must be 2 to 5, not 1"),
     "no width": (("san10_pairwise", {"width_mult": 0}), "width_mult must be positive, not 0"),
     "channels not divided": (
         ("san10_pairwise", {"width_mult": 0.25}),

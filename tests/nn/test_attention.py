@@ -130,7 +130,7 @@ def test_attention_weights_covers_every_layer_and_removes_its_hooks() -> None:
     }
     assert torch.equal(model(x), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    assert san.attention_weights(san.create_model("resnet26", 10, num_stages=1).eval(), x) == {}
+    assert san.attention_weights(san.create_model("resnet26", 10, num_stages=2).eval(), x) == {}
 
 
 @every_kind

@@ -163,11 +163,23 @@ def steps_of(one: Loader, epoch: int) -> list[torch.Tensor]:
     return [batch.images_NCHW for batch in one.epoch(epoch)]
 
 
-def test_image_depends_on_neither_batch_nor_ranks(shades: Path) -> None:
-    alone = pixels(loader(shades, "train", batch_size=16), 1)
-    assert torch.equal(pixels(loader(shades, "train", batch_size=5), 1), alone)
-    steps = zip(*(steps_of(loader(shades, "train", rank=rank, world_size=3), 1) for rank in range(3)), strict=True)
+@pytest.mark.parametrize("padding", [None, 3])
+def test_image_depends_on_neither_batch_nor_ranks(shades: Path, padding: int | None) -> None:
+    alone = pixels(loader(shades, "train", batch_size=16, crop_padding=padding), 1)
+    assert torch.equal(pixels(loader(shades, "train", batch_size=5, crop_padding=padding), 1), alone)
+    by_rank = (loader(shades, "train", rank=rank, world_size=3, crop_padding=padding) for rank in range(3))
+    steps = zip(*(steps_of(one, 1) for one in by_rank), strict=True)
     assert torch.equal(torch.cat([torch.cat(step) for step in steps]), alone)
+
+
+def test_padded_crops_are_those_of_validation_moved_within_the_padding(shades: Path) -> None:
+    still, moved = (pixels(loader(shades, "train", crop_padding=padding), 0) for padding in (0, 2))
+    in_order = pixels(loader(shades, "val"), 0)
+    assert sorted(still.flatten(1).tolist()) == sorted(in_order.flatten(1).tolist())
+    for image_CHW, crop_CHW in zip(still, moved, strict=True):
+        padded_CHW = torch.nn.functional.pad(image_CHW, (2, 2, 2, 2))
+        crops = [padded_CHW[:, top : top + 16, left : left + 16] for top in range(5) for left in range(5)]
+        assert any(torch.equal(crop_CHW, crop) for crop in crops)
 
 
 @few

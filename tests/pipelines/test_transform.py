@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipelines import DataError, Transform
-from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers
+from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers, shifted
 
 quick = settings(max_examples=60)
 sides = st.integers(1, 60) | st.integers(1, 9000)
@@ -117,6 +117,20 @@ def source_of(name: str, row: int, column: int, last: int) -> tuple[int, int]:
         "rotate270": (column, last - row),
         "upside_down": (last - row, column),
     }[name]
+
+
+@given(st.integers(1, 9), st.integers(0, 9), seeds)
+def test_shifted_images_are_crops_of_padded_ones(size: int, padding: int, seed: int) -> None:
+    transform = Transform(size=size, resize=size, crop_padding=min(padding, size))
+    numbers = random_numbers(seed, 0, np.arange(3))
+    images_NCHW = torch.randn(3, 3, size, size)
+    shifted_NCHW = shifted(images_NCHW, transform, numbers)
+    for image_CHW, crop_CHW, row in zip(images_NCHW, shifted_NCHW, numbers, strict=True):
+        side = size + 2 * min(padding, size)
+        padded_CHW = (-torch.tensor(transform.mean) / torch.tensor(transform.std))[:, None, None].repeat(1, side, side)
+        padded_CHW[:, side - size >> 1 :, side - size >> 1 :][:, :size, :size] = image_CHW
+        top, left = (math.floor((side - size + 1) * row[at]) for at in (20, 21))
+        assert torch.equal(crop_CHW, padded_CHW[:, top : top + size, left : left + size])
 
 
 @pytest.mark.parametrize(("name", "manipulate"), MANIPULATIONS.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 import san
 from experiments.errors import UserError
 from experiments.training.job import Job, open_job
-from experiments.training.recipe import averaged, mixup, schedule
+from experiments.training.recipe import averaged, erased, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.training.test_engine import batches, network, recipe
@@ -79,10 +80,49 @@ def test_mixup_blends_images_and_labels_alike(alpha: float) -> None:
     torch.testing.assert_close(mean, expected)
 
 
-def test_without_mixup_no_random_number_is_drawn() -> None:
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
+def test_erases_one_rectangle_of_each_image(count: int, height: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    for image_CHW in erased(torch.ones(count, 3, height, width), 1.0):
+        gone_HW = image_CHW[0] == 0
+        rows, columns = gone_HW.any(1), gone_HW.any(0)
+        assert torch.equal(gone_HW, rows[:, None] & columns) and (image_CHW == (~gone_HW).float()).all()
+        assert gone_HW.any() and (height * width < 100 or gone_HW.float().mean() < 0.4)
+        for flags in (rows, columns):
+            assert flags.sum() == flags.nonzero().max() - flags.nonzero().min() + 1
+
+
+def test_erases_a_share_of_the_images() -> None:
+    torch.manual_seed(0)
+    images_NCHW = torch.ones(4000, 1, 16, 16)
+    erased_N = (erased(images_NCHW, 0.25) == 0).flatten(1).any(1)
+    assert 0.22 < erased_N.float().mean() < 0.28 and (images_NCHW == 1).all()
+
+
+@pytest.mark.parametrize("options", [{"nesterov": True}, {"optimizer": "adamw"}, {"decay": "weights"}], ids=str)
+def test_optimizer_steps_like_torch(options: dict[str, Any]) -> None:
+    ours, theirs = network(), network()
+    settings = recipe(lr=0.01, weight_decay=0.1, **options)
+    if "optimizer" in options:
+        expected: torch.optim.Optimizer = torch.optim.AdamW(theirs.parameters(), 0.01, (0.9, 0.999), weight_decay=0.1)
+    else:
+        weights, rest = ([w for w in theirs.parameters() if (w.dim() > 1) is several] for several in (True, False))
+        both = {"momentum": 0.9, "nesterov": "nesterov" in options}
+        decay_of_rest = 0.0 if "decay" in options else 0.1
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": decay_of_rest}]
+        expected = torch.optim.SGD(groups, 0.01, **both)
+    for model, steps in ((ours, optimizer(ours, settings)), (theirs, expected)):
+        for images, labels in batches():
+            steps.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            steps.step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def test_without_mixup_and_erasing_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
     images, labels = batches()[0]
-    assert mixup(images, labels, 0.0).images_NCHW is images
+    assert mixup(erased(images, 0.0), labels, 0.0).images_NCHW is images
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -115,6 +155,10 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
         "precision=float32",
         "sync_batchnorm=false",
         "lr_batch_size=null",
+        "optimizer=sgd",
+        "nesterov=false",
+        "decay=all",
+        "random_erasing=0",
     )
     for option in off:
         assert expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key == key, option
@@ -126,6 +170,10 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
         "precision=bfloat16",
         "lr_batch_size=16",
         "batch_size=64",
+        "optimizer=adamw",
+        "nesterov=true",
+        "decay=weights",
+        "random_erasing=0.1",
     )
     keys = {expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key for option in on}
     assert len(keys | {key}) == len(on) + 1
@@ -147,6 +195,18 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
         (
             ["recipe.sync_batchnorm=true"],
             "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1",
+        ),
+        (
+            ["recipe.optimizer=adamw", "recipe.nesterov=true"],
+            "recipe.nesterov: needs recipe.optimizer=sgd and a recipe.momentum above 0; leave out recipe.nesterov",
+        ),
+        (
+            ["engine.zero_stage=1", "recipe.decay=weights"],
+            "recipe.decay: weights cannot be combined with engine.zero_stage=1; leave out one of the two keys",
+        ),
+        (
+            ["placement.gpus=1.5"],
+            "placement.gpus: must be a whole number if it is above 1 or a cell has several workers, not 1.5",
         ),
         (["engine.zero_stage=3"], "engine.zero_stage: must be 0, 1 or 2, not 3"),
         (

@@ -1,0 +1,176 @@
+"""CIFAR-10 and CIFAR-100 as image files in ImageNet's layout, from the official archives or from files that are already there.
+
+Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
+"""
+
+import hashlib
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from pipelines.errors import DataError
+
+Counting = Callable[[str, int | None, str], AbstractContextManager[Callable[[int], None]]]
+"""Shows progress: from what is done, the total if it is known, and the unit, to a function that takes what has been added."""
+CHUNK = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The official binary version of a dataset."""
+
+    url: str
+    md5: str
+    classes: str
+    """The file with the names of the classes."""
+    label_bytes: int
+    """Bytes before the pixels of an image; the last one is the class."""
+
+
+CIFAR = {
+    "cifar10": Archive(
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", "batches.meta.txt", 1
+    ),
+    "cifar100": Archive(
+        "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        "03b5dce01913d631647c71ecec9e9cb8",
+        "fine_label_names.txt",
+        2,
+    ),
+}
+SPLITS = {"data_batch_1": "train", "train": "train", "test_batch": "val", "test": "val"} | {
+    f"data_batch_{number}": "train" for number in range(2, 6)
+}
+"""The split of each file of images, by its name without `.bin`."""
+
+
+def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting) -> Path:
+    """Writes `root/{train,val}/<class>/*` and returns `root`, or returns at once if the folder exists.
+
+    The official archive is downloaded next to `root` unless `source` is given: that archive, another archive of class folders,
+    or a folder `train/<class>`, `val/<class>`. `name` is one of `CIFAR`. The folder appears only when it is complete.
+
+    Raises:
+        DataError: the folder exists with other content, the download failed or is damaged, or `source` has another content.
+    """
+    if root.is_dir() and any(root.iterdir()):
+        if not all((root / split).is_dir() for split in ("train", "val")):
+            raise DataError(f"{root}: exists, but has no folders train and val; remove this folder or choose another one")
+        return root
+    root.parent.mkdir(parents=True, exist_ok=True)
+    archive = source or _downloaded(CIFAR[name], root.parent, counting)
+    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}")
+    try:
+        with counting(f"write {root}", None, "images") as count:
+            if archive.is_dir():
+                _copy(archive, unfinished, count)
+            else:
+                _unpack(archive, unfinished, CIFAR[name], count)
+        if not all((unfinished / split).is_dir() for split in ("train", "val")):
+            raise DataError(f"{archive}: neither the binary version of {name} nor folders train/CLASS and val/CLASS")
+        if root.is_dir():
+            root.rmdir()
+        unfinished.rename(root)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if source is None:
+        archive.unlink()
+    return root
+
+
+def _downloaded(archive: Archive, folder: Path, counting: Counting) -> Path:
+    """Downloads an archive, or the rest of it after an interruption."""
+    path = folder / archive.url.rpartition("/")[2]
+    partial = path.with_name(f"{path.name}.part")
+    if not path.exists():
+        done = partial.stat().st_size if partial.exists() else 0
+        request = urllib.request.Request(archive.url, headers={"Range": f"bytes={done}-"} if done else {})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                is_rest, left = response.status == 206, int(response.headers["Content-Length"])
+                done *= is_rest
+                with (
+                    open(partial, "ab" if is_rest else "wb") as file,
+                    counting(f"download {path.name}", -(-(done + left) // CHUNK), "MB") as count,
+                ):
+                    count(done // CHUNK)
+                    while chunk := response.read(CHUNK):
+                        file.write(chunk)
+                        count(1)
+                    if file.tell() < done + left:
+                        raise OSError("the connection was closed")
+        except urllib.error.HTTPError as error:
+            if error.code != 416:  # nothing is left to download
+                raise _no_download(archive, error) from None
+        except OSError as error:
+            raise _no_download(archive, error) from None
+        partial.rename(path)
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "md5").hexdigest() != archive.md5:
+            path.unlink()
+            raise DataError(f"{archive.url}: the downloaded file is damaged and was deleted; run this command again")
+    return path
+
+
+def _no_download(archive: Archive, error: OSError) -> DataError:
+    reason = getattr(error, "reason", error)
+    return DataError(
+        f"{archive.url}: cannot download ({reason}); run this command again to continue, or download the file elsewhere and "
+        "give it with --from FILE"
+    )
+
+
+def _copy(source: Path, root: Path, count: Callable[[int], None]) -> None:
+    for split in ("train", "val"):
+        for folder in sorted(path for path in (source / split).glob("*") if path.is_dir()):
+            shutil.copytree(folder, root / split / folder.name)
+            count(sum(1 for _ in folder.iterdir()))
+
+
+def _unpack(path: Path, root: Path, archive: Archive, count: Callable[[int], None]) -> None:
+    try:
+        with tarfile.open(path) as tar:
+            names: list[str] = []
+            for member in tar:
+                inner = PurePosixPath(member.name)
+                if inner.name == archive.classes:
+                    names = _read(tar, member).decode().split()
+                elif inner.suffix == ".bin" and inner.stem in SPLITS:
+                    count(_write_images(_read(tar, member), inner.stem, root, archive.label_bytes))
+                elif member.isfile() and inner.parts[-3:-2] and inner.parts[-3] in ("train", "val"):
+                    file = root.joinpath(*inner.parts[-3:])
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(_read(tar, member))
+                    count(1)
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise DataError(f"{path}: cannot read this archive ({error}); download it again, or give another file") from None
+    for number, name in enumerate(names):
+        for split in ("train", "val"):
+            if (numbered := root / split / str(number)).is_dir():
+                numbered.rename(root / split / name)
+
+
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    return b"" if file is None else file.read()
+
+
+def _write_images(content: bytes, stem: str, root: Path, label_bytes: int) -> int:
+    """Writes the images of a binary file as PNG files into folders named by the number of their class; returns their number."""
+    from PIL import Image
+
+    rows = np.frombuffer(content, np.uint8).reshape(-1, label_bytes + 3 * 32 * 32)
+    for number, row in enumerate(rows):
+        folder = root / SPLITS[stem] / str(row[label_bytes - 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels_HWC = row[label_bytes:].reshape(3, 32, 32).transpose(1, 2, 0)
+        Image.fromarray(np.ascontiguousarray(pixels_HWC)).save(folder / f"{stem}_{number:05d}.png")
+    return len(rows)

@@ -1,0 +1,144 @@
+"""CIFAR from tiny archives in the official format, over HTTP and from files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from pipelines import DataError, Dataset, prepare_cifar
+from pipelines.datasets import cifar
+
+PER_FILE = 6
+
+
+@contextmanager
+def counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+    done: list[int] = []
+    yield done.append
+    assert total is None or sum(done) == total
+
+
+def images_of(seed: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (PER_FILE, 3, 32, 32), np.uint8)
+
+
+def packed(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def official(tmp_path: Path) -> Path:
+    """CIFAR-10 with 2 classes, 12 training and 6 validation images."""
+    files = {}
+    for seed, stem in enumerate(("data_batch_1", "data_batch_2", "test_batch")):
+        rows = [bytes([number % 2]) + image.tobytes() for number, image in enumerate(images_of(seed))]
+        files[f"cifar-10-batches-bin/{stem}.bin"] = b"".join(rows)
+    return packed(tmp_path / "official.tar.gz", files | {"cifar-10-batches-bin/batches.meta.txt": b"airplane\ncat\n\n"})
+
+
+def test_official_archive_keeps_pixels_and_classes(official: Path, tmp_path: Path) -> None:
+    root = prepare_cifar(tmp_path / "cifar10", "cifar10", official, counting)
+    assert [len(Dataset.scan(root, split)) for split in ("train", "val")] == [12, 6]
+    assert Dataset.scan(root, "train").classes == ("airplane", "cat")
+    for number, pixels_CHW in enumerate(images_of(2)):
+        with Image.open(root / "val" / ("airplane", "cat")[number % 2] / f"test_batch_{number:05d}.png") as image:
+            assert np.array_equal(np.asarray(image).transpose(2, 0, 1), pixels_CHW)
+
+
+def test_cifar100_uses_the_fine_class(tmp_path: Path) -> None:
+    content = b"".join(bytes([9, number % 2]) + image.tobytes() for number, image in enumerate(images_of(0)))
+    names = {"c/fine_label_names.txt": b"apple\nbear\n", "c/coarse_label_names.txt": b"food\nanimals\n"}
+    archive = packed(tmp_path / "a.tgz", names | {"c/train.bin": content, "c/test.bin": content})
+    root = prepare_cifar(tmp_path / "cifar100", "cifar100", archive, counting)
+    assert sorted(path.name for path in (root / "val").iterdir()) == ["apple", "bear"]
+
+
+def test_archive_and_folder_of_class_folders(official: Path, tmp_path: Path) -> None:
+    first = prepare_cifar(tmp_path / "first", "cifar10", official, counting)
+    files = {f"x/{path.relative_to(first)}": path.read_bytes() for path in first.rglob("*.png")}
+    second = prepare_cifar(tmp_path / "second", "cifar10", packed(tmp_path / "b.tgz", files), counting)
+    third = prepare_cifar(tmp_path / "third", "cifar10", first, counting)
+    for split in ("train", "val"):
+        assert len({Dataset.scan(root, split).digest() for root in (first, second, third)}) == 1
+
+
+def test_existing_folder_is_kept(official: Path, tmp_path: Path) -> None:
+    root = prepare_cifar(tmp_path / "cifar10", "cifar10", official, counting)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert prepare_cifar(root, "cifar10", official, counting) == root
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    with pytest.raises(DataError, match="exists, but has no folders train and val"):
+        prepare_cifar(tmp_path, "cifar10", official, counting)
+
+
+@pytest.mark.parametrize("content", [b"no archive", None], ids=["damaged", "other content"])
+def test_rejects_other_archives(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.tar.gz"
+    if content is None:
+        packed(path, {"cifar-10-batches-py/data_batch_1": b"pickled"})
+    else:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"wrong.tar.gz: (cannot read this archive|neither the binary version of cifar10)"):
+        prepare_cifar(tmp_path / "cifar10", "cifar10", path, counting)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["wrong.tar.gz"]
+
+
+@pytest.fixture
+def server(official: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
+    """Serves the archive, and breaks off in the middle of the first response. Returns the ranges that were asked for."""
+    content, ranges = official.read_bytes(), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            ranges.append(self.headers["Range"])
+            start = int(ranges[-1].strip("bytes=-")) if ranges[-1] else 0
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(len(content) - start))
+            self.end_headers()
+            self.wfile.write(content[start : len(content) // 2] if len(ranges) == 1 else content[start:])
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=http.serve_forever, daemon=True).start()
+    url, md5 = f"http://127.0.0.1:{http.server_port}/archive.tar.gz", hashlib.md5(content).hexdigest()
+    monkeypatch.setitem(cifar.CIFAR, "cifar10", replace(cifar.CIFAR["cifar10"], url=url, md5=md5))
+    yield ranges
+    http.shutdown()
+    http.server_close()
+
+
+def test_broken_download_continues(server: list[str | None], official: Path, tmp_path: Path) -> None:
+    half = len(official.read_bytes()) // 2
+    folder = tmp_path / "data"
+    with pytest.raises(DataError, match=r"archive.tar.gz: cannot download .*; run this command again to continue"):
+        prepare_cifar(folder / "cifar10", "cifar10", None, counting)
+    root = prepare_cifar(folder / "cifar10", "cifar10", None, counting)
+    assert server == [None, f"bytes={half}-"]
+    assert len(Dataset.scan(root, "train")) == 12 and [path.name for path in folder.iterdir()] == ["cifar10"]
+
+
+def test_damaged_download_is_deleted(server: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(cifar.CIFAR, "cifar10", replace(cifar.CIFAR["cifar10"], md5="0" * 32))
+    server.append(None)  # no broken response
+    with pytest.raises(DataError, match="damaged and was deleted; run this command again"):
+        prepare_cifar(tmp_path / "data" / "cifar10", "cifar10", None, counting)
+    assert not list((tmp_path / "data").iterdir())
