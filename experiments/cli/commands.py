@@ -282,29 +282,45 @@ def report(
 
 
 @cli.command()
-@click.option("--profile", default="study", show_default=True, help="Dataset and model size, as in `san run`.")
+@click.option("--profile", default="cifar10", show_default=True, help="Dataset and model size, as in `san run`.")
 @click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="Train seeds 0 to N-1.")
 @RUNS
 @ADDRESS
 @click.option(
     "--page",
     type=click.Path(path_type=Path),
-    help="Markdown page to write, with its plots in the same folder.  [default: docs/results/digits-study.md]",
+    help="Markdown page to write, with its plots in the same folder.  [default: docs/results/PROFILE/study.md]",
 )
-def study(profile: str, seeds: int, runs: Path | str | None, address: str | None, page: Path | None) -> None:
+@click.option(
+    "--results",
+    "kept",
+    type=click.Path(path_type=Path),
+    help="CSV file of finished cells, which are not trained again.  [default: docs/results/PROFILE/trials.csv]",
+)
+@click.option("--train/--no-train", default=True, help="Train missing cells, or only collect results and write the page.")
+def study(
+    profile: str,
+    seeds: int,
+    runs: Path | str | None,
+    address: str | None,
+    page: Path | None,
+    kept: Path | None,
+    train: bool,
+) -> None:
     """Train the paper's ablations and test the paper's claims.
 
     Trains every row with several seeds. Writes a page that shows which of the paper's orderings hold beyond seed noise.
-    Rerun the same command to resume.
+    Rerun the same command to resume, on another machine as well if it has the CSV file.
 
     \b
-    Example: san study --profile study --seeds 5
+    Example: san study --profile cifar10 --seeds 5
     """
     from experiments.cli.run import study as run_study
     from experiments.grids.config import base_folder
 
-    page = page or base_folder() / "docs" / "results" / "digits-study.md"
-    sys.exit(0 if run_study(profile, seeds, runs, address, page) else 1)
+    folder = base_folder() / "docs" / "results" / Path(profile).stem
+    page, kept = page or folder / "study.md", kept or folder / "trials.csv"
+    sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train) else 1)
 
 
 @cli.command()

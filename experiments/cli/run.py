@@ -27,6 +27,7 @@ from experiments.runs.retry import retry
 from experiments.runs.store import Lock, StorageError, Store
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
+from experiments.tracking.results_file import add_results, read_results
 from experiments.training.device import require_gpu, training_device
 from experiments.training.images import open_data
 from experiments.training.job import Job, is_done, is_finished, known_results, open_job, say
@@ -82,23 +83,37 @@ def run(job: Job, address: str | None) -> bool:
     return complete
 
 
-def study(profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path) -> bool:
+def study(
+    profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path, kept: Path, train: bool = True
+) -> bool:
     """Trains the paper's ablation grids and writes a page with the results. Returns whether all cells are finished.
+
+    Results are added to the file `kept` after each grid. Its cells count as finished, wherever they were trained. Without
+    `train`, nothing is trained: finished cells are added to the file, and the page is written.
 
     Raises:
         UserError: as `open_job` and `run`, before training starts.
     """
-    with suppress(OSError):
-        page.parent.mkdir(parents=True, exist_ok=True)
-    if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
-        raise UserError(f"{page}: cannot write the page; choose another file with --page")
+    for path, option in ((page, "--page"), (kept, "--results")):
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise UserError(f"{path}: cannot write this file; choose another one with {option}")
     jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
-    complete = all([run(job, address) for job in jobs])
-    train, val = open_data(jobs[0].trials[0].config.data)
-    sections = [section_of(job.grid, job.trials, known_results(job)) for job in jobs]
-    files = write_study(sections, page, len(train), len(val))
+    for job in jobs:
+        results = known_results(job) | read_results(kept)
+        missing = {trial.key: trial for trial, _ in to_train(job, results)}
+        if missing and train:
+            say(f"grid {job.name}, profile {job.profile}: {len(missing)} cells to train")
+            _train(job, missing, address)
+            results = retry(functools.partial(known_results, job)) | read_results(kept)
+        add_results(kept, job.trials, results)
+    results = read_results(kept)
+    training, validation = open_data(jobs[0].trials[0].config.data)
+    sections = [section_of(job.grid, job.trials, results) for job in jobs]
+    files = write_study(sections, page, len(training), len(validation))
     say(f"study: {files[0]}")
-    return complete
+    return all(is_finished(results, trial) for job in jobs for trial in job.trials)
 
 
 def _train(job: Job, missing: dict[str, Trial], address: str | None) -> list[str]:

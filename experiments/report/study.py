@@ -1,4 +1,4 @@
-"""The digits study: which of the paper's orderings hold on small images, as one page with plots.
+"""The study: which of the paper's orderings hold on small images, as one page with plots.
 
 The functions take values and write files; the caller knows where runs are kept.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.grids.config import DataConfig
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.paper import Claim, paper_claims, paper_rows
 from experiments.report import interval
@@ -104,8 +105,7 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     config = first.config
     done = sum(row.seeds for section in sections for row in section.rows)
     seconds = {key: spent for section in sections for key, spent in section.seconds.items()}
-    placement, model = config.placement, config.model.spec()
-    kept = len(model.kept_depths())
+    placement, stages = config.placement, config.model.spec().num_stages or 5
     cpus, gpus = placement.workers * placement.cpus, placement.workers * placement.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
     missing = f" {len(trials) - done} of {len(trials)} cells have not been trained yet." if done < len(trials) else ""
@@ -113,10 +113,10 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
 This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
 {seeds}` trains the missing cells and rewrites this page.{missing}
 
-The profile `{first.profile}` uses the dataset `{config.data.source}` with {train_images:,} training and {val_images:,}
-validation images of {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row.
-Training the {len(seconds)} distinct cells took {sum(seconds.values()) / 3600:.1f} hours in total; each cell used {hardware}.
-Rows with the same model in several tables share their runs.
+The profile `{first.profile}` uses {train_images:,} training and {val_images:,} validation images of
+{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row. Accuracy is that after
+the last epoch. Training the {len(seconds)} distinct cells took {sum(seconds.values()) / 3600:.1f} hours in total; each cell
+used {hardware}. Rows with the same model in several tables share their runs.
 
 **How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds, from Student's t
 for a mean and from Welch's t for a gap between two means. The interval covers the randomness of training, but not the choice
@@ -125,12 +125,18 @@ and *inconclusive* otherwise. By chance alone, about one interval in twenty miss
 interval that ends near 0. Where the paper says "much better", we test only "better". Where the paper calls settings similar,
 we test no ordering.
 
-**Limits.** The models have only {kept} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
-so footprints differ only in later stages. The last feature map is {config.data.size >> kept} pixels wide, so the larger
-footprints cover most or all of it. The images differ from those in the paper, so a reversed ordering does not contradict the
-paper's result on ImageNet."""
+**Limits.** The models have only {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
+so footprints differ only in later stages. The last feature map is {config.data.size >> stages} pixels wide, so the larger
+footprints cover most or all of it. Images, widths and the length of training differ from the paper's as well. A reversed
+ordering does not contradict the paper's result on ImageNet."""
     paragraphs = [textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n")]
-    return "\n\n".join(["# Digits study", *paragraphs])
+    return "\n\n".join([f"# The paper's questions on {_dataset(config.data)}", *paragraphs])
+
+
+def _dataset(data: DataConfig) -> str:
+    names = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+    name = Path(data.root or data.source).name
+    return names.get(name, name)
 
 
 def _summary(sections: Sequence[Section]) -> str:

@@ -386,18 +386,21 @@ def test_seeds_option_replaces_the_seeds_of_the_grid(open_text: Callable[..., Jo
 
 @pytest.mark.slow
 def test_study_trains_every_cell_once_and_writes_its_page(trained: list[str], runs: Path, tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "page.md"
-    assert study("study", 2, runs, None, page)
+    page, kept = tmp_path / "docs" / "page.md", tmp_path / "docs" / "kept.csv"
+    assert not study("digits", 2, runs, None, page, kept, train=False) and not trained
+    assert study("digits", 2, runs, None, page, kept)
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())
     assert "1,437 training and 360 validation images of" in text
     assert "Training the 58 distinct cells took" in text
     assert {path.name for path in page.parent.iterdir()} == {
         "page.md",
+        "kept.csv",
         *(f"study-{table}.png" for table in ("relation", "mapping", "transformation", "footprint", "position")),
     }
-    assert study("study", 2, runs, None, page)
-    assert len(trained) == 58
+    before = page.read_text()
+    assert study("digits", 2, tmp_path / "another machine", None, page, kept)
+    assert len(trained) == 58 and page.read_text() == before
 
 
 @pytest.mark.parametrize("where", ["folder", "a/file/page.md"])
@@ -406,5 +409,5 @@ def test_study_checks_its_page_before_training(where: str, trained: list[str], t
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
-        study("study", 2, tmp_path / "runs", None, tmp_path / where)
+        study("digits", 2, tmp_path / "runs", None, tmp_path / where, tmp_path / "kept.csv")
     assert not trained

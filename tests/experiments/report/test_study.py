@@ -19,7 +19,7 @@ TABLES = ("relation", "mapping", "transformation", "footprint", "position")
 
 def opened(table: str, runs: Path, *overrides: str) -> Job:
     (path,) = (path for path in GRIDS if path.stem == table)
-    return open_job(path, "study", overrides, runs, 3)
+    return open_job(path, "digits", overrides, runs, 3)
 
 
 def invented(job: Job, tops: dict[str, list[float]]) -> Section:
@@ -92,7 +92,7 @@ def test_page_has_every_table(tmp_path: Path) -> None:
     words = " ".join(page.split())
     assert "600 training and 360 validation images" in words
     assert f"3 of {cells} cells have not been trained yet" in words
-    assert "`san study --profile study --seeds 3`" in words
+    assert "`san study --profile digits --seeds 3`" in words
     assert "have only 2 of the paper's five stages" in words and "The last feature map is 6 pixels wide" in words
     for job, section in zip(jobs, sections, strict=True):
         assert f"## {section.table.capitalize()}\n\n{job.grid.question}\n\n![" in page
