@@ -8,14 +8,13 @@ DALI takes about a gigabyte of memory. It is loaded when the first epoch starts,
 
 from pipelines.datasets.cifar import CIFAR, prepare_cifar
 from pipelines.datasets.dataset import Dataset
-from pipelines.datasets.digits import DIGITS, prepare_digits
+from pipelines.datasets.digits import prepare_digits
 from pipelines.errors import DataError, TransformError
 from pipelines.loader import Batch, Loader
 from pipelines.transform import Transform
 
 __all__ = [
     "CIFAR",
-    "DIGITS",
     "Batch",
     "DataError",
     "Dataset",

@@ -58,7 +58,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("name", type=click.Choice(["cifar10", "cifar100", "digits", "shifted_digits"]))
+@click.argument("name", type=click.Choice(["cifar10", "cifar100", "digits"]))
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--from",
@@ -81,9 +81,9 @@ def prepare(name: str, folder: Path | None, source: Path | None) -> None:
 
     folder = folder or base_folder() / "data" / name
     if source is not None and name not in CIFAR:
-        raise UserError(f"--from: {name} is embedded; leave out this option")
+        raise UserError("--from: the digits are embedded; leave out this option")
     try:
-        click.echo(prepare_cifar(folder, name, source, counting) if name in CIFAR else prepare_digits(folder, name))
+        click.echo(prepare_cifar(folder, name, source, counting) if name in CIFAR else prepare_digits(folder))
     except OSError as error:
         raise UserError(f"{folder}: cannot write ({error.strerror}); choose another folder") from None
 

@@ -132,10 +132,9 @@ def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
 class DataConfig(Strict):
     """The images and their preprocessing."""
 
-    source: Literal["folder", "shards", "synthetic", "digits", "shifted_digits"]
+    source: Literal["folder", "shards", "synthetic", "digits"]
     """`folder`: images at `root` in ImageNet's layout. `shards`: tar files at `root`, written by `san data pack`. `synthetic`:
-    random noise, to measure compute speed without disk I/O. `digits`, `shifted_digits`: embedded datasets, written to `root`
-    if missing."""
+    random noise, to measure compute speed without disk I/O. `digits`: the embedded dataset, written to `root` if missing."""
     root: str | None = None
     """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. The number of class folders is the number of classes.
     A relative path is resolved from the current folder; in a profile file, from the file's folder. Not used with synthetic

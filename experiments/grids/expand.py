@@ -295,7 +295,7 @@ class _Layers:
 
     def lacks_root(self, row: Row, source: str) -> bool:
         """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""
-        is_embedded = self.profile.get("data", {}).get("source") in ("digits", "shifted_digits")
+        is_embedded = self.profile.get("data", {}).get("source") == "digits"
         return is_embedded and source in ("folder", "shards") and self.place("data.root", row) == str(self.profile_path)
 
     def place(self, key: str, row: Row) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from experiments.errors import UserError
 from experiments.grids.config import DataConfig, TrialConfig, base_folder, too_many_parts
 from experiments.grids.transform import transform
-from pipelines import CIFAR, DIGITS, DataError, Dataset, Loader, prepare_digits
+from pipelines import CIFAR, DataError, Dataset, Loader, prepare_digits
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
 from pipelines.loader import decoding_threads
@@ -111,8 +111,8 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
     if source == "shards":
         return Dataset.open_shards(root, name)
     try:
-        if source in DIGITS:
-            _require_digits(root, source)
+        if source == "digits":
+            _require_digits(root)
         if root.name in CIFAR and _is_missing(root):
             raise DataError(f"{root}: no such folder; write it with `san data prepare {root.name}`")
         return Dataset.open(root, name, lists, _listings())
@@ -134,10 +134,10 @@ def without_writing(config: DataConfig) -> DataConfig:
     Raises:
         DataError: the dataset could not be written to its place.
     """
-    if config.source not in DIGITS or config.root is None or not _is_missing(base_folder() / config.root):
+    if config.source != "digits" or config.root is None or not _is_missing(base_folder() / config.root):
         return config
-    _require_parent(base_folder() / config.root, config.source)
-    return config.model_copy(update={"root": str(prepare_digits(Path(_temporary().name, config.source), config.source))})
+    _require_parent(base_folder() / config.root)
+    return config.model_copy(update={"root": str(prepare_digits(Path(_temporary().name, "digits")))})
 
 
 @functools.cache
@@ -153,16 +153,16 @@ def _is_ours(root: Path) -> bool:
     return root.parent == base_folder() / "data"
 
 
-def _require_parent(root: Path, name: str) -> None:
+def _require_parent(root: Path) -> None:
     """Raises DataError if the parent folder of an embedded dataset is missing, so that the path is probably a typo."""
     if not _is_ours(root) and not root.parent.is_dir():
         raise DataError(
             f"data.root={root}: no such folder, and its parent {root.parent} does not exist either; correct the path, or "
-            f"write the dataset there with `san data prepare {name} {root}`"
+            f"write the dataset there with `san data prepare digits {root}`"
         )
 
 
-def _require_digits(root: Path, name: str) -> None:
+def _require_digits(root: Path) -> None:
     """Writes an embedded dataset if it is missing.
 
     Raises:
@@ -170,10 +170,10 @@ def _require_digits(root: Path, name: str) -> None:
     """
     is_missing = _is_missing(root)
     if is_missing:
-        _require_parent(root, name)
-    prepare_digits(root, name)
+        _require_parent(root)
+    prepare_digits(root)
     if is_missing and not _is_ours(root):
-        print(f"wrote dataset {name} to {root}", file=sys.stderr, flush=True)
+        print(f"wrote dataset digits to {root}", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -244,7 +244,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             ["row b: model.footprnt:", "unknown key; did you mean `model.footprint`?", "Allowed: depths, footprint"],
             ["row c: model:", "stage 2 of san10_pairwise with images of 24", "at least 7x7, not 6x6"],
             ["row d: model.footprint:", "integer", "'seven'"],
-            ["row e: data.source:", "'folder', 'shards', 'synthetic', 'digits' or 'shifted_digits'", "'cloud'"],
+            ["row e: data.source:", "'folder', 'shards', 'synthetic' or 'digits'", "'cloud'"],
             ["row e: recipe.lr:", "number", "'fast'"],
             [
                 "row e: recipe.epoch:",

@@ -1,4 +1,4 @@
-"""The embedded data sets: contents, reproducibility, concurrent preparation, error messages."""
+"""The embedded digits: contents, reproducibility, concurrent preparation, error messages."""
 
 import multiprocessing
 import shutil
@@ -11,24 +11,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
 
-from pipelines import DIGITS, DataError, Dataset, prepare_digits
-from pipelines.datasets.digits import Drawing
+from pipelines import DataError, Dataset, prepare_digits
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every embedded dataset."""
-    return {name: prepare_digits(tmp_path_factory.mktemp("data") / "new" / name, name) for name in DIGITS}
-
-
-@pytest.fixture(params=DIGITS)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def digits(folders: dict[str, Path], name: str) -> Path:
-    return folders[name]
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_digits(tmp_path_factory.mktemp("data") / "new" / "digits")
 
 
 @pytest.fixture
@@ -61,45 +49,25 @@ def small(digit: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(image, np.float64) * (16 / 255)
 
 
-def test_images_equal_the_originals(folders: dict[str, Path]) -> None:
-    image = pixels(folders["digits"], 42)
+def test_images_equal_the_originals(digits: Path) -> None:
+    image = pixels(digits, 42)
     assert image.shape == (32, 32)
     assert np.abs(small(image) - load_digits().images[42]).mean() < 0.8
 
 
-def test_shifted_digits_are_complete_on_a_black_canvas(folders: dict[str, Path]) -> None:
-    drawing, originals = DIGITS["shifted_digits"], load_digits().images
-    places = set()
-    for index in range(0, 1797, 6):
-        left, top = drawing.position(index)
-        canvas = pixels(folders["shifted_digits"], index).copy()
-        assert canvas.shape == (drawing.canvas, drawing.canvas)
-        inside = np.s_[top : top + drawing.digit, left : left + drawing.digit]
-        assert canvas[inside].shape == (drawing.digit, drawing.digit)
-        assert np.abs(small(canvas[inside]) - originals[index]).mean() < 1, index
-        canvas[inside] = 0
-        assert canvas.max() < 60, index  # JPEG artifacts
-        places.add((left, top))
-    side = range(drawing.canvas - drawing.digit + 1)
-    assert {left for left, _ in places} == {top for _, top in places} == set(side)
-    assert len(places) > len(side) ** 2 / 2
-
-
-def test_preparation_is_reproducible(digits: Path, name: str, tmp_path: Path) -> None:
-    again = prepare_digits(tmp_path / "digits", name)
+def test_preparation_is_reproducible(digits: Path, tmp_path: Path) -> None:
+    again = prepare_digits(tmp_path / "digits")
     for split in ("train", "val"):
         assert Dataset.scan(again, split).digest() == Dataset.scan(digits, split).digest()
     assert all((again / file.relative_to(digits)).read_bytes() == file.read_bytes() for file in digits.glob("val/*/*.jpg"))
     # A change would make earlier results incomparable.
     first = [file.stem for file in sorted((digits / "val/0").iterdir())][:4]
     assert first == ["0048", "0079", "0335", "0386"]
-    assert [Drawing(digit=16, canvas=24).position(index) for index in (0, 1, 1796)] == [(7, 5), (4, 4), (6, 4)]
-    assert {DIGITS["digits"].position(index) for index in range(9)} == {(0, 0)}
 
 
-def test_second_call_changes_nothing(copy: Path, name: str) -> None:
+def test_second_call_changes_nothing(copy: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in copy.rglob("*")}
-    assert prepare_digits(copy, name) == copy
+    assert prepare_digits(copy) == copy
     assert {file: file.stat().st_mtime_ns for file in copy.rglob("*")} == before
 
 
@@ -115,28 +83,13 @@ def test_fills_an_empty_folder(tmp_path: Path) -> None:
     assert len(Dataset.scan(prepare_digits(tmp_path), "train")) == 1437
 
 
-@pytest.mark.parametrize("damage", ["train/3", "val", "{name}.json"])
-def test_rejects_incomplete_folder(copy: Path, name: str, damage: str) -> None:
-    victim = copy / damage.format(name=name)
+@pytest.mark.parametrize("damage", ["train/3", "val", "digits.json"])
+def test_rejects_incomplete_folder(copy: Path, damage: str) -> None:
+    victim = copy / damage
     victim.unlink() if victim.is_file() else shutil.rmtree(victim)
-    with pytest.raises(DataError, match=rf"does not hold the complete {name} dataset .* remove this folder or choose another"):
-        prepare_digits(copy, name)
+    with pytest.raises(DataError, match=r"does not hold the complete digits dataset .* remove this folder or choose another"):
+        prepare_digits(copy)
     assert not victim.exists()
-
-
-def test_rejects_another_drawing(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DIGITS, name, Drawing(digit=8, canvas=11))
-    with pytest.raises(DataError, match=f"does not hold the complete {name} dataset"):
-        prepare_digits(copy, name)
-
-
-def test_rejects_another_data_set(folders: dict[str, Path]) -> None:
-    with pytest.raises(
-        DataError, match=r"does not hold the complete shifted_digits dataset that shifted_digits\.json describes"
-    ):
-        prepare_digits(folders["digits"], "shifted_digits")
-    with pytest.raises(DataError, match="does not hold the complete digits dataset"):
-        prepare_digits(folders["shifted_digits"])
 
 
 def test_rejects_unrelated_folder(tmp_path: Path) -> None:
