@@ -1,8 +1,10 @@
 """Compares the speed of this project's loader and of PyTorch DataLoaders, from files to normalized batches on the CPU.
 
     python -m tests.benchmarks.loading [--images 2000] [--batch 64] [--threads 2] [--repeats 7] [--json FILE]
+    python -m tests.benchmarks.loading --root data/cifar10 --size 32
 
-The images are JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`) in a warm page cache. Each contender runs in its
+The images are JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`), or those in `ROOT/train/CLASS`, in a warm page
+cache. Each contender runs in its
 own process on the same cores, with one thread or worker process per core. The contenders take turns after each epoch. Training
 uses a random resized crop to 224, flips and normalization, in a new random order in each epoch; validation resizes to 256 and
 crops the center. All return float32 NCHW. Ratios are those of one repeat; the tables list medians and ranges. Memory is the
@@ -43,9 +45,9 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from pipelines import Dataset, Loader, Transform
+from pipelines.transform import IMAGENET_MEAN, IMAGENET_STD
 from tests.benchmarks.tables import ratio, table
 
-TRANSFORM = Transform()
 SPLIT = "train"
 MODES = ("training", "validation")
 COMPARED = 64
@@ -54,7 +56,7 @@ DECODED = 200
 """Number of images in the comparison of decoders."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 """With these, glibc reuses the memory of large arrays instead of returning it to the kernel."""
-MEAN_311, STD_311 = (255 * torch.tensor(values).view(3, 1, 1) for values in (TRANSFORM.mean, TRANSFORM.std))
+MEAN_311, STD_311 = (255 * torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
 
 Pixels = NDArray[np.uint8]
 Decode = Callable[[bytes], Pixels]
@@ -138,6 +140,7 @@ class Setting:
     root: Path
     batch: int
     threads: int
+    transform: Transform
 
     def dataset(self) -> Dataset:
         return Dataset.scan(self.root, SPLIT)
@@ -156,7 +159,7 @@ class Project:
 
     def epochs(self, setting: Setting, mode: str) -> Callable[[int], Iterator[torch.Tensor]]:
         train = mode == "training"
-        loader = Loader(setting.dataset(), TRANSFORM, train=train, batch_size=setting.batch, threads=setting.threads)
+        loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=setting.batch, threads=setting.threads)
         return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
 
 
@@ -174,7 +177,7 @@ class Workers:
         return f"DataLoader, {parts}, {'tuned' if self.tuned else 'usual'}"
 
     def epochs(self, setting: Setting, mode: str) -> Callable[[int], Iterator[torch.Tensor]]:
-        images = (Batches if self.tuned else Images)(setting.files(), self, train=mode == "training")
+        images = (Batches if self.tuned else Images)(setting.files(), self, mode == "training", setting.transform)
         loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
             images,
             batch_size=setting.batch,
@@ -195,8 +198,9 @@ def _unchanged(batch: torch.Tensor) -> torch.Tensor:
 class Images(torch.utils.data.Dataset[torch.Tensor]):
     """Decodes, crops and resizes images in the worker."""
 
-    def __init__(self, files: list[Path], how: Workers, train: bool) -> None:
-        self.files, self.how, self.train = files, how, train
+    def __init__(self, files: list[Path], how: Workers, train: bool, transform: Transform) -> None:
+        self.files, self.how, self.train, self.transform = files, how, train, transform
+        self.size = transform.size
 
     def __len__(self) -> int:
         return len(self.files)
@@ -211,26 +215,26 @@ class Images(torch.utils.data.Dataset[torch.Tensor]):
     def _pillow_square(self, index: int) -> Pixels:
         with Image.open(self.files[index]) as file:
             image = file.convert("RGB")
-        size, bilinear = (TRANSFORM.size, TRANSFORM.size), Image.Resampling.BILINEAR
         if self.train:
-            top, left, height, width = random_window(image.height, image.width)
-            return np.array(image.resize(size, bilinear, box=(left, top, left + width, top + height)))
-        return validated_by_pillow(image)
+            top, left, height, width = random_window(image.height, image.width, self.transform)
+            box, bilinear = (left, top, left + width, top + height), Image.Resampling.BILINEAR
+            return np.array(image.resize((self.size, self.size), bilinear, box=box))
+        return validated_by_pillow(image, self.transform)
 
     def _array_square(self, index: int) -> Pixels:
         image, resize = _decoder(self.how.decoder)(self.files[index].read_bytes()), RESIZERS[self.how.resizer]
         if self.train:
-            top, left, height, width = random_window(*image.shape[:2])
-            return resize(image[top : top + height, left : left + width], TRANSFORM.size, TRANSFORM.size)
-        (height, width), (top, left) = center(*image.shape[:2])
-        return resize(image, height, width)[top : top + TRANSFORM.size, left : left + TRANSFORM.size]
+            top, left, height, width = random_window(*image.shape[:2], self.transform)
+            return resize(image[top : top + height, left : left + width], self.size, self.size)
+        (height, width), (top, left) = center(*image.shape[:2], self.transform)
+        return resize(image, height, width)[top : top + self.size, left : left + self.size]
 
 
 class Batches(Images):
     """Returns whole batches."""
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        shape = (len(indices), 3, TRANSFORM.size, TRANSFORM.size)
+        shape = (len(indices), 3, self.size, self.size)
         # Without shared memory, the transfer to the main process costs a copy.
         storage = torch.UntypedStorage._new_shared(math.prod(shape))
         batch_N3HW = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
@@ -244,11 +248,11 @@ def _decoder(name: str) -> Decode:
     return DECODERS[name]()
 
 
-def random_window(height: int, width: int) -> tuple[int, int, int, int]:
+def random_window(height: int, width: int, transform: Transform) -> tuple[int, int, int, int]:
     """Returns top, left, height and width of a random crop."""
-    low, high = (math.log(ratio) for ratio in TRANSFORM.crop_ratio)
+    low, high = (math.log(ratio) for ratio in transform.crop_ratio)
     for _ in range(10):
-        area, ratio = height * width * random.uniform(*TRANSFORM.crop_area), math.exp(random.uniform(low, high))
+        area, ratio = height * width * random.uniform(*transform.crop_area), math.exp(random.uniform(low, high))
         down, across = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
         if 1 <= down <= height and 1 <= across <= width:
             return random.randint(0, height - down), random.randint(0, width - across), down, across
@@ -256,17 +260,17 @@ def random_window(height: int, width: int) -> tuple[int, int, int, int]:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def center(height: int, width: int) -> tuple[Size, Size]:
+def center(height: int, width: int, transform: Transform) -> tuple[Size, Size]:
     """Returns height and width of the resized image, then top and left of the center crop, rounded as in torchvision."""
     short = min(height, width)
-    resized = TRANSFORM.resize * height // short, TRANSFORM.resize * width // short
-    return resized, (round((resized[0] - TRANSFORM.size) / 2), round((resized[1] - TRANSFORM.size) / 2))
+    resized = transform.resize * height // short, transform.resize * width // short
+    return resized, (round((resized[0] - transform.size) / 2), round((resized[1] - transform.size) / 2))
 
 
-def validated_by_pillow(image: Image.Image) -> Pixels:
-    (height, width), (top, left) = center(image.height, image.width)
+def validated_by_pillow(image: Image.Image, transform: Transform) -> Pixels:
+    (height, width), (top, left) = center(image.height, image.width, transform)
     resized = image.resize((width, height), Image.Resampling.BILINEAR)
-    return np.array(resized.crop((left, top, left + TRANSFORM.size, top + TRANSFORM.size)))
+    return np.array(resized.crop((left, top, left + transform.size, top + transform.size)))
 
 
 Contender = Project | Workers
@@ -280,7 +284,7 @@ def serve(contender: Contender, setting: Setting, mode: str, connection: Any) ->
     found: dict[str, float] = {}
     for step, images_NCHW in enumerate(epoch(0)):
         if step == 0 and mode == "validation":
-            found["difference"] = difference_to_pillow(images_NCHW, setting.files())
+            found["difference"] = difference_to_pillow(images_NCHW, setting)
         if step == middle:
             found["MiB"] = resident() / 2**20
     connection.send(found)
@@ -290,10 +294,11 @@ def serve(contender: Contender, setting: Setting, mode: str, connection: Any) ->
         connection.send(count / (time.perf_counter() - began))
 
 
-def difference_to_pillow(images_NCHW: torch.Tensor, files: list[Path]) -> float:
+def difference_to_pillow(images_NCHW: torch.Tensor, setting: Setting) -> float:
     """Returns the mean absolute difference of the first validation images, for pixels from 0 to 255."""
     count = min(len(images_NCHW), COMPARED)
-    pillow = torch.stack([torch.from_numpy(validated_by_pillow(Image.open(file).convert("RGB"))) for file in files[:count]])
+    images = (Image.open(file).convert("RGB") for file in setting.files()[:count])
+    pillow = torch.stack([torch.from_numpy(validated_by_pillow(image, setting.transform)) for image in images])
     ours = images_NCHW[:count] * STD_311 + MEAN_311
     return (ours - pillow.permute(0, 3, 1, 2)).abs().mean().item()
 
@@ -367,6 +372,8 @@ def contenders_with(decoders: dict[str, float]) -> list[Contender]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--root", type=Path, help="folder of images, instead of random ones")
+    parser.add_argument("--size", type=int, default=224, help="side of the images in a batch")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="cores that each contender gets")
     parser.add_argument("--repeats", type=int, default=7)
@@ -378,15 +385,20 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        size = write_photographs(root, SPLIT, options.images, options.threads)
-        setting = Setting(root, options.batch, options.threads)
+        root = options.root or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if options.root is None:
+            write_photographs(root, SPLIT, options.images, options.threads)
+        transform = Transform(size=options.size, resize=options.size if options.size < 224 else options.size * 8 // 7)
+        setting = Setting(root, options.batch, options.threads, transform)
+        files = setting.files()
+        size = sum(file.stat().st_size for file in files) // len(files)
         where = f"{platform.processor() or platform.machine()} CPU, {options.threads} cores"
         print(
             f"torch {torch.__version__}, Pillow {Image.__version__}, {where}, batch {options.batch}, {options.repeats} repeats."
         )
-        print(f"{options.images} JPEGs of {SIZE[0]}x{SIZE[1]}, quality {QUALITY}, {size / 1000:.0f} KB on average.")
-        decoders, left_out = measure_decoders(setting.files(), options.repeats)
+        kind = f"{SIZE[0]}x{SIZE[1]}, quality {QUALITY}" if options.root is None else str(options.root)
+        print(f"{len(files)} JPEGs, {kind}, {size / 1000:.0f} KB on average, to {options.size}x{options.size}.")
+        decoders, left_out = measure_decoders(files, options.repeats)
         record: dict[str, Any] = {"mean_bytes": size, "decoding alone, images/s on one core": decoders, "left out": left_out}
         rows = [[name, round(speed)] for name, speed in decoders.items()]
         print(table("Decoding alone, from memory", ["decoder", "images/s on one core"], rows))
