@@ -181,7 +181,7 @@ def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]
         ("model.name: [resnet26], recipe.lr: [0.1, 1e-3, '0.2']", [f"nameresnet26-lr{lr}" for lr in ("0.1", "1e-3", "0.2")]),
         ("model.name: [resnet26], data.flip: [false, true]", ["nameresnet26-flipfalse", "nameresnet26-fliptrue"]),
         ("model.name: [resnet26], model.depths: [[1, 1, 1, 1]]", ["nameresnet26-depths1-1-1-1"]),
-        ("model.name: [resnet26], model.num_stages: [1, 2]", ["nameresnet26-num_stages1", "nameresnet26-num_stages2"]),
+        ("model.name: [resnet26], model.num_stages: [2, 3]", ["nameresnet26-num_stages2", "nameresnet26-num_stages3"]),
     ],
 )
 def test_product_needs_no_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
@@ -249,7 +249,7 @@ def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> Non
             [
                 "row e: recipe.epoch:",
                 "unknown key; did you mean `recipe.epochs`?",
-                "Allowed: batch_size, ema_decay, epochs, freeze, grad_accum_steps",
+                "Allowed: batch_size, decay, ema_decay, epochs, freeze",
             ],
         ],
         strict=True,
@@ -425,7 +425,7 @@ def test_profile_extends_another(small_grid: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
     text = error_message(lambda: expand(small_grid, profile=name))
-    known = "digits, folder, imagenet, imagenet-1gpu, imagenet-fast, study"
+    known = "cifar10, digits, folder, imagenet, imagenet-1gpu, imagenet-fast"
     assert text == f"unknown profile {name!r}; profiles: {known}; or give the path of a .yaml file"
 
 
