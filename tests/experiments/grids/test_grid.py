@@ -104,9 +104,9 @@ def test_tables_share_their_cells() -> None:
 def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
     assert {path.stem for path in GRIDS} == {
         "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
-        "rotation", "attack",
+        "rotation", "attack", "epochs",
     }  # fmt: skip
-    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS}
+    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS if path.stem != "epochs"}
     assert sum(map(len, rows.values())) == 47 + 2 * 9
     for name, trials in rows.items():
         for trial in trials.values():
