@@ -112,8 +112,6 @@ def test_unusual_file_names_are_escaped(images: Path, san_data: San) -> None:
     (images / "train/cat/6.jpg").rename(images / "train/cat/a\n\x1b\udce9é.jpg")
     shown = r"train/cat/a\n\x1b\udce9é.jpg"
     (images / "train/dog/x\n").touch()
-    _, out, _ = san_data("order", images, "train", "--batch-size", "12")
-    assert f"0\t0\t{shown}" in out.splitlines()
     code, out, _ = san_data("check", images, "--split", "train")
     first, last = out.splitlines()
     assert code == 1
@@ -225,23 +223,6 @@ def test_split_lists_can_be_packed(images: Path, san_data: San, tmp_path: Path) 
     assert [part.packed for part in open_data(packed)] == [True, True]
 
 
-def test_order_shows_the_order_of_training(images: Path, san_data: San, tmp_path: Path) -> None:
-    arguments = ("--seed", "5", "--epoch", "2", "--batch-size", "5", "--workers", "2")
-    code, out, _ = san_data("order", images, "train", *arguments)
-    assert code == 0
-    rows = [line.split("\t") for line in out.splitlines()]
-    assert sorted(path for *_, path in rows) == list(Dataset.scan(images, "train").paths)
-    assert [(int(step), int(worker)) for step, worker, _ in rows] == sorted(
-        (step, worker) for step in range(3) for worker in range(2) for _ in range(2)
-    )
-    san_data("pack", images, tmp_path / "shards")
-    code, out, _ = san_data("order", tmp_path / "shards", "train", *arguments, "--json")
-    assert [[str(row["step"]), str(row["worker"]), row["path"]] for row in json.loads(out)] == rows
-    code, out, _ = san_data("order", images, "val", *arguments[:-2], "--workers", "3")  # more than images
-    assert (code, out) == (0, "0\t0\tval/cat/0.jpg\n0\t1\tval/dog/0.jpg\n")
-    assert san_data("order", images, "train", "--seed", "6", *arguments[2:])[1] != "\n".join(map("\t".join, rows)) + "\n"
-
-
 def test_synthetic_images_need_no_folder() -> None:
     fields = {"source": "synthetic", "root": None, "synthetic_classes": 4, "synthetic_per_class": 3}
     train, val = open_data(config(Path(), **fields, split="val-split", val_split_per_class=50))
@@ -328,11 +309,8 @@ def test_rejects_invalid_data_settings(images: Path, fields: dict[str, Any], mes
         ),
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg: cannot write to this folder (File exists)"]),
         (["pack", "{root}", "{root}/out", "--split", "test"], ["has no folder test/; expected "]),
-        (["order", "{root}", "train", "--batch-size", "1", "--workers", "2"], ["too few for 2 workers"]),
         (["check", "{root}", "--split", ""], ["'' is not a valid split; expected"]),
         (["pack", "{root}", "{root}/out", "--split", "../x"], ["'../x' is not a valid split; expected"]),
-        (["order", "{root}", "train", "--workers", "100000"], ["Invalid value for '--workers'"]),
-        (["order", "{root}", "train", "--lists", "{root}/nowhere"], ["{root}/nowhere: no such folder of image lists"]),
     ],
 )  # fmt: skip
 def test_rejects(arguments: list[str], messages: list[str], images: Path, san_data: San) -> None:
