@@ -20,7 +20,7 @@ from experiments.evaluation.cells import Watch, Work, measure
 from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.grid import Trial
 from experiments.grids.paper import paper_claims
-from experiments.report.build import missing_measurements, note, own_columns, show
+from experiments.report.build import missing_measurements, note, show
 from experiments.report.study import section_of, write_study
 from experiments.runs.locks import WhileLocked, claimed_cells, mlflow_lock
 from experiments.runs.retry import retry
@@ -75,7 +75,7 @@ def run(job: Job, address: str | None) -> bool:
             results = retry(lambda: known_results(job))
         files, complete = show(job, results)
         retry(lambda: job.tracker.log_report(files, complete and job.wanted == job.trials))
-        retry(lambda: job.tracker.describe(note(job, results), own_columns(job)))
+        retry(lambda: job.tracker.describe(note(job, results)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
@@ -177,7 +177,7 @@ def _prepare(job: Job, results: Mapping[str, Result]) -> None:
     """Creates the grid's experiment and describes the results so far."""
     with mlflow_lock(job.workspace.store):
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        job.tracker.describe(note(job, results), own_columns(job))
+        job.tracker.describe(note(job, results))
 
 
 def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:

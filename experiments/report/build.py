@@ -31,7 +31,7 @@ from experiments.report.tables import SHORT, csv_text, grid_table, protocol_tabl
 from experiments.runs.retry import retry
 from experiments.runs.summary import CONFUSION, Confusion
 from experiments.tracking import Result
-from experiments.tracking.view import runs_page
+from experiments.tracking.result import runs_page
 from experiments.training.job import Job, is_done, is_finished, say
 
 LONGEST_NOTE = 5000
@@ -194,14 +194,6 @@ def _setting(job: Job) -> str:
     if job.grid.table is None:
         return f"{ours}; params and FLOPs of the trained models."
     return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."
-
-
-def own_columns(job: Job) -> list[str]:
-    """The grid's own columns in MLflow: the keys of its product, and the first metric of each condition of its protocol except
-    the undisturbed one."""
-    conditions = PROTOCOLS[job.grid.robustness].conditions[1:] if job.grid.robustness else ()
-    measured = [f"metrics.`{condition.metric(condition.numbers[0])}`" for condition in conditions]
-    return [*(f"params.`{key}`" for key in job.grid.product), *measured]
 
 
 def note(job: Job, results: Mapping[str, Result]) -> str:

@@ -9,9 +9,9 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from experiments.tracking.errors import TrackerError
+from experiments.tracking.result import runs_page
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
-from experiments.tracking.view import VIEW, runs_page
 
 STATES = {"KILLED": "interrupted"}
 """Our names for statuses of MLflow, if they differ."""
@@ -93,7 +93,7 @@ def _listed(run: Run) -> Listed:
 
 
 def experiment_pages(uri: str, server: str) -> dict[str, str]:
-    """The address of each grid's page on a server, with our view of columns if it exists.
+    """The address of each grid's page on a server.
 
     Raises:
         TrackerError: the store cannot be used.
@@ -101,9 +101,5 @@ def experiment_pages(uri: str, server: str) -> dict[str, str]:
     tracker = Tracker(uri, "", "")
     with usable(uri):
         experiments = pages(tracker.client.search_experiments)
-    found = {}
-    for experiment in experiments:
-        if experiment.name != "Default":  # MLflow's own
-            has_view = f"mlflow.sharedViewState.{VIEW}" in experiment.tags
-            found[experiment.name] = f"{server}/{runs_page(experiment.experiment_id, has_view)}"
-    return found
+    ours = (experiment for experiment in experiments if experiment.name != "Default")  # which is MLflow's own
+    return {experiment.name: f"{server}/{runs_page(experiment.experiment_id)}" for experiment in ours}

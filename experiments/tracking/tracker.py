@@ -26,7 +26,6 @@ from experiments.runs.provenance import environment, git_commit, machine, versio
 from experiments.runs.summary import Epoch
 from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
-from experiments.tracking.view import experiment_tags
 from san import Complexity
 
 BATCH = 100
@@ -83,16 +82,12 @@ class Tracker:
         with usable(self.uri):
             self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
 
-    def describe(self, note: str, columns: Sequence[str] = ()) -> None:
-        """Writes a Markdown description of the grid and selects the columns of MLflow's tables; after `prepare`.
-
-        `columns` are additional ones, such as params.`recipe.lr`. Unchanged tags are not written again.
-        """
+    def describe(self, note: str) -> None:
+        """Writes a Markdown description of the grid; after `prepare`."""
         with usable(self.uri):
             experiment, parent = self._experiment(), self._require_parent()
-            for key, value in {"mlflow.note.content": note, **experiment_tags(columns)}.items():
-                if experiment.tags.get(key) != value:
-                    self.client.set_experiment_tag(experiment.experiment_id, key, value)
+            if experiment.tags.get("mlflow.note.content") != note:
+                self.client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", note)
             if parent.data.tags.get("mlflow.note.content") != note:
                 self.client.set_tag(parent.info.run_id, "mlflow.note.content", note)
 

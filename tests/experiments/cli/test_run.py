@@ -193,7 +193,7 @@ def test_page_of_a_grid_links_to_the_grids_that_trained_its_cells(open_text: Cal
     for job, cells in ((first, 3), (second, 1)):
         experiment = job.tracker.client.get_experiment_by_name(job.name)
         assert experiment is not None
-        place = f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=grid"
+        place = f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
         links.append(f"{cells} of 4 in [{job.name}]({place})")
     assert note.startswith(f"Cells: {', '.join(links)}. **Is it the same?** Ours: ")
     assert "| mine | 3.0 |" in note

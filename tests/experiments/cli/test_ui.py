@@ -22,7 +22,7 @@ import pytest
 from experiments.cli.run import run
 from experiments.grids.config import PROJECT_DIR
 from experiments.training.job import Job, open_job
-from tests.browser import Browser, browser
+from tests.browser import browser
 from tests.experiments.conftest import San
 from tests.experiments.drivers import LEFT_OUT, PATIENCE
 from tests.experiments.samples import finish_cell
@@ -170,52 +170,6 @@ def test_reports_a_server_that_cannot_be_reached(run_ui: San, monkeypatch: pytes
     assert err.startswith(f"san: cannot use MLflow at {uri}: ")
 
 
-HEADINGS = """
-[...document.querySelectorAll('.ag-header-cell')].filter(h => h.innerText.trim())
-  .map(h => [h.getBoundingClientRect(), h.innerText.trim()]).filter(([box]) => box.right <= innerWidth)
-  .sort(([a], [b]) => a.left - b.left).map(([_, text]) => text)
-"""
-
-
-def column(page: Browser, name: str) -> list[str]:
-    """The values of a column in the table of runs, from top to bottom."""
-    cells = f"[...document.querySelectorAll('.ag-row [col-id=\"{name}\"]')]"
-    return list(
-        page.evaluate(
-            f"{cells}.map(c => [c.getBoundingClientRect().top, c]).sort(([a], [b]) => a - b).map(([_, c]) => c.innerText)"
-        )
-    )
-
-
-def test_mlflow_shows_the_columns_and_the_table_of_a_grid(finished: Job, server: Server, tmp_path: Path) -> None:
-    results = finished.tracker.results()
-    best = {trial.row: results[trial.key].metrics["val/top1"] for trial in finished.trials}
-    ranked = sorted(best, key=lambda row: -best[row])
-    with browser(tmp_path) as page:
-        page.show(1280, dark=False)
-        page.open(server.page_address("first"))
-        page.wait_for("document.body.innerText.includes('pairwise_3') && document.body.innerText.includes('Does attention')")
-        page.wait_for(f"({HEADINGS}).includes('val/loss')")
-        headings = page.evaluate(HEADINGS)
-        assert headings[:8] == ["Run Name", "Created", "val/top1", "epoch", "val/top5", "model.name", "val/loss", "train/loss"]
-        assert [name.split()[-1] for name in column(page, "attributes.`Run Name`")] == [*ranked, "first-digits"]
-        top1 = list(map(float, column(page, "metrics.`val/top1`")[:2]))
-        assert top1 == [pytest.approx(best[row]) for row in ranked]
-        page.wait_for(
-            "Boolean(document.querySelector('[data-component-id=\"mlflow.experiment.metadata_editor.expand_button\"]'))"
-        )
-        page.evaluate(
-            "document.querySelector('[data-component-id=\"mlflow.experiment.metadata_editor.expand_button\"]').click()"
-        )
-        table = "[...document.querySelectorAll('table')].find(t => t.innerText.includes('top-1 paper'))"
-        page.wait_for(f"Boolean({table})")
-        row = f"[...{table}.rows].find(r => r.cells[0].innerText.trim() === 'pairwise_3')"
-        values = page.evaluate(f"[...{row}.cells].slice(1, 3).map(c => c.innerText.trim())")
-        assert values == ["75.3", f"{best['pairwise_3']:.1f}"]
-        foreign = [address for address in page.requests if not address.startswith((server.address, "blob:"))]
-        assert foreign == []  # works without a network
-
-
 def test_mlflows_page_links_to_the_grid_that_trained_the_cells(finished: Job, server: Server, tmp_path: Path) -> None:
     with browser(tmp_path) as page:
         page.show(1280, dark=False)
@@ -223,7 +177,7 @@ def test_mlflows_page_links_to_the_grid_that_trained_the_cells(finished: Job, se
         link = "[...document.querySelectorAll('a')].find(a => a.innerText === 'first' && a.hash.includes('/runs?'))"
         page.wait_for(f"Boolean({link}) && document.body.innerText.includes('again-digits')")
         assert "Cells: 2 of 2 in first." in page.text()
-        assert "pairwise_3" not in column(page, "attributes.`Run Name`")
         page.open(page.evaluate(f"{link}.href"))
         page.wait_for("document.body.innerText.includes('first-digits') && document.body.innerText.includes('pairwise_3')")
-        page.wait_for(f"({HEADINGS})[2] === 'val/top1'")
+        foreign = [address for address in page.requests if not address.startswith((server.address, "blob:"))]
+        assert foreign == []  # works without a network

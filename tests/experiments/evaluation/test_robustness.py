@@ -25,7 +25,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
-from experiments.report.build import measurements_of, own_columns
+from experiments.report.build import measurements_of
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.job import Job, known_results, open_job
@@ -184,18 +184,6 @@ def test_grid_measures_only_missing_conditions(
     assert run_of_grid.info.status == "FINISHED"
     artifacts = [file.path for file in job.tracker.client.list_artifacts(run_of_grid.info.run_id)]
     assert artifacts == ["report.html", "table.csv", "table.md"]
-
-
-def test_mlflow_shows_a_column_for_each_condition(job: Job) -> None:
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    job.tracker.describe("", own_columns(job))
-    experiment = job.tracker.client.get_experiment_by_name(job.name)
-    assert experiment is not None
-    columns = json.loads(experiment.tags["mlflow.sharedViewState.grid"])["columnOrder"]
-    turned = [f"metrics.`robustness/{condition.key}/top1`" for condition in PROTOCOLS["rotation"].conditions[1:]]
-    first = columns.index(turned[0])
-    assert columns[first : first + len(turned)] == turned
-    assert columns.index("metrics.`val/top1`") < first < columns.index("params.`model.name`")
 
 
 def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path: Path) -> None:

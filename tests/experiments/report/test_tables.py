@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import san
 from experiments.grids.paper import counts_at_paper_setting
-from experiments.report.build import own_columns, rows_of
+from experiments.report.build import rows_of
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
 from experiments.tracking import Result
@@ -63,7 +63,6 @@ def test_swept_values_are_columns_and_the_x_axis(write_grid: Callable[[str], Pat
     assert first.split()[:3] == ["footprint3-lr0.1", "3", "0.1"]
     (record, *_) = csv.DictReader(csv_text(lines).splitlines())
     assert (record["model.footprint"], record["recipe.lr"]) == ("3", "0.1")
-    assert own_columns(job) == ["params.`model.footprint`", "params.`recipe.lr`"]
     assert (job.grid.plot and (job.grid.plot.x, job.grid.plot.series)) == ("model.footprint", "recipe.lr")
 
 
