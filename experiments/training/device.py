@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,12 +19,7 @@ from experiments.errors import MachineError, UserError
 from experiments.grids.config import EngineConfig, TrialConfig
 from san.ops import library
 
-OLDEST_DRIVER = {13: 580, 12: 525}
-"""The oldest driver branch for each major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
-WHEELS = "https://download.pytorch.org/whl/cu126"
-"""torch for CUDA 12.6, which runs on the oldest drivers that torch still supports."""
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # options of glibc's mallopt
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def available_device() -> torch.device:
@@ -98,41 +90,13 @@ def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
 
 def gpu_problem() -> str:
     """Why torch cannot use a GPU on this machine, and what to do about it."""
-    version, driver = torch.__version__.partition("+")[0], driver_version()
     otherwise = "or train on the CPU with placement.gpus=0"
-    if driver is None:
-        return f"no NVIDIA driver is installed; install driver {OLDEST_DRIVER[13]} or newer, {otherwise}"
-    install = f"pip install torch=={version} --index-url {WHEELS}"
     if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) was built without CUDA; run `{install}` (driver: {driver}), {otherwise}"
-    built_for = f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
-    needed = OLDEST_DRIVER.get(_major(torch.version.cuda), OLDEST_DRIVER[13])
-    if _major(driver) < needed:
-        older_torch = f" run `{install}`," if _major(driver) >= OLDEST_DRIVER[12] else ""
-        return (
-            f"{built_for}, which needs driver {needed} or newer, but the driver is {driver}; "
-            f"update the driver,{older_torch} {otherwise}"
-        )
-    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return (
-            f"CUDA_VISIBLE_DEVICES={hidden!r} selects no usable GPU ({built_for}, driver {driver}); unset this variable, "
-            f"{otherwise}"
-        )
-    return f"{built_for}, which is compatible with driver {driver}; check the output of `nvidia-smi`, {otherwise}"
-
-
-def driver_version() -> str | None:
-    """Version of NVIDIA's driver, such as `550.54.15`, or None without a driver."""
-    try:
-        said = DRIVER_FILE.read_text()
-    except OSError:
-        try:  # WSL has no such file
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", said)
-    return found[0] if found else None
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch, {otherwise}"
+    return (
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no usable GPU; check that `nvidia-smi` lists "
+        f"one with a driver for this version of CUDA, and the variable CUDA_VISIBLE_DEVICES, {otherwise}"
+    )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -182,7 +146,3 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
 
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])

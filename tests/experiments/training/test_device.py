@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor
 
 from experiments.errors import UserError
 from experiments.grids.config import EngineConfig, TrialConfig
-from experiments.training import device
 from experiments.training.device import (
     available_device,
     computing,
-    driver_version,
     enough_memory,
     gpu_problem,
     precision_warning,
@@ -29,9 +26,6 @@ from experiments.training.engine import arithmetic
 from san.ops import library
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import expand
-
-OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)  Sun Jul 27"
-OLD_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  12.3.0"
 
 
 def config(*overrides: str) -> TrialConfig:
@@ -89,54 +83,11 @@ def test_defaults_depend_on_the_device(engine: tuple[str, ...], where: str, tf32
 
 
 @pytest.mark.parametrize(
-    ("version", "cuda", "driver", "visible", "message"),
-    [
-        ("2.13.0+cu130", "13.0", None, None, "no NVIDIA driver is installed; install driver 580 or newer"),
-        ("2.13.0+cpu", None, "580.65.06", None, "was built without CUDA; run `pip install torch==2.13.0 --index-url"),
-        (
-            "2.13.0+cu130",
-            "13.0",
-            "550.54.15",
-            None,
-            "torch 2.13.0+cu130 was built for CUDA 13.0, which needs driver 580 or newer, but the driver is 550.54.15; "
-            "update the driver, run `pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`",
-        ),
-        (
-            "2.13.0+cu126",
-            "12.6",
-            "470.82.01",
-            None,
-            "needs driver 525 or newer, but the driver is 470.82.01; update the driver, or train",
-        ),
-        ("2.13.0+cu126", "12.6", "550.54.15", "7", "CUDA_VISIBLE_DEVICES='7' selects no usable GPU"),
-        ("2.13.0+cu130", "13.0", "580.65.06", None, "check the output of `nvidia-smi`"),
-    ],
-    ids=["no driver", "build for CPUs", "old driver", "driver too old for all builds", "hidden GPUs", "other problem"],
+    ("cuda", "remedy"), [(None, "install a CUDA build of torch"), ("13.0", "check that `nvidia-smi` lists one")]
 )
-def test_gpu_problem_names_versions_and_remedy(
-    version: str, cuda: str | None, driver: str | None, visible: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(torch, "__version__", version)
+def test_gpu_problem_names_a_remedy(cuda: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(device, "driver_version", lambda: driver)
-    assert message in gpu_problem()
-    assert "placement.gpus=0" in gpu_problem()
-
-
-@pytest.mark.parametrize(("text", "version"), [(OPEN_MODULE, "580.65.06"), (OLD_MODULE, "550.54.15")], ids=["open", "old"])
-def test_driver_version_of_the_kernel_module(text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "DRIVER_FILE", tmp_path / "version")
-    (tmp_path / "version").write_text(text)
-    assert driver_version() == version
-
-
-def test_driver_version_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "DRIVER_FILE", tmp_path / "none")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert driver_version() is None
+    assert remedy in gpu_problem() and "placement.gpus=0" in gpu_problem()
 
 
 @pytest.mark.parametrize(("wanted", "allowed"), [(None, True), (True, True), (False, False)], ids=str)
