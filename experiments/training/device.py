@@ -74,7 +74,7 @@ def require_gpu(config: TrialConfig) -> None:
         warnings.simplefilter("ignore")  # torch's own words on an old driver, which `gpu_problem` has too
         if gpus == 0 or torch.cuda.is_available():
             return
-    raise MachineError(f"placement.gpus={gpus}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
+    raise MachineError(f"placement.gpus={gpus:g}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
 
 
 def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
