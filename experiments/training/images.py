@@ -115,16 +115,10 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
             _require_digits(root)
         if root.name in CIFAR and _is_missing(root):
             raise DataError(f"{root}: no such folder; write it with `san data prepare {root.name}`")
-        return Dataset.open(root, name, lists, _listings())
+        return Dataset.open(root, name, lists)
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{root}: cannot read or write images ({where}); set another data.root") from None
-
-
-def _listings() -> Path | None:
-    """The cache folder for the file lists of large image folders; None for a user without a home."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache, "san", "listings") if os.path.isabs(cache) else None
 
 
 def without_writing(config: DataConfig) -> DataConfig:

@@ -3,12 +3,11 @@
 import hashlib
 import os
 import stat
-import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.datasets.manifest import Indices, Paths, digest, encode, list_path, read_list, write_list
+from pipelines.datasets.manifest import Indices, Paths, digest, encode, list_path, read_list
 from pipelines.datasets.shards import Shards, index_path, read_index
 from pipelines.errors import DataError, join_names
 
@@ -28,12 +27,6 @@ PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images are in the folder of another split."""
 LISTING_THREADS = 16
 """Number of class folders that are listed at a time, because network file systems respond slowly."""
-KEPT_FROM = 10_000
-"""Minimum number of images for which a scan is stored; fewer are scanned within seconds."""
-SAMPLED = 1000
-"""Number of files whose sizes are compared with a stored scan, because overwriting a file does not change its folder."""
-SETTLED_NS = 60 * 10**9
-"""Age of a folder's modification time after which a later change has a different time; some file systems cache the time."""
 
 
 class Source(NamedTuple):
@@ -73,10 +66,8 @@ class Dataset:
     """The loader generates the images."""
 
     @classmethod
-    def open(cls, root: Path | str, split: str, lists: Path | str | None = None, listings: Path | None = None) -> "Dataset":
+    def open(cls, root: Path | str, split: str, lists: Path | str | None = None) -> "Dataset":
         """Opens the images in the list `<split>.txt` in the folder `lists` or in `root`; without a list, the result of `scan`.
-
-        Scans of many images are stored in the folder `listings`, and reused until a class folder is added, removed or changed.
 
         Raises:
             DataError: as `scan`; or the folder `lists` is missing, or the list is damaged or does not match the class folders.
@@ -88,7 +79,7 @@ class Dataset:
             path = list_path(Path(folder), split)
             if os.path.lexists(path):  # A broken link is an error.
                 return cls._listed(Path(root), split, path)
-        return cls.scan(root, split) if listings is None else cls._kept(Path(root), split, listings)
+        return cls.scan(root, split)
 
     @classmethod
     def scan(cls, root: Path | str, split: str) -> "Dataset":
@@ -111,31 +102,6 @@ class Dataset:
         labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(files.values())))
         sizes = array("q", (size for listed in files.values() for _, size in listed))
         return cls(root, split, tuple(files), paths, labels, sizes)
-
-    @classmethod
-    def _kept(cls, root: Path, split: str, listings: Path) -> "Dataset":
-        with _readable(root):
-            folder = _split_folder(root, split)
-            names = _class_names(folder)
-            with ThreadPoolExecutor(LISTING_THREADS) as pool:
-                changed = list(pool.map(lambda name: (folder / name).stat().st_mtime_ns, names))
-        place = _short_hash([os.path.abspath(folder)])
-        path = list_path(listings, f"{place}-{_short_hash([*names, *map(str, changed)])}")
-        with suppress(DataError):  # It is missing, damaged, or describes other images.
-            kept = cls._listed(root, split, path)
-            some = range(0, len(kept), max(len(kept) // SAMPLED, 1))
-            with ThreadPoolExecutor(LISTING_THREADS) as pool, suppress(OSError):
-                if all(pool.map(lambda index: (root / kept.paths[index]).stat().st_size == kept.sizes[index], some)):
-                    return kept
-        data = cls.scan(root, split)
-        # A folder that has just changed could change again without a new modification time.
-        if len(data) >= KEPT_FROM and max(changed) < time.time_ns() - SETTLED_NS:
-            with suppress(DataError, OSError):
-                write_list(path, data.paths, data.sizes)
-                for old in listings.glob(f"{place}-*.txt"):
-                    if old != path:
-                        old.unlink()
-        return data
 
     @classmethod
     def open_shards(cls, root: Path | str, split: str) -> "Dataset":
@@ -392,11 +358,6 @@ def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[
         )
     labels = np.argsort([numbers[folder] for folder in folders])[first_seen]
     return tuple(folder.split("/")[1] for folder in folders), array("q", labels.tobytes())
-
-
-def _short_hash(names: Iterable[str]) -> str:
-    """16 hexadecimal digits of a hash of names without null bytes."""
-    return hashlib.sha256(encode("\0".join(names))).hexdigest()[:16]
 
 
 def _require_name(split: str) -> None:

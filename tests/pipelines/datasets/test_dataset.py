@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
-from pipelines.datasets.dataset import _images, skipped_files
+from pipelines.datasets.dataset import skipped_files
 
 
 def put(root: Path, *names: str) -> None:
@@ -95,55 +95,6 @@ def test_rejects_folders_without_read_access(tmp_path: Path, folder: str) -> Non
             Dataset.scan(tmp_path, "val")
     finally:
         (tmp_path / folder).chmod(0o700)
-
-
-@pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Records the scanned class folders; even small scans are cached."""
-    scanned: list[Path] = []
-    monkeypatch.setattr("pipelines.datasets.dataset.KEPT_FROM", 1)
-    monkeypatch.setattr("pipelines.datasets.dataset._images", lambda folder: scanned.append(folder) or _images(folder))
-    return scanned
-
-
-def settled(*folders: Path) -> None:
-    """Sets the modification times of folders to a few minutes ago."""
-    for folder in folders:
-        os.utime(folder, (0, folder.stat().st_mtime - 200))
-
-
-def test_scan_is_cached_until_a_folder_changes(tmp_path: Path, scans: list[Path]) -> None:
-    root, listings = tmp_path / "images", tmp_path / "listings"
-    put(root, "train/a/1.jpg", "train/a/2.jpg", "train/b/1.jpg", "val/a/1.jpg")
-    expected = Dataset.scan(root, "train")
-    assert Dataset.open(root, "train", None, listings) == expected and not listings.exists(), (
-        "recent changes could go unnoticed"
-    )
-    settled(root / "train/a", root / "train/b")
-    assert Dataset.open(root, "train", None, listings) == expected
-    scans.clear()
-    assert Dataset.open(root, "train", None, listings) == expected and not scans
-    assert Dataset.open(root, "val", None, listings) == Dataset.scan(root, "val") and scans, "another split is another scan"
-    (listed,) = listings.iterdir()
-    listed.write_bytes(b"damaged")
-    assert Dataset.open(root, "train", None, listings) == expected
-
-    (root / "train/b/1.jpg").write_bytes(b"another image")
-    assert Dataset.open(root, "train", None, listings).sizes[-1] == len(b"another image"), "overwritten in place"
-    put(root, "train/b/2.jpg")
-    settled(root / "train/b")
-    more = Dataset.open(root, "train", None, listings)
-    assert more.paths[-1] == "train/b/2.jpg"
-    assert [file.exists() for file in (listed, *listings.iterdir())] == [False, True], "the outdated one is removed"
-    shutil.move(root / "train/b", root / "train/c")
-    assert Dataset.open(root, "train", None, listings).classes == ("a", "c")
-
-
-def test_scans_of_small_data_sets_are_not_cached(tmp_path: Path) -> None:
-    put(tmp_path, "images/train/a/1.jpg")
-    settled(tmp_path / "images/train/a")
-    Dataset.open(tmp_path / "images", "train", None, tmp_path / "listings")
-    assert not (tmp_path / "listings").exists()
 
 
 @pytest.mark.parametrize("split", ["", ".", "..", "../x", "train/a", "two\nlines"])
