@@ -1,5 +1,5 @@
-// aggregation, forward and backward. The definition is in san/ops/reference.py, the loops over pixels are in
-// simd/aggregation.cpp.
+// aggregation and dot, forward and backward. The definitions are in san/ops/reference.py, the loops over pixels are in
+// simd/aggregation.cpp. Each is the other's derivative: dot is the gradient of aggregation's weight.
 #include <tuple>
 
 #include "bands.h"
@@ -9,10 +9,7 @@ namespace {
 
 template <class T>
 const AggregationKernels<T>& kernels() {
-  if constexpr (std::is_same_v<T, double>)
-    return SAN_CHOOSE(aggregation_double);
-  else
-    return SAN_CHOOSE(aggregation_float);
+  return SAN_CHOOSE(aggregation<T>);
 }
 
 template <class T>
@@ -97,10 +94,25 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
   SAN_SUM_TYPE(beta, return backward(Problem<T>(beta, weight, kernel_size), grad);)
 }
 
+Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
+  check_dot(phi, psi, groups);
+  const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
+  const Tensor weight = torch::stable::new_zeros(phi, {phi.size(0), groups, f.positions(), f.pixels()});
+  return std::get<1>(aggregation_backward(phi, psi, weight, kernel_size));
+}
+
+std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
+  check_dot(phi, psi, grad.dim() == 4 ? grad.size(1) : 0);
+  const Tensor grad_psi = std::get<0>(aggregation_backward(phi, psi, grad, kernel_size));
+  return {torch::stable::contiguous(aggregation(psi, grad, kernel_size)), torch::stable::contiguous(grad_psi)};
+}
+
 }  // namespace
 }  // namespace san::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("aggregation", TORCH_BOX(&san::cpu::aggregation));
   m.impl("aggregation_backward", TORCH_BOX(&san::cpu::aggregation_backward));
+  m.impl("dot", TORCH_BOX(&san::cpu::dot));
+  m.impl("dot_backward", TORCH_BOX(&san::cpu::dot_backward));
 }

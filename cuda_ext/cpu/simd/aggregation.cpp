@@ -146,11 +146,6 @@ struct Line {
   }
 };
 
-template <class T>
-int64_t scratch_of(const Aggregation<T>& p, int64_t rows, bool backward) {
-  return Line<T>::scratch(p, rows, backward);
-}
-
 // Calls eight(value channel, weight channel) for every eight channels that share a weight, and one(...) for each
 // remaining channel.
 template <class T, class Eight, class One>
@@ -229,11 +224,12 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
 
 }  // namespace
 
-// SAN_ISA names the instruction set that this source is compiled for.
-namespace SAN_ISA {
-extern const AggregationKernels<float> aggregation_float;
-extern const AggregationKernels<double> aggregation_double;
-const AggregationKernels<float> aggregation_float{scratch_of<float>, forward<float>, backward<float>};
-const AggregationKernels<double> aggregation_double{scratch_of<double>, forward<double>, backward<double>};
-}  // namespace SAN_ISA
+template <class T>
+const AggregationKernels<T>& SAN_ISA::aggregation() {
+  static constexpr AggregationKernels<T> kernels{Line<T>::scratch, forward<T>, backward<T>};
+  return kernels;
+}
+template const AggregationKernels<float>& SAN_ISA::aggregation();
+template const AggregationKernels<double>& SAN_ISA::aggregation();
+
 }  // namespace san::cpu
