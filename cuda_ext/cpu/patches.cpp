@@ -85,12 +85,10 @@ Tensor patch_linear(const Tensor& center, const Tensor& around, const Tensor& no
 
 Gradients patch_linear_backward(const Tensor& grad, const Tensor& center, const Tensor& around, const Tensor& norm,
                                 const Tensor& weight, int64_t kernel_size, bool) {
-  const std::vector<int64_t> wanted{around.size(0), weight.size(0), around.size(1), around.size(2)};
-  STD_TORCH_CHECK(grad.sizes().vec() == wanted, "grad must be [", wanted[0], ", ", wanted[1], ", ", wanted[2], ", ",
-                  wanted[3], "]");
   SAN_SUM_TYPE(around, {
-    auto [to_center, to_around, to_norm, to_weight] =
-        map_backward(Problem<T>(center, around, norm, weight, kernel_size), grad);
+    const Problem<T> problem(center, around, norm, weight, kernel_size);
+    check_patch_gradient(grad, around, weight);
+    auto [to_center, to_around, to_norm, to_weight] = map_backward(problem, grad);
     return {to_center, to_around, to_norm, as_type(to_weight, weight.scalar_type())};
   })
 }

@@ -73,7 +73,7 @@ SAN_VECTOR void gather(const scalar_t* grad, acc_t sign, const Footprint& f, acc
 
 // unfold of psi or, with is_subtraction, the difference of phi and psi.
 Tensor footprints(const Tensor& phi, const Tensor& psi, int64_t kernel_size, bool is_subtraction) {
-  check_map(psi, "x"), check_map(phi, "phi");
+  check_map(phi, is_subtraction ? "phi" : "x");
   const Footprint f = footprint_of(psi.size(2), psi.size(3), kernel_size);
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor out = torch::stable::new_empty(psi, {psi.size(0), psi.size(1), f.positions(), f.pixels()});
@@ -125,8 +125,7 @@ Tensor unfold_backward(const Tensor& grad, int64_t height, int64_t width, int64_
 }
 
 Tensor subtraction(const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
-  check_same(phi, psi, "phi and psi");
-  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have the same shape");
+  check_alike(phi, psi, "phi and psi");
   return footprints(phi, psi, kernel_size, true);
 }
 

@@ -50,14 +50,6 @@ inline const char* launch_error(const char* kernel, cudaStream_t stream, bool wa
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
-// Bytes of dynamic shared memory that a block can have on the current device.
-inline size_t shared_memory_limit() {
-  int device = 0, bytes = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
-  return known ? static_cast<size_t>(bytes) : size_t(48) << 10;
-}
-
 // Limit in bytes for the partial sums of one launch.
 inline int64_t workspace_limit() { return int64_t(256) << 20; }
 // Blocks that fill an H100, in launches that write partial sums.

@@ -51,18 +51,18 @@ __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, f
   float products[KM * KD][4] = {}, sums[KD] = {};
   const int teams = plan.teams();
   for (int64_t group = int64_t(job.block) * teams + team.index; group * 8 < p.pixels(); group += plan.blocks * teams) {
-    PixelColumns<S> columns(p, team, group * 8);
+    auto columns = pixel_columns<S>(p, team, group * 8);
     const auto deviation = [&](int c) {
       Pack<2, float> two{};
       if (!S::is_whole && c >= p.tiles) return two;
       const float middle = S::is_whole ? kept[S::is_whole ? c : 0] : typical[8 * c + team.row];
-      const Pack<2, float> a1 = columns.activate(c);
+      columns.activate(c, two.data);
       SAN_UNROLL
-      for (int n = 0; n < 2; ++n) two.data[n] = columns.pixels[n].exists ? a1.data[n] - middle : 0;
+      for (int n = 0; n < 2; ++n) two.data[n] = columns.pixels[n].exists ? two.data[n] - middle : 0;
       return two;
     };
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      columns.move(team, offset);
+      columns.move(offset);
       F right[KD];
       SAN_UNROLL
       for (int c = 0; c < KD; ++c) {
@@ -166,7 +166,7 @@ void backward(PairWork& work, const Tensor& grad_mean, const Tensor& grad_covari
   const Pairs& p = work.pairs;
   const int64_t elements = (p.tiles + S::relation - 1) / S::relation * 8 * S::relation;
   const Floats grads = work.keep(grad_covariance);
-  const auto matrix = work.matrix<F>({grads, p.d, p.d, p.d, 1, 1, 0, 0, 1 / p.count(), true}, S::relation, p.tiles);
+  const auto matrix = work.matrix<F>({grads, p.d, p.d, p.d, 1, 1 / p.count(), true}, S::relation, p.tiles);
   const ConstantJob constant{work.keep_float(grad_mean),
                              static_cast<const float*>(grads.data),
                              work.keep_float(mean),

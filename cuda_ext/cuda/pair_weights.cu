@@ -32,6 +32,7 @@ struct Layers {
 class LayerWork : public PairWork {
  public:
   const int E, G;
+  const Matrix layer1, layer2;
 
   template <class S>
   LayerWork(S, const Tensor& center, const Tensor& around, const Tensor& norm, const Footprint& f,
@@ -39,34 +40,15 @@ class LayerWork : public PairWork {
       : PairWork(center, around, norm, f, relation_tiles<S>(center)),
         E(static_cast<int>(weight1.size(0))),
         G(static_cast<int>(weight2.size(0))),
-        weight1_(keep(weight1)),
-        weight2_(keep(weight2)),
+        layer1{keep(weight1), E, pairs.d, pairs.d, 1},
+        layer2{keep(weight2), G, E, E, 1},
         shift2_(shift2) {}
 
+  // Chunks of hidden channels that have this many tiles each.
   int chunks(int tiles) const { return (E + 8 * tiles - 1) / (8 * tiles); }
-
-  // Jobs that rearrange the layers. `tiles` is the number of tiles in a chunk of hidden channels.
   PaddedVector shift2(int tiles) { return vector(shift2_, chunks(tiles) * 8 * tiles); }
-  template <class F>
-  PackedMatrix<F> weight1(int tiles) {
-    return matrix<F>({weight1_, E, pairs.d, pairs.d, 1}, tiles, pairs.tiles);
-  }
-  template <class F>
-  PackedMatrix<F> weight2(int tiles, int hidden_tiles, double factor) {
-    return matrix<F>({weight2_, G, E, E, 1, 1, 0, 0, factor}, tiles, hidden_tiles);
-  }
-  // Transposed, for gradients.
-  template <class F>
-  PackedMatrix<F> back1(int tiles, int hidden_tiles) {
-    return matrix<F>({weight1_, pairs.d, E, 1, pairs.d}, tiles, hidden_tiles);
-  }
-  template <class F>
-  PackedMatrix<F> back2(int tiles, int logit_tiles) {
-    return matrix<F>({weight2_, E, G, 1, E}, tiles, logit_tiles);
-  }
 
  private:
-  const Floats weight1_, weight2_;
   const Tensor& shift2_;
 };
 
@@ -122,11 +104,11 @@ __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs p, Laye
   constexpr int KE = S::hidden, KG = S::weights;
   const Job<S::is_whole> job(plan);
   const Team team(plan.warps);
-  PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
+  auto rows = pixel_rows<S, false, 2>(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
   const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * KE * KG * kWarp + team.lane;
   const auto visit_all = [&](const auto& visit) {
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      rows.move(team, offset);
+      rows.move(offset);
       float z[KG][4] = {};
       for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int chunk) {
         float u[KE][4];
@@ -177,7 +159,8 @@ void forward(LayerWork& work, out_t* w) {
   constexpr double kLog2e = 1.4426950408889634;
   const int chunks = work.chunks(S::hidden);
   const auto shift2 = work.shift2(S::hidden);
-  const auto weight1 = work.weight1<F>(S::hidden), weight2 = work.weight2<F>(S::weights, chunks * S::hidden, kLog2e);
+  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
+  const auto weight2 = work.matrix<F>(work.layer2.times(kLog2e), S::weights, chunks * S::hidden);
   prepare(work.stream(), work.center, work.around, shift2, weight1, weight2);
   const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
   const Plan plan = Plan::for_groups(p, (p.pixels() + 15) / 16, weight2.chunks);
@@ -307,7 +290,7 @@ struct Partial {
 template <class F, class S>
 __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, const F* weight1, const F* weight2,
                                                   const float* shift2, const Team& team,
-                                                  const PixelRows<S, false, 1>& pairs, const Offset& offset,
+                                                  const PixelValues<S, false, 1, 2>& pairs, const Offset& offset,
                                                   float (&u)[4], float (&gu)[4]) {
   u[0] = u[1] = shift2[team.row], u[2] = u[3] = shift2[8 + team.row];
   for_each_relation_tile<S>(pairs.p, [&](int c) {
@@ -333,7 +316,7 @@ __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, cons
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 9 mma for 8 pairs; reads 180 MB; 0.1
 // ms, limited by instruction issue.
 template <class F, class S>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, std::is_same_v<S, AnySize> ? 2 : 1)
     layer_gradient_kernel(Pairs p, LogitGradients gz, Layers<F, S> layers, Plan plan, Partial layout, float* partial) {
   constexpr int KD = S::relation, KG = kLogitTiles<S>;
   const Job<false> job(plan);
@@ -343,10 +326,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   float to_weight1[KD][4] = {}, to_weight2[KG * 2][4] = {}, to_shift2[2] = {};
   const int teams = plan.teams();
   for (int64_t group = int64_t(job.block) * teams + team.index; group * 8 < p.pixels(); group += plan.blocks * teams) {
-    PixelColumns<S> columns(p, team, group * 8);
-    PixelRows<S, false, 1> pairs(p, team, group * 8);
+    auto columns = pixel_columns<S>(p, team, group * 8);
+    auto pairs = pixel_rows<S, false, 1>(p, team, group * 8);
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      columns.move(team, offset), pairs.move(team, offset);
+      columns.move(offset), pairs.move(offset);
       float u[4], gu[4] = {};
       hidden_of_columns<F, S>(gz, weight1, weight2, layers.shift2 + job.strip * 16, team, pairs, offset, u, gu);
       to_shift2[0] += gu[0] + gu[1], to_shift2[1] += gu[2] + gu[3];
@@ -364,8 +347,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int c = 0; c < KD; ++c) {
         const int tile = S::is_whole ? c : job.chunk * KD + c;
         if (!S::is_whole && tile >= p.tiles) break;
-        const auto a1 = columns.activate(tile);
-        multiply(to_weight1[c], upper, lower, F::of_rectified(a1.data[0], a1.data[1]));
+        float a1[2];
+        columns.activate(tile, a1);
+        multiply(to_weight1[c], upper, lower, F::of_rectified(a1[0], a1[1]));
       }
     }
   }
@@ -412,9 +396,12 @@ template <class F, class S>
 void backward(LayerWork& work, const LogitGradients& gz, LayerGradients& out) {
   const Pairs& p = work.pairs;
   const int chunks = work.chunks(S::hidden), hidden_tiles = chunks * S::hidden;
-  const auto weight1 = work.weight1<F>(S::hidden), weight2 = work.back2<F>(S::hidden, gz.tiles);
-  const auto back = work.back1<F>(S::relation, hidden_tiles);
-  const auto left1 = work.weight1<F>(2), left2 = work.back2<F>(2, gz.tiles);  // for layer_gradient_kernel
+  const Matrix back1 = work.layer1.transposed(), back2 = work.layer2.transposed();
+  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
+  const auto weight2 = work.matrix<F>(back2, S::hidden, gz.tiles);
+  const auto back = work.matrix<F>(back1, S::relation, hidden_tiles);
+  // For layer_gradient_kernel.
+  const auto left1 = work.matrix<F>(work.layer1, 2, p.tiles), left2 = work.matrix<F>(back2, 2, gz.tiles);
   const auto shift2 = work.shift2(S::hidden), left_shift2 = work.shift2(2);
   prepare(work.stream(), work.center, work.around, weight1, weight2, back, left1, left2, shift2, left_shift2);
   const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};

@@ -1,6 +1,5 @@
 // The footprint of footprint.h in 32-bit integers for kernels, because a 64-bit division takes about a hundred
-// instructions. Kernels start at a pixel and step through its footprint. The batch index is folded into the pointers,
-// and `for_each_part` divides large batches so that one launch has fewer than 2^31 threads.
+// instructions. Kernels start at a pixel and step through its footprint.
 #pragma once
 #include <algorithm>
 
@@ -71,18 +70,11 @@ SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit&
   }
 }
 
-// Calls launch(first, threads) for parts of `count` items, with `threads` threads for each item, whose threads together
-// are fewer than 2^31.
-template <class Launch>
-void for_each_part(int64_t count, int64_t threads, const Launch& launch) {
-  constexpr int64_t kMost = (int64_t(1) << 31) - kThreads;
-  STD_TORCH_CHECK(threads <= kMost, "one image needs ", threads, " threads; fewer than 2^31 are supported");
-  const int64_t part = std::max<int64_t>(1, kMost / std::max<int64_t>(1, threads));
-  for (int64_t first = 0; first < count; first += part) {
-    launch(first, static_cast<unsigned>(std::min(part, count - first) * threads));
-  }
+// The number of blocks of a launch with one thread for each of fewer than 2^31 items.
+inline int grid_for(int64_t threads) {
+  STD_TORCH_CHECK(threads <= (int64_t(1) << 31) - kThreads, "maps that need ", threads,
+                  " threads are too large, fewer than 2^31 are supported; use smaller batches");
+  return static_cast<int>((threads + kThreads - 1) / kThreads);
 }
-
-inline int grid_for(unsigned threads) { return static_cast<int>((threads + kThreads - 1) / kThreads); }
 
 }  // namespace san::cuda

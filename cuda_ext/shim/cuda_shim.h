@@ -1,6 +1,5 @@
 // Runs __global__ functions on the CPU, one block after the other. SAN_SHIM_REVERSE reverses the order of blocks and
-// threads, to find kernels that depend on it, for example because a barrier is missing. SAN_SHIM_SHARED_MEMORY is the
-// size of a block's shared memory.
+// threads, to find kernels that depend on it, for example because a barrier is missing.
 //
 // SAN_LAUNCH runs one thread after the other. Kernels with barriers, shuffles, shared memory or mma need
 // SAN_LAUNCH_SHARED, which runs threads as fibers. The shim cannot find races within a warp between two barriers or
@@ -42,11 +41,6 @@ inline const char* launch_error(const char* kernel, int, bool) {
   if (const char* log = std::getenv("SAN_SHIM_LAUNCHES")) std::ofstream(log, std::ios::app) << kernel << '\n';
   const char* failing = std::getenv("SAN_SHIM_FAIL");
   return failing != nullptr && std::strstr(kernel, failing) != nullptr ? "as the test asked" : nullptr;
-}
-// SAN_SHIM_SHARED_MEMORY in bytes, or what a block has on an H100.
-inline size_t shared_memory_limit() {
-  const char* bytes = std::getenv("SAN_SHIM_SHARED_MEMORY");
-  return bytes != nullptr ? std::strtoull(bytes, nullptr, 10) : size_t(227) << 10;
 }
 // Small, so that small tests meet them.
 inline int64_t workspace_limit() { return int64_t(16) << 10; }
@@ -109,11 +103,6 @@ T __shfl_sync(unsigned, T value, int lane) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits) {
   return __shfl_sync(mask, value, san::shim::Scheduler::running().lane() ^ bits);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, int distance) {
-  const int lane = san::shim::Scheduler::running().lane();
-  return __shfl_sync(mask, value, lane + distance < san::shim::kWarp ? lane + distance : lane);
 }
 
 // Whether any lane of the warp passes true.

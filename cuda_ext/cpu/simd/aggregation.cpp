@@ -15,7 +15,6 @@ template <class T>
 struct PaddedRows {
   Footprint f;
   int64_t channels, rows, width;
-  bool channels_last;
   T* data;
 
   static int64_t width_of(const Footprint& f) { return whole_vectors<T>(f.width) + 2 * f.reach(); }
@@ -27,7 +26,6 @@ struct PaddedRows {
         channels(p.values),
         rows(band.last - band.first + 2 * p.footprint.reach()),
         width(width_of(p.footprint)),
-        channels_last(p.channels_last),
         data(take(scratch, size(p, band.last - band.first))) {}
 
   // Row `row`, counted from the first row of the planes, from the first column of the padding.
@@ -40,10 +38,7 @@ struct PaddedRows {
     for (int64_t row = 0; row < rows; ++row) {
       T* inside = at(row, 0) + reach;
       const int64_t from = reflect(first + row - reach, f.height) * W;
-      if (channels_last)
-        to_planes(map + from * channels, channels, W, inside, width);
-      else
-        for (int64_t c = 0; c < channels; ++c) memcpy(inside + c * width, map + c * f.pixels() + from, W * sizeof(T));
+      to_planes(map + from * channels, channels, W, inside, width);
       for (int64_t c = 0; c < channels; ++c, inside += width)
         for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
     }
@@ -56,11 +51,7 @@ struct PaddedRows {
       const int64_t to = reflect(first + row - reach, f.height) * W;
       for (T* plane = inside; plane < inside + channels * width; plane += width)
         for (int64_t x = 1; x <= reach; ++x) plane[x] += plane[-x], plane[W - 1 - x] += plane[W - 1 + x];
-      if (channels_last)
-        from_planes<true>(inside, width, channels, W, map + to * channels);
-      else
-        for (int64_t c = 0; c < channels; ++c)
-          for (int64_t w = 0; w < W; ++w) map[c * f.pixels() + to + w] += inside[c * width + w];
+      from_planes<true>(inside, width, channels, W, map + to * channels);
     }
   }
 };
@@ -177,11 +168,7 @@ void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T*
       aggregate_row<true>(line, x, h, h - rows.first);
     else
       aggregate_row<false>(line, x, h, h - rows.first);
-    if (p.channels_last)
-      from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
-    else
-      for (int64_t c = 0; c < p.values; ++c)
-        memcpy(y + c * line.P + h * line.W, line.own + c * line.width, line.W * sizeof(T));
+    from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
   }
 }
 
@@ -209,11 +196,7 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   to_beta.clear();
   memset(line.own, 0, p.values * line.width * sizeof(T));  // lanes after the last pixel stay 0
   for (int64_t h = rows.first; h < rows.last; ++h) {
-    if (p.channels_last)
-      to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
-    else
-      for (int64_t c = 0; c < p.values; ++c)
-        memcpy(line.own + c * line.width, grad_y + c * line.P + h * line.W, line.W * sizeof(T));
+    to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
     if (line.ends_beyond(h, rows.last))
       correlate_row<true>(line, x, h, rows, grad_w, to_beta);
     else

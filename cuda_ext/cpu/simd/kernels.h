@@ -89,17 +89,16 @@ struct PatchKernels {
                        const PatchGradients<T>&);
 };
 
-// Value channel c has weight channel c % weights. Maps of one image are [P, values], or [values, P].
+// Value channel c has weight channel c % weights.
 template <class T>
 struct Aggregation {
   Footprint footprint;
   int64_t values, weights;
-  bool channels_last;
 };
 
 template <class T>
 struct AggregationMaps {
-  const T *beta, *w, *w_end;  // the map; the weights [G, K, P]; where the tensor of the weights ends
+  const T *beta, *w, *w_end;  // the map [P, values]; the weights [G, K, P]; where the tensor of the weights ends
 };
 
 template <class T>
