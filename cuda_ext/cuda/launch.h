@@ -23,6 +23,7 @@
 #define SAN_LIBRARY san
 #define SAN_DEVICE CUDA
 #define SAN_UNROLL _Pragma("unroll")
+#define SAN_ROLLED _Pragma("unroll 1")  // where unrolling would only take registers
 #define SAN_START(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 #define SAN_START_SHARED(kernel, blocks, threads, bytes, stream, ...) \
   do {                                                                \

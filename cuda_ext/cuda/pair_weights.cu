@@ -441,12 +441,10 @@ Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& no
   const OperatorGuard guard("pair_weights", center);
   Tensor w = torch::stable::new_empty(weight2, {center.size(0), f.pixels(), f.positions(), weight2.size(0)});
   if (w.numel() > 0) {
-    with_operand(weight2.scalar_type(), tf32, [&]<class F>(F) {
-      with_stage<F>(center.size(3), weight1.size(0), weight2.size(0), [&]<class S>(S stage) {
-        LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-        with_weight_type(weight2.scalar_type(),
-                         [&]<class out_t>(out_t) { forward<F, S>(work, w.mutable_data_ptr<out_t>()); });
-      });
+    const ScalarType type = weight2.scalar_type();
+    with_stage(type, tf32, center.size(3), weight1.size(0), weight2.size(0), [&]<class F, class S>(F, S stage) {
+      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
+      with_weight_type(type, [&]<class out_t>(out_t) { forward<F, S>(work, w.mutable_data_ptr<out_t>()); });
     });
   }
   return torch::stable::transpose(w, 1, 3);
@@ -465,12 +463,11 @@ Backward pair_weights_backward(const Tensor& grad, const Tensor& w, const Tensor
   const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };
   LayerGradients out{{center, norm}, zeros(weight1), zeros(shift2), zeros(weight2)};
   if (w.numel() > 0) {
-    with_operand(weight2.scalar_type(), tf32, [&]<class F>(F) {
-      with_stage<F>(center.size(3), weight1.size(0), weight2.size(0), [&]<class S>(S stage) {
-        LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-        with_weight_type(weight2.scalar_type(), [&]<class weight_t>(weight_t) {
-          backward<F, S>(work, logit_gradients<F, weight_t>(work, w, grad), out);
-        });
+    const ScalarType type = weight2.scalar_type();
+    with_stage(type, tf32, center.size(3), weight1.size(0), weight2.size(0), [&]<class F, class S>(F, S stage) {
+      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
+      with_weight_type(type, [&]<class weight_t>(weight_t) {
+        backward<F, S>(work, logit_gradients<F, weight_t>(work, w, grad), out);
       });
     });
   }

@@ -5,12 +5,6 @@
 
 #include "launch.h"
 
-#ifdef SAN_SHIM
-#define SAN_NO_UNROLL
-#else
-#define SAN_NO_UNROLL _Pragma("unroll 1")
-#endif
-
 namespace san::cuda {
 
 struct Window {
@@ -52,7 +46,7 @@ SAN_HOST_DEVICE void for_each_neighbour(const Window& f, int h, int w, const Vis
 template <class Visit>
 SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit& visit) {
   const int reach = f.reach();
-  SAN_NO_UNROLL
+  SAN_ROLLED
   for (int image = 0; image < 9; ++image) {
     const int down = image / 3, right = image - 3 * down;
     const int image_h = down == 0 ? h : down == 1 ? -h : 2 * (f.height - 1) - h;

@@ -19,6 +19,7 @@
 #define __launch_bounds__(...)
 #define SAN_DEVICE CPU
 #define SAN_UNROLL
+#define SAN_ROLLED
 
 struct ShimIndex {
   unsigned x = 0;
@@ -88,21 +89,30 @@ inline char* shared_memory_base() { return shared_memory; }
 inline void __syncthreads() { san::shim::Scheduler::running().wait(san::shim::State::kAtBlockBarrier); }
 inline void __syncwarp(unsigned = ~0u) { san::shim::Scheduler::running().wait(san::shim::State::kAtWarpBarrier); }
 
-// What `lane` of the warp passes as value.
-template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
-  static_assert(sizeof(T) <= sizeof(uint64_t));
-  san::shim::Scheduler& scheduler = san::shim::Scheduler::running();
-  std::memcpy(scheduler.self().exchanged, &value, sizeof(T));
-  __syncwarp();
-  T result;
-  std::memcpy(&result, scheduler.neighbour(lane % san::shim::kWarp).exchanged, sizeof(T));
-  __syncwarp();
-  return result;
+namespace san::shim {
+
+// Shows `value` to the warp; each lane then calls read(lane) for what another one showed.
+template <class Value, class Visit>
+void with_warp(const Value& value, const Visit& visit) {
+  static_assert(sizeof(Value) <= sizeof(Fiber::exchanged));
+  Scheduler& scheduler = Scheduler::running();
+  std::memcpy(scheduler.self().exchanged, &value, sizeof(Value));
+  scheduler.wait(State::kAtWarpBarrier);
+  visit([&](int lane) {
+    Value shown;
+    std::memcpy(&shown, scheduler.neighbour(lane).exchanged, sizeof(Value));
+    return shown;
+  });
+  scheduler.wait(State::kAtWarpBarrier);
 }
+
+}  // namespace san::shim
+
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int bits) {
-  return __shfl_sync(mask, value, san::shim::Scheduler::running().lane() ^ bits);
+T __shfl_xor_sync(unsigned, T value, int bits) {
+  const int lane = san::shim::Scheduler::running().lane() ^ bits;
+  san::shim::with_warp(value, [&](const auto& read) { value = read(lane); });
+  return value;
 }
 
 // Whether any lane of the warp passes true.

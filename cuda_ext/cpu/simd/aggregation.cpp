@@ -137,26 +137,22 @@ struct Line {
   }
 };
 
-// Calls eight(value channel, weight channel) for every eight channels that share a weight, and one(...) for each
+// Calls visit<shares>(value channel, weight channel) for every eight channels that share a weight, and for each
 // remaining channel.
-template <class T, class Eight, class One>
-SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Eight& eight, const One& one) {
+template <class T, class Visit>
+SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Visit& visit) {
   for (int64_t g = 0; g < p.weights; ++g) {
     int64_t c = g;
-    for (; c + 7 * p.weights < p.values; c += 8 * p.weights) eight(c, g);
-    for (; c < p.values; c += p.weights) one(c, g);
+    for (; c + 7 * p.weights < p.values; c += 8 * p.weights) visit.template operator()<8>(c, g);
+    for (; c < p.values; c += p.weights) visit.template operator()<1>(c, g);
   }
 }
 
 template <bool is_near_end, class T>
 SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, int64_t row) {
-  const auto w = [&](int64_t g) { return x.w + g * line.K * line.P + h * line.W; };
-  for_each_channel(
-      line.p,
-      [&](int64_t c, int64_t g)
-          __attribute__((always_inline)) { line.template aggregate<8, is_near_end>(row, c, w(g), x.w_end); },
-      [&](int64_t c, int64_t g)
-          __attribute__((always_inline)) { line.template aggregate<1, is_near_end>(row, c, w(g), x.w_end); });
+  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+    line.template aggregate<shares, is_near_end>(row, c, x.w + g * line.K * line.P + h * line.W, x.w_end);
+  });
 }
 
 template <class T>
@@ -176,15 +172,10 @@ template <bool is_near_end, class T>
 SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows, T* grad_w,
                               const PaddedRows<T>& to_beta) {
   const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
-  const auto at = [&](int64_t g) { return g * line.K * line.P + h * line.W; };
-  for_each_channel(
-      line.p,
-      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
-        line.template correlate<8, is_near_end>(row, c, x.w + at(g), x.w_end, grad_w + at(g), room, c == g, to_beta);
-      },
-      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
-        line.template correlate<1, is_near_end>(row, c, x.w + at(g), x.w_end, grad_w + at(g), room, c == g, to_beta);
-      });
+  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+    const int64_t at = g * line.K * line.P + h * line.W;
+    line.template correlate<shares, is_near_end>(row, c, x.w + at, x.w_end, grad_w + at, room, c == g, to_beta);
+  });
 }
 
 template <class T>
