@@ -51,18 +51,18 @@ __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, f
   float products[KM * KD][4] = {}, sums[KD] = {};
   const int teams = plan.teams();
   for (int64_t group = int64_t(job.block) * teams + team.index; group * 8 < p.pixels(); group += plan.blocks * teams) {
-    auto columns = pixel_columns<S>(p, team, group * 8);
+    PixelColumns<S> columns(p, team, group * 8);
     const auto deviation = [&](int c) {
       Pack<2, float> two{};
       if (!S::is_whole && c >= p.tiles) return two;
       const float middle = S::is_whole ? kept[S::is_whole ? c : 0] : typical[8 * c + team.row];
-      columns.activate(c, two.data);
+      const Pack<2, float> a1 = columns.activate(c);
       SAN_UNROLL
-      for (int n = 0; n < 2; ++n) two.data[n] = columns.pixels[n].exists ? two.data[n] - middle : 0;
+      for (int n = 0; n < 2; ++n) two.data[n] = columns.pixels[n].exists ? a1.data[n] - middle : 0;
       return two;
     };
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      columns.move(offset);
+      columns.move(team, offset);
       F right[KD];
       SAN_UNROLL
       for (int c = 0; c < KD; ++c) {

@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of_gradients<F, S>()
   const Job<S::is_whole> job(plan);
   const int first_tile = job.chunk * D;
   const Team team(plan.warps);
-  auto rows = pixel_rows<S, kAround, 2>(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
+  PixelRows<S, kAround, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
   float sums[4 * D] = {};
   for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-    rows.move(offset);
+    rows.move(team, offset);
     if (kAround && !__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) continue;
     float kept[S::is_whole ? D : 1][4];
     if constexpr (S::is_whole) for_each_tile<D>(D, [&](int c) { rows.activate(c, kept[c]); });

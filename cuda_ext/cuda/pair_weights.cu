@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs p, Laye
   constexpr int KE = S::hidden, KG = S::weights;
   const Job<S::is_whole> job(plan);
   const Team team(plan.warps);
-  auto rows = pixel_rows<S, false, 2>(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
+  PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
   const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * KE * KG * kWarp + team.lane;
   const auto visit_all = [&](const auto& visit) {
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      rows.move(offset);
+      rows.move(team, offset);
       float z[KG][4] = {};
       for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int chunk) {
         float u[KE][4];
@@ -290,7 +290,7 @@ struct Partial {
 template <class F, class S>
 __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, const F* weight1, const F* weight2,
                                                   const float* shift2, const Team& team,
-                                                  const PixelValues<S, false, 1, 2>& pairs, const Offset& offset,
+                                                  const PixelRows<S, false, 1>& pairs, const Offset& offset,
                                                   float (&u)[4], float (&gu)[4]) {
   u[0] = u[1] = shift2[team.row], u[2] = u[3] = shift2[8 + team.row];
   for_each_relation_tile<S>(pairs.p, [&](int c) {
@@ -316,7 +316,7 @@ __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, cons
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 9 mma for 8 pairs; reads 180 MB; 0.1
 // ms, limited by instruction issue.
 template <class F, class S>
-__global__ void __launch_bounds__(kThreads, std::is_same_v<S, AnySize> ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, 1)
     layer_gradient_kernel(Pairs p, LogitGradients gz, Layers<F, S> layers, Plan plan, Partial layout, float* partial) {
   constexpr int KD = S::relation, KG = kLogitTiles<S>;
   const Job<false> job(plan);
@@ -326,10 +326,10 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<S, AnySize> ? 2 : 1)
   float to_weight1[KD][4] = {}, to_weight2[KG * 2][4] = {}, to_shift2[2] = {};
   const int teams = plan.teams();
   for (int64_t group = int64_t(job.block) * teams + team.index; group * 8 < p.pixels(); group += plan.blocks * teams) {
-    auto columns = pixel_columns<S>(p, team, group * 8);
-    auto pairs = pixel_rows<S, false, 1>(p, team, group * 8);
+    PixelColumns<S> columns(p, team, group * 8);
+    PixelRows<S, false, 1> pairs(p, team, group * 8);
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      columns.move(offset), pairs.move(offset);
+      columns.move(team, offset), pairs.move(team, offset);
       float u[4], gu[4] = {};
       hidden_of_columns<F, S>(gz, weight1, weight2, layers.shift2 + job.strip * 16, team, pairs, offset, u, gu);
       to_shift2[0] += gu[0] + gu[1], to_shift2[1] += gu[2] + gu[3];
@@ -347,9 +347,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<S, AnySize> ? 2 : 1)
       for (int c = 0; c < KD; ++c) {
         const int tile = S::is_whole ? c : job.chunk * KD + c;
         if (!S::is_whole && tile >= p.tiles) break;
-        float a1[2];
-        columns.activate(tile, a1);
-        multiply(to_weight1[c], upper, lower, F::of_rectified(a1[0], a1[1]));
+        const auto a1 = columns.activate(tile);
+        multiply(to_weight1[c], upper, lower, F::of_rectified(a1.data[0], a1.data[1]));
       }
     }
   }

@@ -119,67 +119,93 @@ __device__ __forceinline__ void for_each_relation_tile(const Pairs& p, const Vis
   for_each_tile<(S::is_whole ? S::relation : 0)>(p.tiles, visit);
 }
 
-// a1 of a lane's pixels and channels, as its part of a factor: N pixels that are `apart` apart, and M adjacent channels
-// in each tile.
-template <class S, bool kAround, int N, int M>
-struct PixelValues {
-  using Channels = Pack<M, float>;
+// a1 of pixels with channels along the depth of a product: of 16 pixels as a left factor (N = 2) or of 8 pixels as a
+// right factor (N = 1). The group starts at pixel `first`.
+template <class S, bool kAround, int N>
+struct PixelRows {
+  using Two = Pack<2, float>;
 
   const Pairs& p;
-  const int channel;
-  Pixel<kAround> pixels[N];
+  Pixel<kAround> pixels[N];  // of row g and, with N = 2, of row g + 8
   const float *own[N], *partners[N];
-  Channels kept[S::is_whole ? S::relation : 1][N];  // the pixels' own values
+  Two kept[S::is_whole ? S::relation : 1][N];  // the pixels' own values
   int partner[N];
   bool is_pair[N];
 
-  __device__ __forceinline__ PixelValues(const Pairs& p, int64_t first, int apart, int channel)
-      : p(p), channel(channel) {
+  __device__ __forceinline__ PixelRows(const Pairs& p, const Team& team, int64_t first) : p(p) {
     SAN_UNROLL
     for (int n = 0; n < N; ++n) {
-      pixels[n] = Pixel<kAround>(p, first + apart * n);
-      own[n] = row_at((kAround ? p.around : p.center) + channel, pixels[n].index, p.row_bytes());
+      pixels[n] = Pixel<kAround>(p, first + team.row + 8 * n);
+      own[n] = row_at((kAround ? p.around : p.center) + team.column, pixels[n].index, p.row_bytes());
       if constexpr (S::is_whole) {
         SAN_UNROLL
-        for (int c = 0; c < S::relation; ++c) kept[c][n] = Channels::load(own[n] + 8 * c);
+        for (int c = 0; c < S::relation; ++c) kept[c][n] = Two::load(own[n] + 8 * c);
       }
     }
   }
 
-  __device__ __forceinline__ void move(const Offset& offset) {
+  __device__ __forceinline__ void move(const Team& team, const Offset& offset) {
     SAN_UNROLL
     for (int n = 0; n < N; ++n) {
       partner[n] = pixels[n].partner(p, offset, is_pair[n]);
-      partners[n] = row_at((kAround ? p.center : p.around) + channel, partner[n], p.row_bytes());
+      partners[n] = row_at((kAround ? p.center : p.around) + team.column, partner[n], p.row_bytes());
     }
   }
 
   // Index of a pair's pixel of center.
   __device__ __forceinline__ int center(int n) const { return kAround ? partner[n] : pixels[n].index; }
 
-  __device__ __forceinline__ void activate(int c, float (&a1)[N * M]) const {
+  __device__ __forceinline__ void activate(int c, float (&a1)[2 * N]) const {
     SAN_UNROLL
     for (int n = 0; n < N; ++n) {
-      const Channels other = Channels::load(partners[n] + 8 * c);
-      const Channels value = S::is_whole ? kept[S::is_whole ? c : 0][n] : Channels::load(own[n] + 8 * c);
+      const Two other = Two::load(partners[n] + 8 * c);
+      const Two value = S::is_whole ? kept[S::is_whole ? c : 0][n] : Two::load(own[n] + 8 * c);
       SAN_UNROLL
-      for (int k = 0; k < M; ++k) {
-        a1[M * n + k] = rectified(kAround ? other.data[k] - value.data[k] : value.data[k] - other.data[k]);
+      for (int k = 0; k < 2; ++k) {
+        a1[2 * n + k] = rectified(kAround ? other.data[k] - value.data[k] : value.data[k] - other.data[k]);
       }
     }
   }
 };
 
-// With channels along the depth of the product: 16 pixels of a left factor (N = 2) or 8 of a right factor (N = 1).
-template <class S, bool kAround, int N>
-__device__ __forceinline__ auto pixel_rows(const Pairs& p, const Team& team, int64_t first) {
-  return PixelValues<S, kAround, N, 2>(p, first + team.row, 8, team.column);
-}
-// With 8 pixels along the depth of the product, of a right factor.
+// a1 of 8 pixels as a right factor with pixels along the depth: a lane has channel g of the pixels 2t and 2t + 1.
 template <class S>
-__device__ __forceinline__ auto pixel_columns(const Pairs& p, const Team& team, int64_t first) {
-  return PixelValues<S, false, 2, 1>(p, first + team.column, 1, team.row);
-}
+struct PixelColumns {
+  const Pairs& p;
+  Pixel<false> pixels[2];
+  const float *own[2], *partners[2];
+  float kept[S::is_whole ? S::relation : 1][2];  // the pixels' own values
+
+  __device__ __forceinline__ PixelColumns(const Pairs& p, const Team& team, int64_t first) : p(p) {
+    SAN_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      pixels[n] = Pixel<false>(p, first + team.column + n);
+      own[n] = row_at(p.center + team.row, pixels[n].index, p.row_bytes());
+      if constexpr (S::is_whole) {
+        SAN_UNROLL
+        for (int c = 0; c < S::relation; ++c) kept[c][n] = own[n][8 * c];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void move(const Team& team, const Offset& offset) {
+    bool is_pair;
+    SAN_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      partners[n] = row_at(p.around + team.row, pixels[n].partner(p, offset, is_pair), p.row_bytes());
+    }
+  }
+
+  __device__ __forceinline__ Pack<2, float> activate(int c) const {
+    Pack<2, float> a1;
+    SAN_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      const float value = S::is_whole ? kept[S::is_whole ? c : 0][n] : own[n][8 * c];
+      a1.data[n] = rectified(value - partners[n][8 * c]);
+    }
+    return a1;
+  }
+};
 
 // sum = matrix a1 + start of 16 pairs, in N tiles of channels. `matrix` and `start` point to the first operand and the
 // first value of the lane.
