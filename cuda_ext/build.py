@@ -212,6 +212,7 @@ def simd_command(source: Path, output: Path, toolchain: Toolchain, instruction_s
     """The command that compiles a source of `cpu/simd` for one of `INSTRUCTION_SETS`."""
     architecture = INSTRUCTION_SETS[instruction_set]
     flags = [*([f"-march={architecture}"] if architecture else []), f"-DSAN_ISA={instruction_set}", "-Wno-psabi"]
+    flags.append("-falign-loops=64")  # without it, some loops take 15% longer after unrelated changes
     return [toolchain.cxx, *CXX_FLAGS, *flags, "-c", str(source), "-o", str(output)]
 
 

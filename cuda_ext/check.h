@@ -38,6 +38,12 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* names) {
   STD_TORCH_CHECK(a.device() == b.device(), names, " must be on one device");
 }
 
+// The same with one shape.
+inline void check_alike(const Tensor& a, const Tensor& b, const char* names) {
+  check_same(a, b, names);
+  STD_TORCH_CHECK(a.sizes().vec() == b.sizes().vec(), names, " must have the same shape");
+}
+
 // x must be [N, C, K, P], like the results of unfold and subtraction and like attention weights.
 inline void check_unfolded(const Tensor& x, const Footprint& footprint, const char* name) {
   STD_TORCH_CHECK(x.dim() == 4 && x.size(2) == footprint.positions() && x.size(3) == footprint.pixels(), name,
@@ -45,20 +51,29 @@ inline void check_unfolded(const Tensor& x, const Footprint& footprint, const ch
 }
 
 // phi and psi of dot are [N, R, H, W], and R must be a multiple of `groups`.
-inline void check_dot(const Tensor& phi, const Tensor& psi, int64_t groups) {
-  check_map(phi, "phi");
-  check_same(phi, psi, "phi and psi");
-  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have the same shape");
+inline Footprint check_dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
+  check_map(phi, "phi"), check_alike(phi, psi, "phi and psi");
   STD_TORCH_CHECK(groups > 0 && phi.size(1) > 0 && phi.size(1) % groups == 0, "phi's ", phi.size(1),
                   " channels must be a positive multiple of the ", groups, " groups");
+  return footprint_of(phi.size(2), phi.size(3), kernel_size);
 }
 
-inline void check_aggregation(const Tensor& beta, const Tensor& weight, const Footprint& footprint) {
-  check_same(beta, weight, "beta and weight");
+inline Footprint check_aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {
+  check_map(beta, "beta"), check_same(beta, weight, "beta and weight");
+  const Footprint footprint = footprint_of(beta.size(2), beta.size(3), kernel_size);
   check_unfolded(weight, footprint, "weight");
   STD_TORCH_CHECK(weight.size(0) == beta.size(0), "beta and weight must have one batch size");
   STD_TORCH_CHECK(weight.size(1) > 0 && beta.size(1) > 0 && beta.size(1) % weight.size(1) == 0, "beta's ", beta.size(1),
                   " channels must be a positive multiple of weight's ", weight.size(1));
+  return footprint;
+}
+
+// Weights of fused operators have the type of the maps or a half type.
+inline void check_weight(const Tensor& weight, const Tensor& map) {
+  const ScalarType type = weight.scalar_type();
+  STD_TORCH_CHECK(type == map.scalar_type() || type == ScalarType::Half || type == ScalarType::BFloat16,
+                  "weights must have the dtype of the maps or a half type");
+  STD_TORCH_CHECK(weight.device() == map.device(), "weights and maps must be on one device");
 }
 
 // The affine form of a norm must be [3, channels], with the type and device of the maps.
@@ -82,8 +97,7 @@ inline Footprint check_pair_maps(const Tensor& center, const Tensor& around, int
   STD_TORCH_CHECK(center.dim() == 4, "center must have 4 dimensions [N, H, W, d], not ", center.dim());
   STD_TORCH_CHECK(center.scalar_type() == ScalarType::Float || center.scalar_type() == ScalarType::Double,
                   "center must be float32 or float64");
-  check_same(around, center, "around and center");
-  STD_TORCH_CHECK(around.sizes().vec() == center.sizes().vec(), "center and around must have the same shape");
+  check_alike(around, center, "center and around");
   STD_TORCH_CHECK(center.size(3) > 0, "center must have channels");
   STD_TORCH_CHECK(products >= 0 && products <= center.size(3), "products must be between 0 and the ", center.size(3),
                   " channels, not ", products);
@@ -108,14 +122,8 @@ inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const
                   weight2.size(1), "]");
   STD_TORCH_CHECK(shift2.dim() == 1 && shift2.size(0) == E, "shift2 must have ", E,
                   " values, one for each row of weight1");
-  STD_TORCH_CHECK(shift2.scalar_type() == center.scalar_type() && shift2.device() == center.device(),
-                  "shift2 must have the dtype and the device of center");
-  check_same(weight1, weight2, "weight1 and weight2");
-  const ScalarType type = weight2.scalar_type();
-  const bool is_half = type == ScalarType::Half || type == ScalarType::BFloat16;
-  STD_TORCH_CHECK((type == center.scalar_type() || (is_half && center.scalar_type() == ScalarType::Float)) &&
-                      weight2.device() == center.device(),
-                  "weight1 and weight2 must have the dtype of center, or a half type beside float32, and its device");
+  check_same(shift2, center, "shift2 and center"), check_same(weight1, weight2, "weight1 and weight2");
+  check_weight(weight2, center);
 }
 
 // The result of pair_weights and its gradient.
@@ -124,8 +132,7 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_unfolded(w, footprint, "w");
   STD_TORCH_CHECK(w.size(0) == center.size(0) && w.size(1) == weight2.size(0), "w must have ", center.size(0),
                   " images and ", weight2.size(0), " channels, not ", w.size(0), " and ", w.size(1));
-  STD_TORCH_CHECK(grad.sizes().vec() == w.sizes().vec(), "grad and w must have the same shape");
-  check_same(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
+  check_alike(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
 // The maps of the patch operators; see schemas.py.
@@ -151,19 +158,22 @@ inline Footprint check_patches(const Tensor& center, const Tensor& around, const
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == columns, "weight must be [E, ", columns,
                   "] for the ", columns, " channels of a patch");
   check_norm(norm, around, columns);
-  const ScalarType type = weight.scalar_type();
-  STD_TORCH_CHECK(type == around.scalar_type() || type == ScalarType::Half || type == ScalarType::BFloat16,
-                  "weight must have around's dtype, float16 or bfloat16");
-  STD_TORCH_CHECK(weight.device() == around.device(), "weight and around must be on one device");
+  check_weight(weight, around);
   return footprint;
 }
 
+// The gradient of patch_linear's result.
+inline void check_patch_gradient(const Tensor& grad, const Tensor& around, const Tensor& weight) {
+  const int64_t N = around.size(0), E = weight.size(0), H = around.size(1), W = around.size(2);
+  STD_TORCH_CHECK(grad.sizes().vec() == std::vector({N, E, H, W}), "grad must be [", N, ", ", E, ", ", H, ", ", W, "]");
+  check_same(grad, around, "grad and around");
+}
+
 inline void check_norm_affine(const Tensor& mean, const Tensor& var) {
-  STD_TORCH_CHECK(var.dim() == 1 && mean.sizes().vec() == var.sizes().vec(),
-                  "mean and var must be vectors of one size");
+  check_alike(mean, var, "mean and var");
+  STD_TORCH_CHECK(var.dim() == 1, "mean and var must be vectors");
   STD_TORCH_CHECK(var.scalar_type() == ScalarType::Float || var.scalar_type() == ScalarType::Double,
                   "mean and var must be float32 or float64");
-  check_same(mean, var, "mean and var");
 }
 
 }  // namespace san

@@ -9,9 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
-#include "cpu/plane.h"
+#include "check.h"
+#include "cpu/vectorize.h"
 
 namespace san::cpu {
 namespace {

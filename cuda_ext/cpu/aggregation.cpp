@@ -1,5 +1,5 @@
-// aggregation, forward and backward. The definition is in san/ops/reference.py, the loops over pixels are in
-// simd/aggregation.cpp.
+// aggregation and dot, forward and backward. The definitions are in san/ops/reference.py, the loops over pixels are in
+// simd/aggregation.cpp. Each is the other's derivative: dot is the gradient of aggregation's weight.
 #include <tuple>
 
 #include "bands.h"
@@ -9,30 +9,27 @@ namespace {
 
 template <class T>
 const AggregationKernels<T>& kernels() {
-  if constexpr (std::is_same_v<T, double>)
-    return SAN_CHOOSE(aggregation_double);
-  else
-    return SAN_CHOOSE(aggregation_float);
+  return SAN_CHOOSE(aggregation<T>);
 }
 
 template <class T>
 struct Problem {
   Problem(const Tensor& beta, const Tensor& weight, int64_t kernel_size)
-      : N(beta.size(0)), w(as<T>(weight)), like(beta) {
-    check_map(beta, "beta");
-    p.footprint = footprint_of(beta.size(2), beta.size(3), kernel_size);
-    check_aggregation(beta, weight, p.footprint);
-    p.values = beta.size(1), p.weights = weight.size(1), p.channels_last = is_channels_last(beta);
-    map_size = p.values * p.footprint.pixels(), w_size = p.weights * p.footprint.positions() * p.footprint.pixels();
-    this->beta = in_order(beta);
+      : p{check_aggregation(beta, weight, kernel_size), beta.size(1), weight.size(1)},
+        N(beta.size(0)),
+        map_size(p.values * p.footprint.pixels()),
+        w_size(p.weights * p.footprint.positions() * p.footprint.pixels()),
+        w(as<T>(weight)),
+        like(beta),
+        beta(by_pixels(beta)) {}
+  // A map as [N, H, W, C]; one that is channels-last already is not copied.
+  static Tensor by_pixels(const Tensor& x) {
+    return as<T>(torch::stable::transpose(torch::stable::transpose(x, 1, 2), 2, 3));
   }
-  // Converts a map to T and to the memory format of beta.
-  Tensor in_order(const Tensor& x) const {
-    const Tensor map = as_type(x, kType<T>);
-    return p.channels_last == is_channels_last(map) && (p.channels_last || map.is_contiguous())
-               ? map
-               : torch::stable::contiguous(map, p.channels_last ? torch::headeronly::MemoryFormat::ChannelsLast
-                                                                : torch::headeronly::MemoryFormat::Contiguous);
+  // The adjoint of by_pixels: a map as [N, C, H, W] with the type and the memory format of beta.
+  Tensor by_channels(const Tensor& x) const {
+    const Tensor map = torch::stable::transpose(torch::stable::transpose(x, 2, 3), 1, 2);
+    return as_type(is_channels_last(like) ? map : torch::stable::contiguous(map), like.scalar_type());
   }
   AggregationMaps<T> maps(int64_t n) const {
     const T* weights = values<T>(w);
@@ -46,9 +43,9 @@ struct Problem {
     return std::clamp<int64_t>(rows, least, std::max(least, kBandRows));
   }
 
-  int64_t N, map_size = 0, w_size = 0;
-  Tensor w, like, beta;
-  Aggregation<T> p{};
+  const Aggregation<T> p;
+  const int64_t N, map_size, w_size;
+  const Tensor w, like, beta;
 };
 
 template <class T>
@@ -64,12 +61,12 @@ Tensor forward(const Problem<T>& problem) {
         const int64_t n = bands[task].image;
         kernels<T>().forward(problem.p, problem.maps(n), bands[task].rows, scratch, out + n * problem.map_size);
       });
-  return as_type(y, problem.like.scalar_type());
+  return problem.by_channels(y);
 }
 
 template <class T>
 std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& grad) {
-  const Tensor grad_y = problem.in_order(grad);
+  const Tensor grad_y = problem.by_pixels(grad);
   Tensor grad_beta = torch::stable::empty_like(problem.beta), grad_w = torch::stable::empty_like(problem.w);
   torch::stable::zero_(grad_beta);
   ask_for_large_pages(grad_w);
@@ -82,8 +79,7 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
         kernels<T>().backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size, band.rows, scratch,
                               to_beta + n * problem.map_size, to_w + n * problem.w_size);
       });
-  const ScalarType type = problem.like.scalar_type();
-  return {as_type(grad_beta, type), as_type(grad_w, type)};
+  return {problem.by_channels(grad_beta), as_type(grad_w, problem.like.scalar_type())};
 }
 
 Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {
@@ -92,9 +88,20 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
 
 std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor& beta, const Tensor& weight,
                                                 int64_t kernel_size) {
-  check_same(grad, beta, "grad and beta");
-  STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have the same shape");
+  check_alike(grad, beta, "grad and beta");
   SAN_SUM_TYPE(beta, return backward(Problem<T>(beta, weight, kernel_size), grad);)
+}
+
+Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
+  const Footprint f = check_dot(phi, psi, kernel_size, groups);
+  const Tensor weight = torch::stable::new_zeros(phi, {phi.size(0), groups, f.positions(), f.pixels()});
+  return std::get<1>(aggregation_backward(phi, psi, weight, kernel_size));
+}
+
+std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
+  check_dot(phi, psi, kernel_size, grad.dim() == 4 ? grad.size(1) : 0);
+  const Tensor grad_psi = std::get<0>(aggregation_backward(phi, psi, grad, kernel_size));
+  return {torch::stable::contiguous(aggregation(psi, grad, kernel_size)), torch::stable::contiguous(grad_psi)};
 }
 
 }  // namespace
@@ -103,4 +110,6 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("aggregation", TORCH_BOX(&san::cpu::aggregation));
   m.impl("aggregation_backward", TORCH_BOX(&san::cpu::aggregation_backward));
+  m.impl("dot", TORCH_BOX(&san::cpu::dot));
+  m.impl("dot_backward", TORCH_BOX(&san::cpu::dot_backward));
 }

@@ -150,6 +150,11 @@ Norm<T> norm_of(const Tensor& x) {
   return {mean, mean + x.size(1), mean + 2 * x.size(1)};
 }
 
+inline std::vector<double> doubles(const Tensor& x) {
+  const Tensor copy = as<double>(x);
+  return {values<double>(copy), values<double>(copy) + copy.numel()};
+}
+
 template <class T>
 Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> sizes) {
   Tensor out = torch::stable::new_empty(like, sizes, kType<T>);
@@ -168,32 +173,9 @@ Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> si
     __VA_ARGS__                                    \
   }
 
-}  // namespace
-
-// The functions of the sources in simd/, one set for each instruction set.
-#define SAN_KERNELS(isa)                                      \
-  namespace isa {                                             \
-  extern const PairKernels<float> pairs_float;                \
-  extern const PairKernels<double> pairs_double;              \
-  extern const PatchKernels<float> patches_float;             \
-  extern const PatchKernels<double> patches_double;           \
-  extern const AggregationKernels<float> aggregation_float;   \
-  extern const AggregationKernels<double> aggregation_double; \
-  }
-SAN_KERNELS(baseline)
+// Chooses the functions of simd/ for the largest instruction set that this machine supports. Tests choose a smaller one
+// with the environment variable SAN_CPU (baseline, v3 or v4).
 #if defined(__x86_64__)
-SAN_KERNELS(v3)
-SAN_KERNELS(v4)
-#define SAN_CHOOSE(kernels) choose(baseline::kernels, v3::kernels, v4::kernels)
-#else
-#define SAN_CHOOSE(kernels) baseline::kernels
-#endif
-
-namespace {
-
-#if defined(__x86_64__)
-// Chooses the largest instruction set that this machine supports. Tests choose a smaller one with the environment
-// variable SAN_CPU (baseline, v3 or v4).
 template <class Kernels>
 const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels& v4) {
   const char* wish = std::getenv("SAN_CPU");
@@ -206,6 +188,9 @@ const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels&
   if (has_v4 && (name.empty() || name == "v4")) return v4;
   return has_v3 && name != "baseline" ? v3 : baseline;
 }
+#define SAN_CHOOSE(kernels) choose(baseline::kernels(), v3::kernels(), v4::kernels())
+#else
+#define SAN_CHOOSE(kernels) baseline::kernels()
 #endif
 
 }  // namespace

@@ -9,8 +9,7 @@ namespace {
 
 std::vector<double> wide_values(const Tensor& x, int64_t count) {
   STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == count, "weight and bias must have the ", count, " channels of mean");
-  const Tensor wide = as<double>(x);
-  return {values<double>(wide), values<double>(wide) + count};
+  return doubles(x);
 }
 
 Tensor norm_affine(const Tensor& mean, const Tensor& var, const Tensor& weight, const Tensor& bias, double eps) {
@@ -30,8 +29,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_affine_backward(const Tensor& gr
                                                                 const Tensor& weight, double eps) {
   const int64_t C = var.size(0);
   check_norm_affine(var, var), check_norm(grad, var, C);
-  const Tensor wide = as<double>(grad);
-  const double* g = values<double>(wide);
+  const std::vector<double> grads = doubles(grad);
+  const double* g = grads.data();
   const std::vector<double> vars = wide_values(var, C), weights = wide_values(weight, C);
   std::vector<double> to_var(C), to_weight(C);
   for (int64_t c = 0; c < C; ++c) {

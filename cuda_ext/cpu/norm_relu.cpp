@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "bands.h"
-#include "plane.h"
+#include "vectorize.h"
 
 namespace san::cpu {
 namespace {
@@ -60,11 +60,6 @@ SAN_VECTOR void add_distances(const float* x, int64_t count, int64_t width, cons
       const double a = x[i] - origin[i];
       sum[i] += a, square[i] += a * a;
     }
-}
-
-std::vector<double> doubles(const Tensor& x) {
-  const Tensor copy = as<double>(x);
-  return {values<double>(copy), values<double>(copy) + copy.numel()};
 }
 
 // The norm (x - mean) * scale + bias, as values of a row, and each channel's standard deviation.

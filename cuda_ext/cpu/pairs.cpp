@@ -12,10 +12,7 @@ namespace {
 
 template <class T>
 const PairKernels<T>& kernels() {
-  if constexpr (std::is_same_v<T, double>)
-    return SAN_CHOOSE(pairs_double);
-  else
-    return SAN_CHOOSE(pairs_float);
+  return SAN_CHOOSE(pairs<T>);
 }
 
 // The median of three numbers, or 0 if that is not finite.
@@ -137,76 +134,15 @@ struct Gradients {
   Tensor center, around;
 };
 
-// delta near its mean, so that sums of squared distances from it do not cancel: that of the average of up to 64 pixels,
-// spread over the maps.
-template <class T>
-std::vector<double> near_mean(const Problem<T>& problem) {
-  const int64_t d = problem.d, pixels = problem.N * problem.P, some = std::min<int64_t>(pixels, 64);
-  const T *center = values<T>(problem.center), *around = values<T>(problem.around);
-  std::vector<double> near(d);
-  for (int64_t c = 0; c < d; ++c) {
-    double i = 0, j = 0;
-    for (int64_t n = 0; n < some; ++n) {
-      const int64_t at = (2 * n + 1) * pixels / (2 * some) * d + c;
-      i += double(center[at]) / some, j += double(around[at]) / some;
-    }
-    const double delta = c < problem.p.products ? i * j : i - j;
-    near[c] = std::isfinite(delta) ? delta : 0.0;
-  }
-  return near;
-}
-
-template <class T>
-std::tuple<Tensor, Tensor> statistics(Problem<T> problem) {
-  const int64_t d = problem.d;
-  const std::vector<double> near = near_mean(problem);
-  const std::vector<T> mean(near.begin(), near.end());
-  problem.p.norm.mean = mean.data();
-  const std::vector<Band> bands = problem.bands();
-  std::vector<T> sums(bands.size() * 2 * d);
-  for_each_task<T>(
-      bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
-        T* sum = sums.data() + task * 2 * d;
-        kernels<T>().statistics(problem.p, problem.maps(bands[task].image), bands[task].rows, scratch, sum, sum + d);
-      });
-  std::vector<double> total = sum_over_tasks(sums, 2 * d);
-  for (int64_t c = 0; c < d; ++c) {
-    const double rest = total[c] / problem.pairs, var = total[d + c] / problem.pairs - rest * rest;
-    total[c] = rest + mean[c], total[d + c] = var < 0 ? 0 : var;  // NaN stays NaN
-  }
-  return {tensor_of<T>(total.data(), problem.center, {d}), tensor_of<T>(total.data() + d, problem.center, {d})};
-}
-
-template <class T>
-std::tuple<Tensor, Tensor> statistics_backward(Problem<T> problem, const Tensor& grad_mean, const Tensor& grad_var,
-                                               const Tensor& mean) {
-  const int64_t d = problem.d;
-  check_statistics({&grad_mean, &grad_var, &mean}, problem.center, {d});
-  const Tensor from_mean = as<T>(grad_mean), from_var = as<T>(grad_var), middle = as<T>(mean);
-  problem.p.norm.mean = values<T>(middle);
-  std::vector<T> slope(d), offset(d);
-  for (int64_t c = 0; c < d; ++c) {
-    slope[c] = static_cast<T>(2 * values<T>(from_var)[c] / problem.pairs);
-    offset[c] = static_cast<T>(values<T>(from_mean)[c] / problem.pairs);
-  }
-  const std::vector<Band> bands = problem.bands();
-  Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(bands, kernels<T>().scratch(problem.p, most_rows(bands), true),
-                         [&](int64_t task, const Band& band, T* scratch) {
-                           kernels<T>().statistics_backward(problem.p, problem.maps(band.image), slope.data(),
-                                                            offset.data(), band.rows, scratch, to.of(task, band.image));
-                         });
-  return {to.center, to.around};  // the scale is 1
-}
-
 template <class T>
 std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
   const int64_t d = problem.d, size = d + d * d;
   const Norm<T>& norm = problem.p.norm;
-  const std::vector<double> near = near_mean(problem);
-  std::vector<T> origin(d);  // a1 near its mean
-  for (int64_t c = 0; c < d; ++c) {
-    const double a1 = (near[c] - norm.mean[c]) * norm.scale[c] + norm.shift[c];
+  std::vector<T> origin(d);  // a1 near its mean, from the first image
+  const std::vector<T> typical = typical_values(values<T>(problem.center), problem.N, problem.P, d);
+  for (int64_t c = 0; problem.N > 0 && c < d; ++c) {
+    const double i = typical[c], j = problem.origins[c], delta = c < problem.p.products ? i * j : i - j;
+    const double a1 = (delta - norm.mean[c]) * norm.scale[c] + norm.shift[c];
     origin[c] = static_cast<T>(std::isfinite(a1) && a1 > 0 ? a1 : 0);
   }
   const std::vector<Band> bands = problem.bands();
@@ -291,28 +227,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(cons
           tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
 }
 
-// The affine form that changes nothing.
-Tensor no_norm(const Tensor& center) {
-  const int64_t d = center.dim() == 4 ? center.size(3) : 0;
-  Tensor norm = torch::stable::new_empty(center, {3, d});
-  torch::stable::zero_(norm);
-  Tensor scale = torch::stable::select(norm, 0, 1);
-  torch::stable::fill_(scale, 1);
-  return norm;
-}
-
-std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& around, int64_t kernel_size,
-                                           int64_t products) {
-  SAN_SUM_TYPE(center, return statistics(Problem<T>(center, around, no_norm(center), kernel_size, products));)
-}
-
-std::tuple<Tensor, Tensor> pair_statistics_backward(const Tensor& grad_mean, const Tensor& grad_var,
-                                                    const Tensor& center, const Tensor& around, const Tensor& mean,
-                                                    int64_t kernel_size, int64_t products) {
-  SAN_SUM_TYPE(center, return statistics_backward(Problem<T>(center, around, no_norm(center), kernel_size, products),
-                                                  grad_mean, grad_var, mean);)
-}
-
 std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm,
                                            int64_t kernel_size, int64_t products, bool) {
   SAN_SUM_TYPE(center, return covariance(Problem<T>(center, around, norm, kernel_size, products));)
@@ -353,8 +267,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward
 }  // namespace san::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
-  m.impl("pair_statistics", TORCH_BOX(&san::cpu::pair_statistics));
-  m.impl("pair_statistics_backward", TORCH_BOX(&san::cpu::pair_statistics_backward));
   m.impl("pair_covariance", TORCH_BOX(&san::cpu::pair_covariance));
   m.impl("pair_covariance_backward", TORCH_BOX(&san::cpu::pair_covariance_backward));
   m.impl("pair_weights", TORCH_BOX(&san::cpu::pair_weights));

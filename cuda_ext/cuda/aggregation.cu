@@ -191,12 +191,9 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
   const auto run = [&](auto width, auto sets) {
     constexpr int kWidth = decltype(width)::value, kSets = decltype(sets)::value;
-    const int64_t threads_per_image = int64_t(sizes.C / kWidth / kSets) * sizes.f.pixels();
-    for_each_part(map.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
-      SAN_LAUNCH((weighted_sum_kernel<kGather, kWidth, kSets, scalar_t>), grid_for(threads), kThreads,
-                 current_stream(map), values + first * in.image, in, weights + first * at.image, at, sizes, threads,
-                 result + first * to.image, to);
-    });
+    const int64_t threads = map.size(0) * (sizes.C / kWidth / kSets) * sizes.f.pixels();
+    SAN_LAUNCH((weighted_sum_kernel<kGather, kWidth, kSets, scalar_t>), grid_for(threads), kThreads,
+               current_stream(map), values, in, weights, at, sizes, static_cast<unsigned>(threads), result, to);
   };
   const auto fits = [&](int width) {
     return sizes.G % width == 0 && in.is_wide(width, values) && at.is_wide(width, weights) && to.is_wide(width, result);
@@ -216,12 +213,9 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
   const auto run = [&](auto width, auto is_kept) {
     constexpr int kWidth = decltype(width)::value;
     constexpr bool kKept = decltype(is_kept)::value;
-    const int64_t threads_per_image = int64_t(sizes.G / kWidth) * sizes.f.kernel_size * sizes.f.pixels();
-    for_each_part(center.size(0), threads_per_image, [&](int64_t first, unsigned threads) {
-      SAN_LAUNCH((correlate_kernel<kWidth, kKept, scalar_t>), grid_for(threads), kThreads, current_stream(center),
-                 centers + first * from.image, from, values + first * in.image, in, sizes, threads,
-                 result + first * to.image, to);
-    });
+    const int64_t threads = center.size(0) * (sizes.G / kWidth) * sizes.f.kernel_size * sizes.f.pixels();
+    SAN_LAUNCH((correlate_kernel<kWidth, kKept, scalar_t>), grid_for(threads), kThreads, current_stream(center),
+               centers, from, values, in, sizes, static_cast<unsigned>(threads), result, to);
   };
   const auto fits = [&](int width) {
     return sizes.G % width == 0 && from.is_wide(width, centers) && in.is_wide(width, values) &&
@@ -235,9 +229,7 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
 }  // namespace
 
 Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size) {
-  check_map(beta, "beta");
-  const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
-  check_aggregation(beta, weight, f);
+  const Footprint f = check_aggregation(beta, weight, kernel_size);
   const OperatorGuard guard("aggregation", beta);
   const Tensor values = with_pixel_stride(beta);
   Tensor out = empty_map(beta);
@@ -249,11 +241,8 @@ Tensor aggregation(const Tensor& beta, const Tensor& weight, int64_t kernel_size
 
 std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor& beta, const Tensor& weight,
                                                 int64_t kernel_size) {
-  check_map(beta, "beta");
-  const Footprint f = footprint_of(beta.size(2), beta.size(3), kernel_size);
-  check_aggregation(beta, weight, f);
-  check_same(grad, beta, "grad and beta");
-  STD_TORCH_CHECK(grad.sizes().vec() == beta.sizes().vec(), "grad and beta must have the same shape");
+  const Footprint f = check_aggregation(beta, weight, kernel_size);
+  check_alike(grad, beta, "grad and beta");
   const OperatorGuard guard("aggregation_backward", beta);
   const Tensor values = with_pixel_stride(beta), grads = in_format_of(values, grad);
   Tensor grad_beta = empty_map(beta);
@@ -268,8 +257,7 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
 }
 
 Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
-  check_dot(phi, psi, groups);
-  const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
+  const Footprint f = check_dot(phi, psi, kernel_size, groups);
   const OperatorGuard guard("dot", phi);
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor out = torch::stable::new_empty(phi, {phi.size(0), groups, f.positions(), f.pixels()});
@@ -280,12 +268,8 @@ Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t gr
 }
 
 std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
-  check_map(phi, "phi");
-  const Footprint f = footprint_of(phi.size(2), phi.size(3), kernel_size);
-  check_unfolded(grad, f, "grad");
-  check_same(grad, phi, "grad and phi");
-  check_dot(phi, psi, grad.size(1));
-  STD_TORCH_CHECK(grad.size(0) == phi.size(0), "grad and phi must have one batch size");
+  const Footprint f = check_aggregation(psi, grad, kernel_size);
+  check_dot(phi, psi, kernel_size, grad.size(1));
   const OperatorGuard guard("dot_backward", phi);
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   Tensor grad_phi = torch::stable::empty_like(left), grad_psi = torch::stable::empty_like(right);

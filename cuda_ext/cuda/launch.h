@@ -23,6 +23,7 @@
 #define SAN_LIBRARY san
 #define SAN_DEVICE CUDA
 #define SAN_UNROLL _Pragma("unroll")
+#define SAN_ROLLED _Pragma("unroll 1")  // where unrolling would only take registers
 #define SAN_START(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 #define SAN_START_SHARED(kernel, blocks, threads, bytes, stream, ...) \
   do {                                                                \
@@ -48,14 +49,6 @@ inline const char* launch_error(const char* kernel, cudaStream_t stream, bool wa
   if (status == cudaSuccess && waits) status = cudaStreamIsCapturing(stream, &capture);
   if (status == cudaSuccess && waits && capture == cudaStreamCaptureStatusNone) status = cudaStreamSynchronize(stream);
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
-}
-
-// Bytes of dynamic shared memory that a block can have on the current device.
-inline size_t shared_memory_limit() {
-  int device = 0, bytes = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
-  return known ? static_cast<size_t>(bytes) : size_t(48) << 10;
 }
 
 // Limit in bytes for the partial sums of one launch.

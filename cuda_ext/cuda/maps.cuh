@@ -137,26 +137,37 @@ struct PaddedVector {
   __device__ __forceinline__ void write(int64_t index) const { to[index] = index < length ? from[index] : 0; }
 };
 
-// A matrix [rows, columns] with any strides that begins at element `first`, or several that are `apart` elements apart.
-// With `symmetric`, the sum of the matrix and its transpose.
+// A matrix [rows, columns] with any strides, times a factor. With `symmetric`, the sum of the matrix and its transpose.
 struct Matrix {
   Floats values;
   int rows, columns;
   int64_t row_stride, column_stride;
-  int count = 1;
-  int64_t apart = 0, first = 0;
   double factor = 1;
   bool symmetric = false;
 
-  __device__ __forceinline__ float at(int n, int row, int column) const {
+  Matrix transposed() const { return {values, columns, rows, column_stride, row_stride, factor, symmetric}; }
+  Matrix times(double x) const { return {values, rows, columns, row_stride, column_stride, factor * x, symmetric}; }
+
+  __device__ __forceinline__ float at(int row, int column) const {
     if (row >= rows || column >= columns) return 0;
-    const auto value = [&](int i, int j) { return values.get(first + n * apart + i * row_stride + j * column_stride); };
+    const auto value = [&](int i, int j) { return values.get(i * row_stride + j * column_stride); };
     return static_cast<float>(factor * (value(row, column) + (symmetric ? value(column, row) : 0)));
   }
 };
 
-// Rearranges matrices into right factors, padded with zeros: [matrix][chunk of rows][tile of columns][`wide` tiles of
-// rows][operand of each lane].
+// Writes operand `index` of right factors: [chunk][tile of columns][`wide` tiles of rows][lane]. It holds the elements
+// at(chunk, row, column) of a row of the chunk and of two adjacent columns.
+template <class F, class At>
+__device__ __forceinline__ void pack(int64_t index, int wide, int depth, F* to, const At& at) {
+  const int lane = index % kWarp, tile = static_cast<int>(index / kWarp);
+  const int row = tile % wide * 8 + lane / 4, column = tile / wide % depth * 8 + lane % 4 * 2;
+  float two[2];
+  SAN_ROLLED
+  for (int k = 0; k < 2; ++k) two[k] = at(tile / wide / depth, row, column + k);
+  to[index] = F(two[0], two[1]);
+}
+
+// Rearranges a matrix into right factors, padded with zeros. A chunk has `wide` tiles of rows.
 template <class F>
 struct PackedMatrix {
   Matrix matrix;
@@ -165,13 +176,8 @@ struct PackedMatrix {
   F* to;
 
   __device__ __forceinline__ void write(int64_t index) const {
-    const int lane = index % kWarp, tile = static_cast<int>(index / kWarp), at = tile / wide % depth;
-    const int n = tile / wide / depth, chunk = n % chunks;
-    const int row = (chunk * wide + tile % wide) * 8 + lane / 4, column = 8 * at + lane % 4 * 2;
-    float two[2];
-    SAN_ROLLED
-    for (int k = 0; k < 2; ++k) two[k] = matrix.at(n / chunks, row, column + k);
-    to[index] = F(two[0], two[1]);
+    pack(index, wide, depth, to,
+         [&](int chunk, int row, int column) { return matrix.at(chunk * wide * 8 + row, column); });
   }
 };
 
@@ -230,7 +236,7 @@ class Workspace {
   template <class F>
   PackedMatrix<F> matrix(const Matrix& matrix, int wide, int depth) {
     const int chunks = (matrix.rows + 8 * wide - 1) / (8 * wide);
-    const int64_t elements = int64_t(matrix.count) * chunks * depth * wide * kWarp;
+    const int64_t elements = int64_t(chunks) * depth * wide * kWarp;
     return {matrix, wide, chunks, depth, elements, take<F>(elements)};
   }
 

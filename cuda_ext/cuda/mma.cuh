@@ -18,10 +18,7 @@ namespace san::cuda {
 
 constexpr int kWarp = 32;
 
-#ifdef SAN_SHIM
-#define SAN_ROLLED
-#else
-#define SAN_ROLLED _Pragma("unroll 1")  // unrolling would only take registers
+#ifndef SAN_SHIM
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

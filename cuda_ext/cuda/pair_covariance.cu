@@ -166,7 +166,7 @@ void backward(PairWork& work, const Tensor& grad_mean, const Tensor& grad_covari
   const Pairs& p = work.pairs;
   const int64_t elements = (p.tiles + S::relation - 1) / S::relation * 8 * S::relation;
   const Floats grads = work.keep(grad_covariance);
-  const auto matrix = work.matrix<F>({grads, p.d, p.d, p.d, 1, 1, 0, 0, 1 / p.count(), true}, S::relation, p.tiles);
+  const auto matrix = work.matrix<F>({grads, p.d, p.d, p.d, 1, 1 / p.count(), true}, S::relation, p.tiles);
   const ConstantJob constant{work.keep_float(grad_mean),
                              static_cast<const float*>(grads.data),
                              work.keep_float(mean),
@@ -185,11 +185,9 @@ std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& a
   const OperatorGuard guard("pair_covariance", center);
   const int64_t d = center.size(3);
   Tensor mean = torch::stable::new_empty(norm, {d}), covariance = torch::stable::new_empty(norm, {d, d});
-  with_operand(ScalarType::Float, tf32, [&]<class F>(F) {
-    with_stage<F>(d, 0, 0, [&]<class S>(S) {
-      PairWork work(center, around, norm, f, relation_tiles<S>(center));
-      forward<F, S>(work, mean, covariance);
-    });
+  with_stage(ScalarType::Float, tf32, d, 0, 0, [&]<class F, class S>(F, S) {
+    PairWork work(center, around, norm, f, relation_tiles<S>(center));
+    forward<F, S>(work, mean, covariance);
   });
   return {mean, covariance};
 }
@@ -205,11 +203,9 @@ std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_m
   const OperatorGuard guard("pair_covariance_backward", center);
   PairGradients out(center, norm);
   if (center.numel() == 0) return {out.center, out.around, out.norm};
-  with_operand(ScalarType::Float, tf32, [&]<class F>(F) {
-    with_stage<F>(d, 0, 0, [&]<class S>(S) {
-      PairWork work(center, around, norm, f, relation_tiles<S>(center));
-      backward<F, S>(work, grad_mean, grad_covariance, mean, out);
-    });
+  with_stage(ScalarType::Float, tf32, d, 0, 0, [&]<class F, class S>(F, S) {
+    PairWork work(center, around, norm, f, relation_tiles<S>(center));
+    backward<F, S>(work, grad_mean, grad_covariance, mean, out);
   });
   return {out.center, out.around, out.norm};
 }

@@ -32,6 +32,7 @@ struct Layers {
 class LayerWork : public PairWork {
  public:
   const int E, G;
+  const Matrix layer1, layer2;
 
   template <class S>
   LayerWork(S, const Tensor& center, const Tensor& around, const Tensor& norm, const Footprint& f,
@@ -39,34 +40,15 @@ class LayerWork : public PairWork {
       : PairWork(center, around, norm, f, relation_tiles<S>(center)),
         E(static_cast<int>(weight1.size(0))),
         G(static_cast<int>(weight2.size(0))),
-        weight1_(keep(weight1)),
-        weight2_(keep(weight2)),
+        layer1{keep(weight1), E, pairs.d, pairs.d, 1},
+        layer2{keep(weight2), G, E, E, 1},
         shift2_(shift2) {}
 
+  // Chunks of hidden channels that have this many tiles each.
   int chunks(int tiles) const { return (E + 8 * tiles - 1) / (8 * tiles); }
-
-  // Jobs that rearrange the layers. `tiles` is the number of tiles in a chunk of hidden channels.
   PaddedVector shift2(int tiles) { return vector(shift2_, chunks(tiles) * 8 * tiles); }
-  template <class F>
-  PackedMatrix<F> weight1(int tiles) {
-    return matrix<F>({weight1_, E, pairs.d, pairs.d, 1}, tiles, pairs.tiles);
-  }
-  template <class F>
-  PackedMatrix<F> weight2(int tiles, int hidden_tiles, double factor) {
-    return matrix<F>({weight2_, G, E, E, 1, 1, 0, 0, factor}, tiles, hidden_tiles);
-  }
-  // Transposed, for gradients.
-  template <class F>
-  PackedMatrix<F> back1(int tiles, int hidden_tiles) {
-    return matrix<F>({weight1_, pairs.d, E, 1, pairs.d}, tiles, hidden_tiles);
-  }
-  template <class F>
-  PackedMatrix<F> back2(int tiles, int logit_tiles) {
-    return matrix<F>({weight2_, E, G, 1, E}, tiles, logit_tiles);
-  }
 
  private:
-  const Floats weight1_, weight2_;
   const Tensor& shift2_;
 };
 
@@ -177,7 +159,8 @@ void forward(LayerWork& work, out_t* w) {
   constexpr double kLog2e = 1.4426950408889634;
   const int chunks = work.chunks(S::hidden);
   const auto shift2 = work.shift2(S::hidden);
-  const auto weight1 = work.weight1<F>(S::hidden), weight2 = work.weight2<F>(S::weights, chunks * S::hidden, kLog2e);
+  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
+  const auto weight2 = work.matrix<F>(work.layer2.times(kLog2e), S::weights, chunks * S::hidden);
   prepare(work.stream(), work.center, work.around, shift2, weight1, weight2);
   const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
   const Plan plan = Plan::for_groups(p, (p.pixels() + 15) / 16, weight2.chunks);
@@ -412,9 +395,12 @@ template <class F, class S>
 void backward(LayerWork& work, const LogitGradients& gz, LayerGradients& out) {
   const Pairs& p = work.pairs;
   const int chunks = work.chunks(S::hidden), hidden_tiles = chunks * S::hidden;
-  const auto weight1 = work.weight1<F>(S::hidden), weight2 = work.back2<F>(S::hidden, gz.tiles);
-  const auto back = work.back1<F>(S::relation, hidden_tiles);
-  const auto left1 = work.weight1<F>(2), left2 = work.back2<F>(2, gz.tiles);  // for layer_gradient_kernel
+  const Matrix back1 = work.layer1.transposed(), back2 = work.layer2.transposed();
+  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
+  const auto weight2 = work.matrix<F>(back2, S::hidden, gz.tiles);
+  const auto back = work.matrix<F>(back1, S::relation, hidden_tiles);
+  // For layer_gradient_kernel.
+  const auto left1 = work.matrix<F>(work.layer1, 2, p.tiles), left2 = work.matrix<F>(back2, 2, gz.tiles);
   const auto shift2 = work.shift2(S::hidden), left_shift2 = work.shift2(2);
   prepare(work.stream(), work.center, work.around, weight1, weight2, back, left1, left2, shift2, left_shift2);
   const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
@@ -454,12 +440,10 @@ Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& no
   const OperatorGuard guard("pair_weights", center);
   Tensor w = torch::stable::new_empty(weight2, {center.size(0), f.pixels(), f.positions(), weight2.size(0)});
   if (w.numel() > 0) {
-    with_operand(weight2.scalar_type(), tf32, [&]<class F>(F) {
-      with_stage<F>(center.size(3), weight1.size(0), weight2.size(0), [&]<class S>(S stage) {
-        LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-        with_weight_type(weight2.scalar_type(),
-                         [&]<class out_t>(out_t) { forward<F, S>(work, w.mutable_data_ptr<out_t>()); });
-      });
+    const ScalarType type = weight2.scalar_type();
+    with_stage(type, tf32, center.size(3), weight1.size(0), weight2.size(0), [&]<class F, class S>(F, S stage) {
+      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
+      with_weight_type(type, [&]<class out_t>(out_t) { forward<F, S>(work, w.mutable_data_ptr<out_t>()); });
     });
   }
   return torch::stable::transpose(w, 1, 3);
@@ -478,12 +462,11 @@ Backward pair_weights_backward(const Tensor& grad, const Tensor& w, const Tensor
   const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };
   LayerGradients out{{center, norm}, zeros(weight1), zeros(shift2), zeros(weight2)};
   if (w.numel() > 0) {
-    with_operand(weight2.scalar_type(), tf32, [&]<class F>(F) {
-      with_stage<F>(center.size(3), weight1.size(0), weight2.size(0), [&]<class S>(S stage) {
-        LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-        with_weight_type(weight2.scalar_type(), [&]<class weight_t>(weight_t) {
-          backward<F, S>(work, logit_gradients<F, weight_t>(work, w, grad), out);
-        });
+    const ScalarType type = weight2.scalar_type();
+    with_stage(type, tf32, center.size(3), weight1.size(0), weight2.size(0), [&]<class F, class S>(F, S stage) {
+      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
+      with_weight_type(type, [&]<class weight_t>(weight_t) {
+        backward<F, S>(work, logit_gradients<F, weight_t>(work, w, grad), out);
       });
     });
   }

@@ -35,16 +35,19 @@ struct AnySizeAccurate : AnySize {  // for Operand<true>, which needs more regis
 
 inline int tiles_for(int64_t channels) { return static_cast<int>((channels + 7) / 8); }
 
-// Calls run with the stage that suits the numbers of relation, hidden and weight channels.
-template <class F, class Run>
-void with_stage(int64_t d, int64_t E, int64_t G, const Run& run) {
+// Calls run with the operand type of the products, and with the stage that suits the numbers of relation, hidden and
+// weight channels.
+template <class Run>
+void with_stage(ScalarType weights, bool tf32, int64_t d, int64_t E, int64_t G, const Run& run) {
   const auto fits = [&]<class S>(S) {
     return tiles_for(d) <= S::relation && tiles_for(E) <= S::hidden && tiles_for(G) <= S::weights;
   };
-  if (fits(Stage1())) return run(Stage1());
-  if (fits(Stage2())) return run(Stage2());
-  if (fits(Stage3())) return run(Stage3());
-  run(std::conditional_t<std::is_same_v<F, Operand<true>>, AnySizeAccurate, AnySize>());
+  with_operand(weights, tf32, [&]<class F>(F operand) {
+    if (fits(Stage1())) return run(operand, Stage1());
+    if (fits(Stage2())) return run(operand, Stage2());
+    if (fits(Stage3())) return run(operand, Stage3());
+    run(operand, std::conditional_t<std::is_same_v<F, Operand<true>>, AnySizeAccurate, AnySize>());
+  });
 }
 
 // The prepared maps. Channels are padded with zeros to tiles of 8, and so are all products.

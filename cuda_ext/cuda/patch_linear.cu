@@ -311,6 +311,25 @@ struct NormJob {
   }
 };
 
+// Rearranges the weights of all pieces into the factors of Patches.
+template <class F>
+struct PackedPieces {
+  Patches<F> p;
+  Floats weight;
+  bool is_backward;
+  int64_t elements;
+  F* to;
+
+  __device__ __forceinline__ void write(int64_t index) const {
+    pack(index, is_backward ? p.r_tiles : p.e_tiles, is_backward ? p.e_tiles : p.r_tiles, to,
+         [&](int piece, int row, int column) {
+           const int e = is_backward ? column : row, c = is_backward ? row : column;
+           if (e >= p.E || c >= p.R) return 0.0f;
+           return static_cast<float>(weight.get(int64_t(e) * p.columns() + p.column(piece, c)));
+         });
+  }
+};
+
 // Writes the gradient of norm [3, columns] from sums [pieces, channels(), 2] for scale and shift.
 template <class F>
 struct PlaceNorm {
@@ -350,7 +369,7 @@ class PatchWork : public Workspace {
   Patches<F> p{};
   PaddedMap<> center, around;
   NormJob<F> norm_job;
-  PackedMatrix<F> weight, center_weight;
+  PackedPieces<F> weight;
 
   PatchWork(const PatchTensors& x, const Footprint& f, bool is_backward)
       : Workspace(x.around), f(f), norm(keep_float(x.norm)) {
@@ -368,25 +387,12 @@ class PatchWork : public Workspace {
     const int64_t channels = int64_t(p.pieces()) * p.channels();
     norm_job = {p, norm, channels, take(channels), take(channels)};
     p.scale = norm_job.scale, p.shift = norm_job.shift;
-    F* packed = take<F>(p.pieces() * piece_size());
-    const Floats values = keep(x.weight);
-    weight = packed_weight(values, K, K, p.C, is_backward, packed);
-    center_weight = packed_weight(values, p.C > 0 ? 1 : 0, 1, 0, is_backward, packed + K * piece_size());
-    p.weight = packed;
+    const int64_t weight_size = p.pieces() * piece_size();
+    weight = {p, keep(x.weight), is_backward, weight_size, take<F>(weight_size)};
+    p.weight = weight.to;
   }
 
   int64_t piece_size() const { return int64_t(p.r_tiles) * p.e_tiles * kWarp; }
-
- private:
-  // The columns of `pieces` pieces from column `first` on, whose channels are `stride` columns apart.
-  PackedMatrix<F> packed_weight(const Floats& values, int pieces, int stride, int first, bool is_backward, F* to) {
-    Matrix part{values, p.E, p.R, p.columns(), stride, pieces, 1, first};
-    int rows = p.e_tiles, depth = p.r_tiles;
-    if (is_backward) {
-      std::swap(part.rows, part.columns), std::swap(part.row_stride, part.column_stride), std::swap(rows, depth);
-    }
-    return {part, rows, 1, depth, pieces * piece_size(), to};
-  }
 };
 
 // [N, H, W, E]
@@ -395,7 +401,7 @@ Tensor forward(PatchWork<F>& work) {
   const Patches<F>& p = work.p;
   Tensor out = work.empty({p.images, p.height, p.width, p.E});
   if (out.numel() == 0) return out;
-  prepare(work.stream(), work.center, work.around, work.norm_job, work.weight, work.center_weight);
+  prepare(work.stream(), work.center, work.around, work.norm_job, work.weight);
   with_tiles_at_once(p.e_tiles, [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
     const int strips = p.e_tiles / kTiles;
@@ -460,7 +466,7 @@ void backward(PatchWork<F>& work, const Tensor& grad, PatchTensors& out) {
   const PaddedMap<F> grad_map{
       work.keep_float(grad), {1, p.height, p.width}, p.E, p.e_tiles, p.pixels() * p.e_tiles, grads, {}};
   const PaddedVector zeros{nullptr, 0, p.hidden(), grads + p.pixels() * p.hidden()};
-  prepare(work.stream(), work.center, work.around, work.norm_job, work.weight, work.center_weight, grad_map, zeros);
+  prepare(work.stream(), work.center, work.around, work.norm_job, work.weight, grad_map, zeros);
   if (p.C > 0) {
     Patches<F> center = p;  // a map with a footprint of one pixel
     const int64_t behind = int64_t(p.positions()) * p.channels();
@@ -491,10 +497,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> patch_linear_backward(const Tensor& g
                                                                  const Tensor& around, const Tensor& norm,
                                                                  const Tensor& weight, int64_t kernel_size, bool tf32) {
   const Footprint f = check_patches(center, around, norm, weight, kernel_size);
-  check_same(grad, around, "grad and around");
-  STD_TORCH_CHECK(grad.dim() == 4 && grad.size(0) == around.size(0) && grad.size(1) == weight.size(0) &&
-                      grad.size(2) == f.height && grad.size(3) == f.width,
-                  "grad must be [", around.size(0), ", ", weight.size(0), ", ", f.height, ", ", f.width, "]");
+  check_patch_gradient(grad, around, weight);
   check_float32(around);
   const OperatorGuard guard("patch_linear_backward", around);
   const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };

@@ -84,12 +84,8 @@ Tensor footprints(const char* name, const Tensor& phi, const Tensor& psi, const 
   const Tensor left = torch::stable::contiguous(phi), right = torch::stable::contiguous(psi);
   SAN_DISPATCH(psi.scalar_type(), "footprints", [&] {
     const scalar_t *center = left.const_data_ptr<scalar_t>(), *around = right.const_data_ptr<scalar_t>();
-    scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    for_each_part(psi.size(0) * psi.size(1), f.pixels(), [&](int64_t first, unsigned threads) {
-      const int64_t offset = first * f.pixels();
-      SAN_LAUNCH((footprints_kernel<kSubtraction, scalar_t>), grid_for(threads), kThreads, current_stream(psi),
-                 center + offset, around + offset, Window(f), threads, to + offset * f.positions());
-    });
+    SAN_LAUNCH((footprints_kernel<kSubtraction, scalar_t>), grid_for(psi.numel()), kThreads, current_stream(psi),
+               center, around, Window(f), static_cast<unsigned>(psi.numel()), out.mutable_data_ptr<scalar_t>());
   });
   return out;
 }
@@ -104,13 +100,10 @@ std::tuple<Tensor, Tensor> gather_footprints(const char* name, const Tensor& gra
   if (grad_psi.numel() == 0) return {grad_phi, grad_psi};
   const Tensor source = torch::stable::contiguous(grad);
   SAN_DISPATCH(grad.scalar_type(), "gather_footprints", [&] {
-    const scalar_t* from = source.const_data_ptr<scalar_t>();
-    scalar_t *to_phi = grad_phi.mutable_data_ptr<scalar_t>(), *to_psi = grad_psi.mutable_data_ptr<scalar_t>();
-    for_each_part(grad.size(0) * grad.size(1), f.pixels(), [&](int64_t first, unsigned threads) {
-      const int64_t offset = first * f.pixels();
-      SAN_LAUNCH((gather_footprints_kernel<kSubtraction, scalar_t>), grid_for(threads), kThreads, current_stream(grad),
-                 from + offset * f.positions(), Window(f), threads, to_phi + offset, to_psi + offset);
-    });
+    SAN_LAUNCH((gather_footprints_kernel<kSubtraction, scalar_t>), grid_for(grad_psi.numel()), kThreads,
+               current_stream(grad), source.const_data_ptr<scalar_t>(), Window(f),
+               static_cast<unsigned>(grad_psi.numel()), grad_phi.mutable_data_ptr<scalar_t>(),
+               grad_psi.mutable_data_ptr<scalar_t>());
   });
   return {grad_phi, grad_psi};
 }
@@ -127,9 +120,7 @@ Tensor unfold_backward(const Tensor& grad, int64_t height, int64_t width, int64_
 }
 
 Tensor subtraction(const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
-  check_map(phi, "phi");
-  check_same(phi, psi, "phi and psi");
-  STD_TORCH_CHECK(phi.sizes().vec() == psi.sizes().vec(), "phi and psi must have the same shape");
+  check_map(phi, "phi"), check_alike(phi, psi, "phi and psi");
   return footprints<true>("subtraction", phi, psi, footprint_of(phi.size(2), phi.size(3), kernel_size));
 }
 

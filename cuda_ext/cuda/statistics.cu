@@ -4,7 +4,7 @@
 // are in double, so that squares of values far from 0 do not cancel.
 #include <tuple>
 
-#include "sums.cuh"
+#include "maps.cuh"
 #include "window.cuh"
 
 namespace san::cuda {
@@ -211,22 +211,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The contiguous inputs of one call.
-struct Inputs {
-  const Tensor center, around;
+// The inputs of one call.
+class StatisticsWork : public Workspace {
+ public:
   const Maps maps;
 
-  Inputs(const Tensor& center_map, const Tensor& around_map, const Footprint& f)
-      : center(torch::stable::contiguous(center_map)),
-        around(torch::stable::contiguous(around_map)),
-        maps{center.const_data_ptr<float>(), around.const_data_ptr<float>(), Window(f),
-             static_cast<int>(around.size(0)), static_cast<int>(around.size(3))} {
-    STD_TORCH_CHECK(maps.pixels() < int64_t(1) << 31, "a batch of ", around.size(0), " maps of ", f.height, "x",
-                    f.width, " pixels is too large: together they must have fewer than 2^31 pixels");
+  StatisticsWork(const Tensor& center, const Tensor& around, const Footprint& f)
+      : Workspace(around),
+        maps{keep_float(center), keep_float(around), Window(f), static_cast<int>(around.size(0)),
+             static_cast<int>(around.size(3))} {
+    grid_of(around, f);  // checks the number of pixels
   }
-
-  auto stream() const { return current_stream(around); }
-  Tensor doubles(int64_t count) const { return torch::stable::new_empty(around, {count}, ScalarType::Double); }
 };
 
 std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& around, int64_t kernel_size,
@@ -234,19 +229,18 @@ std::tuple<Tensor, Tensor> pair_statistics(const Tensor& center, const Tensor& a
   const Footprint f = check_pair_maps(center, around, kernel_size, products);
   check_supported(center, products);
   const OperatorGuard guard("pair_statistics", center);
-  const Inputs x(center, around, f);
-  const Maps& maps = x.maps;
+  StatisticsWork work(center, around, f);
+  const Maps& maps = work.maps;
   Tensor mean = torch::stable::new_empty(center, {maps.channels}), var = torch::stable::empty_like(mean);
-  const Tensor rows = x.doubles(maps.elements());
-  SAN_LAUNCH(row_sums_kernel<false>, blocks_for(maps.elements()), kThreads, x.stream(), maps,
-             rows.mutable_data_ptr<double>(), nullptr);
+  double* rows = work.take<double>(maps.elements());
+  SAN_LAUNCH(row_sums_kernel<false>, blocks_for(maps.elements()), kThreads, work.stream(), maps, rows, nullptr);
   const int64_t per_slice = std::max<int64_t>(1, (maps.pixels() + kSlices - 1) / kSlices);
   const int64_t slices = (maps.pixels() + per_slice - 1) / per_slice, columns = 2 * maps.channels;
-  const Tensor partial = x.doubles(slices * columns);
-  SAN_LAUNCH(pair_sums_kernel, blocks_for(slices * maps.channels), kThreads, x.stream(), maps,
-             rows.const_data_ptr<double>(), slices, per_slice, partial.mutable_data_ptr<double>());
-  sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), columns}, slices, columns,
-           PlaceMoments{maps.pairs(), mean.mutable_data_ptr<float>(), var.mutable_data_ptr<float>()}, x.stream());
+  double* partial = work.take<double>(slices * columns);
+  SAN_LAUNCH(pair_sums_kernel, blocks_for(slices * maps.channels), kThreads, work.stream(), maps, rows, slices,
+             per_slice, partial);
+  sum_rows(PartialSums<double>{partial, columns}, slices, columns,
+           PlaceMoments{maps.pairs(), mean.mutable_data_ptr<float>(), var.mutable_data_ptr<float>()}, work.stream());
   return {mean, var};
 }
 
@@ -257,18 +251,14 @@ std::tuple<Tensor, Tensor> pair_statistics_backward(const Tensor& grad_mean, con
   check_statistics({&grad_mean, &grad_var, &mean}, center, {center.size(3)});
   check_supported(center, products);
   const OperatorGuard guard("pair_statistics_backward", center);
-  const Inputs x(center, around, f);
-  const Tensor of_mean = torch::stable::contiguous(grad_mean), of_var = torch::stable::contiguous(grad_var);
-  const Tensor means = torch::stable::contiguous(mean);
-  Tensor to_center = torch::stable::new_empty(center, center.sizes());
-  Tensor to_around = torch::stable::new_empty(center, center.sizes());
-  const int64_t elements = x.maps.elements();
-  const Tensor seen = x.doubles(elements), readers = x.doubles(elements);
-  double *seen_sums = seen.mutable_data_ptr<double>(), *reader_sums = readers.mutable_data_ptr<double>();
-  SAN_LAUNCH(row_sums_kernel<true>, blocks_for(elements), kThreads, x.stream(), x.maps, seen_sums, reader_sums);
-  SAN_LAUNCH(pair_gradients_kernel, blocks_for(elements), kThreads, x.stream(), x.maps, seen_sums, reader_sums,
-             of_mean.const_data_ptr<float>(), of_var.const_data_ptr<float>(), means.const_data_ptr<float>(),
-             1 / x.maps.pairs(), to_center.mutable_data_ptr<float>(), to_around.mutable_data_ptr<float>());
+  StatisticsWork work(center, around, f);
+  Tensor to_center = work.empty(center.sizes().vec()), to_around = work.empty(center.sizes().vec());
+  const int64_t elements = work.maps.elements();
+  double *seen = work.take<double>(elements), *readers = work.take<double>(elements);
+  SAN_LAUNCH(row_sums_kernel<true>, blocks_for(elements), kThreads, work.stream(), work.maps, seen, readers);
+  SAN_LAUNCH(pair_gradients_kernel, blocks_for(elements), kThreads, work.stream(), work.maps, seen, readers,
+             work.keep_float(grad_mean), work.keep_float(grad_var), work.keep_float(mean), 1 / work.maps.pairs(),
+             to_center.mutable_data_ptr<float>(), to_around.mutable_data_ptr<float>());
   return {to_center, to_around};
 }
 
@@ -276,18 +266,18 @@ std::tuple<Tensor, Tensor> patch_statistics(const Tensor& center, const Tensor& 
   const Footprint f = check_patch_maps(center, around, kernel_size);
   check_float32(around);
   const OperatorGuard guard("patch_statistics", around);
-  const Inputs x(center, around, f);
-  const Maps& maps = x.maps;
+  StatisticsWork work(center, around, f);
+  const Maps& maps = work.maps;
   const int C = static_cast<int>(center.size(3)), offsets = maps.channels * maps.f.kernel_size + C;
   const int64_t columns = C + int64_t(maps.channels) * f.positions(), rows = int64_t(maps.images) * maps.f.height;
   Tensor mean = torch::stable::new_empty(around, {columns}), var = torch::stable::empty_like(mean);
-  const Tensor sums = x.doubles(rows * offsets * 2);
-  SAN_LAUNCH(patch_rows_kernel, blocks_for(rows * offsets), kThreads, x.stream(), maps, offsets, rows * offsets,
-             sums.mutable_data_ptr<double>());
+  double* sums = work.take<double>(rows * offsets * 2);
+  SAN_LAUNCH(patch_rows_kernel, blocks_for(rows * offsets), kThreads, work.stream(), maps, offsets, rows * offsets,
+             sums);
   sum_rows(
-      PatchRows{maps, C, offsets, sums.const_data_ptr<double>()}, rows, 2 * columns,
+      PatchRows{maps, C, offsets, sums}, rows, 2 * columns,
       PlaceMoments{static_cast<double>(maps.pixels()), mean.mutable_data_ptr<float>(), var.mutable_data_ptr<float>()},
-      x.stream());
+      work.stream());
   return {mean, var};
 }
 
@@ -299,18 +289,15 @@ std::tuple<Tensor, Tensor> patch_statistics_backward(const Tensor& grad_mean, co
   check_statistics({&grad_mean, &grad_var, &mean}, around, {columns});
   check_float32(around);
   const OperatorGuard guard("patch_statistics_backward", around);
-  const Inputs x(center, around, f);
-  const Tensor of_mean = torch::stable::contiguous(grad_mean), of_var = torch::stable::contiguous(grad_var);
-  const Tensor means = torch::stable::contiguous(mean);
-  Tensor to_center = torch::stable::new_empty(center, center.sizes());
-  Tensor to_around = torch::stable::new_empty(around, around.sizes());
+  StatisticsWork work(center, around, f);
+  Tensor to_center = work.empty(center.sizes().vec()), to_around = work.empty(around.sizes().vec());
   if (around.numel() == 0) return {to_center, to_around};
   constexpr int64_t kThreadsToFill = int64_t(1) << 17;
-  const int64_t inside = f.pixels() * (C + x.maps.channels);
-  const int64_t parts = std::min<int64_t>((kThreadsToFill + inside - 1) / inside, x.maps.images);
-  SAN_LAUNCH(patch_gradients_kernel, blocks_for(parts * inside), kThreads, x.stream(), x.maps, static_cast<int>(C),
-             of_mean.const_data_ptr<float>(), of_var.const_data_ptr<float>(), means.const_data_ptr<float>(),
-             static_cast<int>(parts), 1 / static_cast<double>(x.maps.pixels()), to_center.mutable_data_ptr<float>(),
+  const int64_t inside = f.pixels() * (C + work.maps.channels);
+  const int64_t parts = std::min<int64_t>((kThreadsToFill + inside - 1) / inside, work.maps.images);
+  SAN_LAUNCH(patch_gradients_kernel, blocks_for(parts * inside), kThreads, work.stream(), work.maps,
+             static_cast<int>(C), work.keep_float(grad_mean), work.keep_float(grad_var), work.keep_float(mean),
+             static_cast<int>(parts), 1 / static_cast<double>(work.maps.pixels()), to_center.mutable_data_ptr<float>(),
              to_around.mutable_data_ptr<float>());
   return {to_center, to_around};
 }

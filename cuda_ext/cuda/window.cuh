@@ -1,16 +1,9 @@
 // The footprint of footprint.h in 32-bit integers for kernels, because a 64-bit division takes about a hundred
-// instructions. Kernels start at a pixel and step through its footprint. The batch index is folded into the pointers,
-// and `for_each_part` divides large batches so that one launch has fewer than 2^31 threads.
+// instructions. Kernels start at a pixel and step through its footprint.
 #pragma once
 #include <algorithm>
 
 #include "launch.h"
-
-#ifdef SAN_SHIM
-#define SAN_NO_UNROLL
-#else
-#define SAN_NO_UNROLL _Pragma("unroll 1")
-#endif
 
 namespace san::cuda {
 
@@ -53,7 +46,7 @@ SAN_HOST_DEVICE void for_each_neighbour(const Window& f, int h, int w, const Vis
 template <class Visit>
 SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit& visit) {
   const int reach = f.reach();
-  SAN_NO_UNROLL
+  SAN_ROLLED
   for (int image = 0; image < 9; ++image) {
     const int down = image / 3, right = image - 3 * down;
     const int image_h = down == 0 ? h : down == 1 ? -h : 2 * (f.height - 1) - h;
@@ -71,18 +64,11 @@ SAN_HOST_DEVICE void for_each_reader(const Window& f, int h, int w, const Visit&
   }
 }
 
-// Calls launch(first, threads) for parts of `count` items, with `threads` threads for each item, whose threads together
-// are fewer than 2^31.
-template <class Launch>
-void for_each_part(int64_t count, int64_t threads, const Launch& launch) {
-  constexpr int64_t kMost = (int64_t(1) << 31) - kThreads;
-  STD_TORCH_CHECK(threads <= kMost, "one image needs ", threads, " threads; fewer than 2^31 are supported");
-  const int64_t part = std::max<int64_t>(1, kMost / std::max<int64_t>(1, threads));
-  for (int64_t first = 0; first < count; first += part) {
-    launch(first, static_cast<unsigned>(std::min(part, count - first) * threads));
-  }
+// The number of blocks of a launch with one thread for each of fewer than 2^31 items.
+inline int grid_for(int64_t threads) {
+  STD_TORCH_CHECK(threads <= (int64_t(1) << 31) - kThreads, "maps that need ", threads,
+                  " threads are too large, fewer than 2^31 are supported; use smaller batches");
+  return static_cast<int>((threads + kThreads - 1) / kThreads);
 }
-
-inline int grid_for(unsigned threads) { return static_cast<int>((threads + kThreads - 1) / kThreads); }
 
 }  // namespace san::cuda

@@ -1,6 +1,5 @@
 // Runs __global__ functions on the CPU, one block after the other. SAN_SHIM_REVERSE reverses the order of blocks and
-// threads, to find kernels that depend on it, for example because a barrier is missing. SAN_SHIM_SHARED_MEMORY is the
-// size of a block's shared memory.
+// threads, to find kernels that depend on it, for example because a barrier is missing.
 //
 // SAN_LAUNCH runs one thread after the other. Kernels with barriers, shuffles, shared memory or mma need
 // SAN_LAUNCH_SHARED, which runs threads as fibers. The shim cannot find races within a warp between two barriers or
@@ -20,6 +19,7 @@
 #define __launch_bounds__(...)
 #define SAN_DEVICE CPU
 #define SAN_UNROLL
+#define SAN_ROLLED
 
 struct ShimIndex {
   unsigned x = 0;
@@ -42,11 +42,6 @@ inline const char* launch_error(const char* kernel, int, bool) {
   if (const char* log = std::getenv("SAN_SHIM_LAUNCHES")) std::ofstream(log, std::ios::app) << kernel << '\n';
   const char* failing = std::getenv("SAN_SHIM_FAIL");
   return failing != nullptr && std::strstr(kernel, failing) != nullptr ? "as the test asked" : nullptr;
-}
-// SAN_SHIM_SHARED_MEMORY in bytes, or what a block has on an H100.
-inline size_t shared_memory_limit() {
-  const char* bytes = std::getenv("SAN_SHIM_SHARED_MEMORY");
-  return bytes != nullptr ? std::strtoull(bytes, nullptr, 10) : size_t(227) << 10;
 }
 // Small, so that small tests meet them.
 inline int64_t workspace_limit() { return int64_t(16) << 10; }
@@ -94,26 +89,30 @@ inline char* shared_memory_base() { return shared_memory; }
 inline void __syncthreads() { san::shim::Scheduler::running().wait(san::shim::State::kAtBlockBarrier); }
 inline void __syncwarp(unsigned = ~0u) { san::shim::Scheduler::running().wait(san::shim::State::kAtWarpBarrier); }
 
-// What `lane` of the warp passes as value.
-template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
-  static_assert(sizeof(T) <= sizeof(uint64_t));
-  san::shim::Scheduler& scheduler = san::shim::Scheduler::running();
-  std::memcpy(scheduler.self().exchanged, &value, sizeof(T));
-  __syncwarp();
-  T result;
-  std::memcpy(&result, scheduler.neighbour(lane % san::shim::kWarp).exchanged, sizeof(T));
-  __syncwarp();
-  return result;
+namespace san::shim {
+
+// Shows `value` to the warp; each lane then calls read(lane) for what another one showed.
+template <class Value, class Visit>
+void with_warp(const Value& value, const Visit& visit) {
+  static_assert(sizeof(Value) <= sizeof(Fiber::exchanged));
+  Scheduler& scheduler = Scheduler::running();
+  std::memcpy(scheduler.self().exchanged, &value, sizeof(Value));
+  scheduler.wait(State::kAtWarpBarrier);
+  visit([&](int lane) {
+    Value shown;
+    std::memcpy(&shown, scheduler.neighbour(lane).exchanged, sizeof(Value));
+    return shown;
+  });
+  scheduler.wait(State::kAtWarpBarrier);
 }
+
+}  // namespace san::shim
+
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int bits) {
-  return __shfl_sync(mask, value, san::shim::Scheduler::running().lane() ^ bits);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, int distance) {
-  const int lane = san::shim::Scheduler::running().lane();
-  return __shfl_sync(mask, value, lane + distance < san::shim::kWarp ? lane + distance : lane);
+T __shfl_xor_sync(unsigned, T value, int bits) {
+  const int lane = san::shim::Scheduler::running().lane() ^ bits;
+  san::shim::with_warp(value, [&](const auto& read) { value = read(lane); });
+  return value;
 }
 
 // Whether any lane of the warp passes true.

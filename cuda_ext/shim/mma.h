@@ -6,21 +6,6 @@
 
 namespace san::shim {
 
-// Shows `value` to the warp; each lane then calls read(lane) for what another one showed.
-template <class Value, class Visit>
-void with_warp(const Value& value, const Visit& visit) {
-  static_assert(sizeof(Value) <= sizeof(Fiber::exchanged));
-  Scheduler& scheduler = Scheduler::running();
-  std::memcpy(scheduler.self().exchanged, &value, sizeof(Value));
-  scheduler.wait(State::kAtWarpBarrier);
-  visit([&](int lane) {
-    Value shown;
-    std::memcpy(&shown, scheduler.neighbour(lane).exchanged, sizeof(Value));
-    return shown;
-  });
-  scheduler.wait(State::kAtWarpBarrier);
-}
-
 // Tensor cores ignore the lower bits.
 inline double as_tf32(uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); }
 

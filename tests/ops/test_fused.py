@@ -15,6 +15,7 @@ from san.ops import library
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
+    STATISTICS,
     Sizes,
     Tensors,
     assert_near,
@@ -145,7 +146,7 @@ def test_all_instruction_sets_match_the_definition(
     assert_near(sum(got, ()), sum(want, ()), 1e-4 if dtype == torch.float32 else 1e-11)
 
 
-@pytest.mark.parametrize("operator", [name for name in OPERATORS if name != "patch_statistics"])  # which has no SIMD code
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in STATISTICS])  # which have no SIMD code
 def test_rejects_an_unknown_instruction_set(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_CPU", "nonsense")
     with pytest.raises(RuntimeError, match="SAN_CPU must be baseline, v3 or v4, not nonsense"):

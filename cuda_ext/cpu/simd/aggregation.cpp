@@ -15,7 +15,6 @@ template <class T>
 struct PaddedRows {
   Footprint f;
   int64_t channels, rows, width;
-  bool channels_last;
   T* data;
 
   static int64_t width_of(const Footprint& f) { return whole_vectors<T>(f.width) + 2 * f.reach(); }
@@ -27,7 +26,6 @@ struct PaddedRows {
         channels(p.values),
         rows(band.last - band.first + 2 * p.footprint.reach()),
         width(width_of(p.footprint)),
-        channels_last(p.channels_last),
         data(take(scratch, size(p, band.last - band.first))) {}
 
   // Row `row`, counted from the first row of the planes, from the first column of the padding.
@@ -40,10 +38,7 @@ struct PaddedRows {
     for (int64_t row = 0; row < rows; ++row) {
       T* inside = at(row, 0) + reach;
       const int64_t from = reflect(first + row - reach, f.height) * W;
-      if (channels_last)
-        to_planes(map + from * channels, channels, W, inside, width);
-      else
-        for (int64_t c = 0; c < channels; ++c) memcpy(inside + c * width, map + c * f.pixels() + from, W * sizeof(T));
+      to_planes(map + from * channels, channels, W, inside, width);
       for (int64_t c = 0; c < channels; ++c, inside += width)
         for (int64_t x = 1; x <= reach; ++x) inside[-x] = inside[x], inside[W - 1 + x] = inside[W - 1 - x];
     }
@@ -56,11 +51,7 @@ struct PaddedRows {
       const int64_t to = reflect(first + row - reach, f.height) * W;
       for (T* plane = inside; plane < inside + channels * width; plane += width)
         for (int64_t x = 1; x <= reach; ++x) plane[x] += plane[-x], plane[W - 1 - x] += plane[W - 1 + x];
-      if (channels_last)
-        from_planes<true>(inside, width, channels, W, map + to * channels);
-      else
-        for (int64_t c = 0; c < channels; ++c)
-          for (int64_t w = 0; w < W; ++w) map[c * f.pixels() + to + w] += inside[c * width + w];
+      from_planes<true>(inside, width, channels, W, map + to * channels);
     }
   }
 };
@@ -146,31 +137,22 @@ struct Line {
   }
 };
 
-template <class T>
-int64_t scratch_of(const Aggregation<T>& p, int64_t rows, bool backward) {
-  return Line<T>::scratch(p, rows, backward);
-}
-
-// Calls eight(value channel, weight channel) for every eight channels that share a weight, and one(...) for each
+// Calls visit<shares>(value channel, weight channel) for every eight channels that share a weight, and for each
 // remaining channel.
-template <class T, class Eight, class One>
-SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Eight& eight, const One& one) {
+template <class T, class Visit>
+SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Visit& visit) {
   for (int64_t g = 0; g < p.weights; ++g) {
     int64_t c = g;
-    for (; c + 7 * p.weights < p.values; c += 8 * p.weights) eight(c, g);
-    for (; c < p.values; c += p.weights) one(c, g);
+    for (; c + 7 * p.weights < p.values; c += 8 * p.weights) visit.template operator()<8>(c, g);
+    for (; c < p.values; c += p.weights) visit.template operator()<1>(c, g);
   }
 }
 
 template <bool is_near_end, class T>
 SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, int64_t row) {
-  const auto w = [&](int64_t g) { return x.w + g * line.K * line.P + h * line.W; };
-  for_each_channel(
-      line.p,
-      [&](int64_t c, int64_t g)
-          __attribute__((always_inline)) { line.template aggregate<8, is_near_end>(row, c, w(g), x.w_end); },
-      [&](int64_t c, int64_t g)
-          __attribute__((always_inline)) { line.template aggregate<1, is_near_end>(row, c, w(g), x.w_end); });
+  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+    line.template aggregate<shares, is_near_end>(row, c, x.w + g * line.K * line.P + h * line.W, x.w_end);
+  });
 }
 
 template <class T>
@@ -182,11 +164,7 @@ void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T*
       aggregate_row<true>(line, x, h, h - rows.first);
     else
       aggregate_row<false>(line, x, h, h - rows.first);
-    if (p.channels_last)
-      from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
-    else
-      for (int64_t c = 0; c < p.values; ++c)
-        memcpy(y + c * line.P + h * line.W, line.own + c * line.width, line.W * sizeof(T));
+    from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
   }
 }
 
@@ -194,15 +172,10 @@ template <bool is_near_end, class T>
 SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows, T* grad_w,
                               const PaddedRows<T>& to_beta) {
   const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
-  const auto at = [&](int64_t g) { return g * line.K * line.P + h * line.W; };
-  for_each_channel(
-      line.p,
-      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
-        line.template correlate<8, is_near_end>(row, c, x.w + at(g), x.w_end, grad_w + at(g), room, c == g, to_beta);
-      },
-      [&](int64_t c, int64_t g) __attribute__((always_inline)) {
-        line.template correlate<1, is_near_end>(row, c, x.w + at(g), x.w_end, grad_w + at(g), room, c == g, to_beta);
-      });
+  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+    const int64_t at = g * line.K * line.P + h * line.W;
+    line.template correlate<shares, is_near_end>(row, c, x.w + at, x.w_end, grad_w + at, room, c == g, to_beta);
+  });
 }
 
 template <class T>
@@ -214,11 +187,7 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   to_beta.clear();
   memset(line.own, 0, p.values * line.width * sizeof(T));  // lanes after the last pixel stay 0
   for (int64_t h = rows.first; h < rows.last; ++h) {
-    if (p.channels_last)
-      to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
-    else
-      for (int64_t c = 0; c < p.values; ++c)
-        memcpy(line.own + c * line.width, grad_y + c * line.P + h * line.W, line.W * sizeof(T));
+    to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
     if (line.ends_beyond(h, rows.last))
       correlate_row<true>(line, x, h, rows, grad_w, to_beta);
     else
@@ -229,11 +198,12 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
 
 }  // namespace
 
-// SAN_ISA names the instruction set that this source is compiled for.
-namespace SAN_ISA {
-extern const AggregationKernels<float> aggregation_float;
-extern const AggregationKernels<double> aggregation_double;
-const AggregationKernels<float> aggregation_float{scratch_of<float>, forward<float>, backward<float>};
-const AggregationKernels<double> aggregation_double{scratch_of<double>, forward<double>, backward<double>};
-}  // namespace SAN_ISA
+template <class T>
+const AggregationKernels<T>& SAN_ISA::aggregation() {
+  static constexpr AggregationKernels<T> kernels{Line<T>::scratch, forward<T>, backward<T>};
+  return kernels;
+}
+template const AggregationKernels<float>& SAN_ISA::aggregation();
+template const AggregationKernels<double>& SAN_ISA::aggregation();
+
 }  // namespace san::cpu

@@ -47,11 +47,6 @@ template <class T>
 struct PairKernels {
   // Size of the scratch memory for a band with `rows` rows, in values of T.
   int64_t (*scratch)(const Pairs<T>&, int64_t rows, bool backward);
-  // Adds norm(delta) and its square to their sums, [d] each.
-  void (*statistics)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, T* sum, T* square);
-  // Adds the gradients that follow from slope * norm(delta) + offset, the gradient of delta; slope and offset are [d].
-  void (*statistics_backward)(const Pairs<T>&, const PairMaps<T>&, const T* slope, const T* offset, Rows, T* scratch,
-                              const PairGradients<T>&);
   // Adds to the sums of a1 - origin, [d], and of the products of its channels, the upper half of [d, d].
   void (*moments)(const Pairs<T>&, const PairMaps<T>&, const T* origin, Rows, T* scratch, T* sum, T* products);
   // Adds the gradients that follow from matrix (a1 - mean) + vector, the gradient of a1.
@@ -94,17 +89,16 @@ struct PatchKernels {
                        const PatchGradients<T>&);
 };
 
-// Value channel c has weight channel c % weights. Maps of one image are [P, values], or [values, P].
+// Value channel c has weight channel c % weights.
 template <class T>
 struct Aggregation {
   Footprint footprint;
   int64_t values, weights;
-  bool channels_last;
 };
 
 template <class T>
 struct AggregationMaps {
-  const T *beta, *w, *w_end;  // the map; the weights [G, K, P]; where the tensor of the weights ends
+  const T *beta, *w, *w_end;  // the map [P, values]; the weights [G, K, P]; where the tensor of the weights ends
 };
 
 template <class T>
@@ -115,5 +109,21 @@ struct AggregationKernels {
   void (*backward)(const Aggregation<T>&, const AggregationMaps<T>&, const T* grad_y, Rows, T* scratch, T* grad_beta,
                    T* grad_w);
 };
+
+// The functions of the sources in this folder, which are compiled for each instruction set, SAN_ISA.
+#define SAN_KERNELS(isa)                      \
+  namespace isa {                             \
+  template <class T>                          \
+  const PairKernels<T>& pairs();              \
+  template <class T>                          \
+  const PatchKernels<T>& patches();           \
+  template <class T>                          \
+  const AggregationKernels<T>& aggregation(); \
+  }
+SAN_KERNELS(baseline)
+#if defined(__x86_64__)
+SAN_KERNELS(v3)
+SAN_KERNELS(v4)
+#endif
 
 }  // namespace san::cpu

@@ -77,33 +77,22 @@ struct Tile {
     }
   }
 
-  // Calls visit(offset in a1, offset in center, offset in the planes of around) for all vectors of channel c in row y
-  // of the footprint.
-  template <class Visit>
-  __attribute__((always_inline)) inline void for_each_vector(int64_t c, int64_t y, const Visit& visit) const {
-    for (int64_t x = 0; x < k; ++x) {
-      const int64_t from = around.at(c, x) - around.data + pixels.first + y * W;
-      for (int64_t t = 0; t < pixels.width; t += kLanes<T>)
-        visit((c * k + x) * pixels.width + t, c * pixels.width + t, from + t);
-    }
-  }
-
-  // norm(delta) of a pair, from values of the planes. `product_shift` is that of a product: shift - mean * scale.
-  SAN_INLINE Vector<T> relation(bool is_product, Vector<T> product_shift, Vector<T> center, Vector<T> around) {
-    return is_product ? center * around + product_shift : center - around;
-  }
-  Vector<T> product_shift(int64_t c) const { return broadcast(p.norm.shift[c] - p.norm.mean[c] * p.norm.scale[c]); }
-
   // Computes a1 - origin of row y of the footprint.
   template <bool has_origin>
   __attribute__((always_inline)) inline void relate(int64_t y, const T* origin) {
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = product_shift(c), from = broadcast(has_origin ? origin[c] : T(0));
       const bool is_product = c < p.products;
-      for_each_vector(c, y, [&](int64_t pair, int64_t pixel, int64_t other) __attribute__((always_inline)) {
-        const Vector<T> active = relu(relation(is_product, shift, load(center + pixel), load(around.data + other)));
-        store(a1 + pair, has_origin ? active - from : active);
-      });
+      const Vector<T> product_shift = broadcast(p.norm.shift[c] - p.norm.mean[c] * p.norm.scale[c]);
+      const Vector<T> from = broadcast(has_origin ? origin[c] : T(0));
+      for (int64_t x = 0; x < k; ++x) {
+        const T *own = center + c * pixels.width, *other = around.at(c, x) + pixels.first + y * W;
+        T* to = a1 + (c * k + x) * pixels.width;
+        for (int64_t t = 0; t < pixels.width; t += kLanes<T>) {
+          const Vector<T> i = load(own + t), j = load(other + t);
+          const Vector<T> active = relu(is_product ? i * j + product_shift : i - j);
+          store(to + t, has_origin ? active - from : active);
+        }
+      }
     }
   }
 
@@ -164,58 +153,6 @@ struct Tile {
   }
   int64_t last_hidden() const { return p.hidden == 0 ? p.channels : p.hidden; }
 };
-
-template <class T>
-int64_t scratch_of(const Pairs<T>& p, int64_t rows, bool backward) {
-  return Tile<T>::scratch(p, rows, backward);
-}
-
-template <class T>
-void statistics(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, T* sum, T* square) {
-  Tile<T> tile(p, rows, false, scratch);
-  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
-    for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = tile.product_shift(c);
-      const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
-      const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;
-      Vector<T> sums{}, squares{};
-      for (int64_t y = 0; y < tile.k; ++y)
-        tile.for_each_vector(c, y, [&](int64_t, int64_t pixel, int64_t other) __attribute__((always_inline)) {
-          Vector<T> x = tile.relation(c < p.products, shift, load(tile.center + pixel), load(tile.around.data + other));
-          if (pixel == last) x = first_lanes<T>(x, left);
-          sums += x, squares += x * x;
-        });
-      sum[c] += total(sums), square[c] += total(squares);
-    }
-  });
-}
-
-template <class T>
-void statistics_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* slope, const T* offset, Rows rows,
-                         T* scratch, const PairGradients<T>& to) {
-  Tile<T> tile(p, rows, true, scratch);
-  tile.begin_backward();
-  tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
-    memset(tile.to_center, 0, p.channels * tile.pixels.width * sizeof(T));
-    for (int64_t c = 0; c < p.channels; ++c) {
-      const Vector<T> shift = tile.product_shift(c), a = broadcast(slope[c]), b = broadcast(offset[c]);
-      const bool is_product = c < p.products;
-      const int64_t last = c * tile.pixels.width + tile.pixels.width - kLanes<T>;
-      const int64_t left = tile.pixels.count - tile.pixels.width + kLanes<T>;
-      for (int64_t y = 0; y < tile.k; ++y)
-        tile.for_each_vector(c, y, [&](int64_t, int64_t pixel, int64_t other) __attribute__((always_inline)) {
-          const Vector<T> i = load(tile.center + pixel), j = load(tile.around.data + other);
-          Vector<T> g = a * tile.relation(is_product, shift, i, j) + b;
-          if (pixel == last) g = first_lanes<T>(g, left);
-          T *own = tile.to_center + pixel, *others = tile.to_around.data + other;
-          store(own, load(own) + (is_product ? g * j : g));
-          store(others, load(others) + (is_product ? g * i : -g));
-        });
-    }
-    tile.end_pixels(to, rows);
-  });
-  tile.end_backward(to, rows);
-}
 
 template <class T>
 void moments(const Pairs<T>& p, const PairMaps<T>& maps, const T* origin, Rows rows, T* scratch, T* sum, T* products) {
@@ -359,15 +296,13 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, co
 
 }  // namespace
 
-// SAN_ISA names the instruction set that this source is compiled for.
-namespace SAN_ISA {
-extern const PairKernels<float> pairs_float;
-extern const PairKernels<double> pairs_double;
-const PairKernels<float> pairs_float{scratch_of<float>,      statistics<float>,       statistics_backward<float>,
-                                     moments<float>,         moments_backward<float>, weights<float>,
-                                     weights_backward<float>};
-const PairKernels<double> pairs_double{scratch_of<double>,      statistics<double>,       statistics_backward<double>,
-                                       moments<double>,         moments_backward<double>, weights<double>,
-                                       weights_backward<double>};
-}  // namespace SAN_ISA
+template <class T>
+const PairKernels<T>& SAN_ISA::pairs() {
+  static constexpr PairKernels<T> kernels{Tile<T>::scratch, moments<T>, moments_backward<T>, weights<T>,
+                                          weights_backward<T>};
+  return kernels;
+}
+template const PairKernels<float>& SAN_ISA::pairs();
+template const PairKernels<double>& SAN_ISA::pairs();
+
 }  // namespace san::cpu

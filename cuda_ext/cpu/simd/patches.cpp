@@ -99,11 +99,6 @@ struct Tile {
 };
 
 template <class T>
-int64_t scratch_of(const Patches<T>& p, int64_t rows, bool backward) {
-  return Tile<T>::scratch(p, rows, backward);
-}
-
-template <class T>
 void map(const Patches<T>& p, const T* center, const T* around, Rows rows, T* scratch, T* u) {
   Tile<T> tile(p, rows, false, scratch);
   tile.around.read(around, rows.first, [](int64_t, T value) { return value; });
@@ -150,11 +145,12 @@ void map_backward(const Patches<T>& p, const T* center, const T* around, const T
 
 }  // namespace
 
-// SAN_ISA names the instruction set that this source is compiled for.
-namespace SAN_ISA {
-extern const PatchKernels<float> patches_float;
-extern const PatchKernels<double> patches_double;
-const PatchKernels<float> patches_float{kLanes<float>, scratch_of<float>, map<float>, map_backward<float>};
-const PatchKernels<double> patches_double{kLanes<double>, scratch_of<double>, map<double>, map_backward<double>};
-}  // namespace SAN_ISA
+template <class T>
+const PatchKernels<T>& SAN_ISA::patches() {
+  static constexpr PatchKernels<T> kernels{kLanes<T>, Tile<T>::scratch, map<T>, map_backward<T>};
+  return kernels;
+}
+template const PatchKernels<float>& SAN_ISA::patches();
+template const PatchKernels<double>& SAN_ISA::patches();
+
 }  // namespace san::cpu

@@ -1,0 +1,12 @@
+// Marks of functions whose loops the compiler vectorizes.
+#pragma once
+
+// The compiler emits each marked function for these instruction sets and picks one when the library is loaded.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define SAN_VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define SAN_VECTOR
+#endif
+
+// Pointers that do not overlap, so the compiler can vectorize without a check.
+#define SAN_RESTRICT __restrict__
