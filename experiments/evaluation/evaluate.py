@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from experiments.errors import UserError
-from experiments.grids.config import TrialConfig, flat, merged, mistakes, model_mistakes
+from experiments.grids.config import TrialConfig, flat, merged, model_errors, schema_errors
 from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
 from experiments.runs.store import STORES, LocalStore, is_uri, open_store
 from experiments.runs.workspace import open_runs, open_workspace
@@ -186,8 +186,8 @@ def _config(values: Mapping[str, Any]) -> TrialConfig:
     try:
         config = TrialConfig.model_validate(values)
     except ValidationError as error:
-        raise UserError("\n".join(f"{key}: {what}" for key, what in mistakes(error, TrialConfig))) from None
-    if wrong := [f"{key}: {what}" for key, what in model_mistakes(config.model, config.data.size)]:
+        raise UserError("\n".join(f"{key}: {what}" for key, what in schema_errors(error, TrialConfig))) from None
+    if wrong := [f"{key}: {what}" for key, what in model_errors(config.model, config.data.size)]:
         raise UserError("\n".join(wrong))
     return config
 

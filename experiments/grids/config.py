@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -15,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from experiments.grids.custom_code import custom_code
@@ -73,7 +71,7 @@ class ModelConfig(BaseModel):
         return dict(self.model_extra or {})
 
     def spec(self) -> ModelSpec:
-        """The model's spec. Raises ValueError if `model_mistakes` finds an error."""
+        """The model's spec. Raises ValueError if `model_errors` finds an error."""
         model = self.name, repr(self.overrides)
         if model not in _SPECS:
             fields = _fields(self.name)
@@ -95,28 +93,26 @@ def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
     return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
 
 
-def model_mistakes(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
+def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     """Every error that prevents building the model for images of `size` pixels, as (path of the key, error)."""
     try:
         readers = _fields(model.name)
     except ValueError as error:
         yield "model.name", str(error)
         return
-    hints = typing.get_type_hints(type(model_spec(model.name)))
     fields = [field for field in readers if field != "name"]
-    found = False
+    wrong = []
     for key, value in model.overrides.items():
         if key not in fields:
-            found = True
-            yield f"model.{key}", _unknown(f"model.{key}", fields)
+            wrong.append((f"model.{key}", unknown_key(f"model.{key}", fields)))
             continue
         try:
             readers[key].validate_python(value)
         except ValidationError as error:
-            found = True
             item = error.errors()[0]
-            yield f"model.{key}{_path(item['loc'])}", _wrong(item, hints[key])
-    if found:
+            wrong.append((f"model.{key}{_path(item['loc'])}", _words(item)))
+    if wrong:
+        yield from wrong
         return
     try:
         model.spec().check_input(size)
@@ -319,17 +315,17 @@ def too_many_parts(config: TrialConfig, images: int) -> str:
     )
 
 
-def contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+def combination_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Values that are valid, but not in combination, as (path of the key, error)."""
-    yield from _recipe_contradictions(config)
-    yield from _engine_contradictions(config)
+    yield from _recipe_errors(config)
+    yield from _engine_errors(config)
     workers, gpus = config.placement.workers, config.placement.gpus
     if gpus % 1 and (gpus > 1 or workers > 1):
         needs = f"must be a whole number if it is above 1 or a cell has several workers, not {gpus:g}"
         yield "placement.gpus", f"{needs} (placement.workers={workers})"
 
 
-def _recipe_contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+def _recipe_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     recipe, placement = config.recipe, config.placement
     if recipe.warmup_epochs >= recipe.epochs:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
@@ -342,7 +338,7 @@ def _recipe_contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
         yield "recipe.nesterov", "needs recipe.optimizer=sgd and a recipe.momentum above 0; leave out recipe.nesterov"
 
 
-def _engine_contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
+def _engine_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     recipe, engine = config.recipe, config.engine
     if engine.cuda_graphs and not config.placement.gpus:
         yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
@@ -372,7 +368,7 @@ def _engine_contradictions(config: TrialConfig) -> Iterator[tuple[str, str]]:
             yield f"recipe.{key}", f"{value} cannot be combined with {stage}; leave out one of the two keys"
 
 
-def fine_tuning_mistakes(config: TrialConfig) -> Iterator[tuple[str, str]]:
+def fine_tuning_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Errors in the keys for fine-tuning of a model that can be built."""
     recipe, stage = config.recipe, config.engine.zero_stage
     for key, is_set in {"freeze": bool(recipe.freeze), "layer_decay": recipe.layer_decay != 1}.items():
@@ -392,24 +388,14 @@ def fine_tuning_mistakes(config: TrialConfig) -> Iterator[tuple[str, str]]:
         yield "recipe.freeze", "freezes the whole model; leave out the parts to train"
 
 
-def mistakes(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Every error as (path of the key, error and expected value)."""
+def schema_errors(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Every error as (path of the key, what was expected and given)."""
     found = error.errors()
     for item in found:
-        loc = item["loc"]
+        path, loc = _path(item["loc"]), item["loc"]
         if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
             continue  # the list is too short because items are invalid, which have their own messages
-        path = _path(loc)
-        if item["type"] == "missing" and isinstance(loc[-1], int):  # a list is too short; pydantic reports each missing value
-            if loc[-1] == len(item["input"]):
-                expected = len(typing.get_args(getattr(_type_at(schema, loc[:-1]), "annotation", None)))
-                yield _path(loc[:-1]), f"must have {expected} values, not {len(item['input'])}"
-        elif item["type"] == "extra_forbidden":
-            yield path, _unknown(path, keys_at(schema, loc[:-1]))
-        elif item["type"] == "missing" and any(_misspells(other, loc) for other in found):
-            continue  # it has its own message
-        else:
-            yield path, _wrong(item, _type_at(schema, loc))
+        yield path, unknown_key(path, keys_at(schema, item["loc"][:-1])) if item["type"] == "extra_forbidden" else _words(item)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -417,105 +403,22 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
-def _shown(value: object) -> str:
-    """A value as written in YAML."""
-    return repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+def _words(item: Any) -> str:
+    """Pydantic's message, and the value as in YAML."""
+    if item["type"] == "missing":
+        return "missing; this key is required"
+    message = item["msg"].removeprefix("Input ")
+    return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"
 
 
-def _misspells(item: Any, missing: tuple[int | str, ...]) -> bool:
-    """Whether an error is an unknown key that was probably meant to be the missing one."""
-    loc = item["loc"]
-    return (
-        item["type"] == "extra_forbidden"
-        and loc[:-1] == missing[:-1]
-        and bool(difflib.get_close_matches(str(loc[-1]), [str(missing[-1])]))
-    )
-
-
-def _unknown(path: str, allowed: Sequence[str]) -> str:
+def unknown_key(path: str, allowed: Sequence[str]) -> str:
+    """The error message for a key, with the most similar one."""
     section, dot, key = path.rpartition(".")
     near = [f"{section}{dot}{name}" for name in difflib.get_close_matches(key, allowed, n=1)]
     if not section and not near:  # a key without its section, such as `lr` for `recipe.lr`
         near = [full for full in flat_keys(TrialConfig) if full.endswith(f".{key}")]
     hint = f"did you mean `{'` or `'.join(near)}`? Allowed" if near else "allowed"
     return f"unknown key; {hint}: {', '.join(sorted(allowed))}"
-
-
-TYPES = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "an integer"),
-    **dict.fromkeys(("float_type", "float_parsing", "finite_number", "boolean_number"), "a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("model_type", "dict_type"), "a mapping of keys"),
-    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-    "boolean_in_list": "a list of numbers",
-    "string_type": "text",
-}
-"""Expected type by pydantic's error type."""
-BOUNDS = {"ge": "of at least {}", "gt": "greater than {}", "le": "at most {}", "lt": "less than {}"}
-BOUND_ERRORS = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
-
-
-def _wrong(item: Any, annotation: Any = None) -> str:
-    """Error message for a value, with the expected type and bounds. `annotation` is the type of the field, if it is known."""
-    kind, context, value = item["type"], item.get("ctx", {}), item["input"]
-    if kind == "missing":
-        return "missing; this key is required"
-    if kind in BOUND_ERRORS or kind in TYPES:
-        kinds, bounds = _numbers(annotation)
-        noun = TYPES.get(kind) or "a number"
-        if noun in ("a number", "an integer"):
-            noun = "an integer" if int in kinds and float not in kinds else noun
-            limits = bounds or ({key: context[key] for key in BOUNDS if key in context})
-            noun = " ".join([noun, " and ".join(BOUNDS[key].format(limit) for key, limit in limits.items())]).rstrip()
-        return f"must be {noun}, not {_shown(value)}"
-    if kind in ("literal_error", "enum"):
-        return f"must be {context['expected']}, not {_shown(value)}"
-    if kind in ("too_short", "too_long"):
-        limit = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
-        return f"must have {limit} values, not {context['actual_length']}"
-    if kind == "string_pattern_mismatch":
-        return f"must contain only letters, digits, `_`, `.` and `-`, not {_shown(value)}"
-    return f"{item['msg'][0].lower()}{item['msg'][1:]}, not {_shown(value)}"
-
-
-def _numbers(annotation: Any) -> tuple[set[type], dict[str, float]]:
-    """The types that an annotation allows, and the bounds of a number."""
-    kinds: set[type] = set()
-    bounds: dict[str, float] = {}
-    if isinstance(annotation, FieldInfo):
-        kinds, bounds = _numbers(annotation.annotation)
-        parts = annotation.metadata
-    elif typing.get_origin(annotation) is Annotated:
-        kinds, bounds = _numbers(annotation.__origin__)
-        parts = [part for each in annotation.__metadata__ for part in getattr(each, "metadata", [each])]
-    elif typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        for part in typing.get_args(annotation):
-            more, limits = _numbers(part)
-            kinds, bounds = kinds | more, bounds | limits
-        parts = []
-    else:
-        return ({annotation} if isinstance(annotation, type) else set()), {}
-    for part in parts:
-        bounds |= {key: getattr(part, key) for key in BOUNDS if getattr(part, key, None) is not None}
-    return kinds, bounds
-
-
-def _type_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Any:
-    """The field or annotation at a path, or None."""
-    found: Any = schema
-    for part in loc:
-        if isinstance(found, FieldInfo):
-            found = found.annotation
-        if typing.get_origin(found) is types.UnionType:
-            found = typing.get_args(found)[0]
-        if isinstance(part, int):
-            below = typing.get_args(found)
-            found = below[0 if Ellipsis in below else min(part, len(below) - 1)] if below else None
-        else:
-            found = getattr(found, "model_fields", {}).get(part)
-        if found is None:
-            return None
-    return found
 
 
 def flat_keys(schema: type[BaseModel]) -> list[str]:
@@ -525,12 +428,19 @@ def flat_keys(schema: type[BaseModel]) -> list[str]:
 
 def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     """Keys that the schema allows below a path."""
-    found = _type_at(schema, loc)
-    if isinstance(found, FieldInfo):
-        found = found.annotation
-    if isinstance(found, types.UnionType):
-        found = typing.get_args(found)[0]
-    return list(found.model_fields)
+    for part in loc:
+        if isinstance(part, str):  # a number is an index of a list
+            found = _schema_in(schema.model_fields[part].annotation)
+            assert found is not None, "only a mapping of keys has unknown keys"
+            schema = found
+    return list(schema.model_fields)
+
+
+def _schema_in(annotation: Any) -> type[BaseModel] | None:
+    """The first schema in an annotation such as `tuple[Row, ...]` or `Plot | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _schema_in(part))), None)
 
 
 def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:

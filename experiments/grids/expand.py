@@ -1,4 +1,4 @@
-"""Turns a grid file into the config of every row, and reports all errors at once."""
+"""Turns a grid file into the config of every row, validated step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,18 +19,17 @@ from pydantic import ValidationError
 from experiments.errors import UserError
 from experiments.grids.config import (
     ModelConfig,
-    Strict,
     TrialConfig,
     base_folder,
-    contradictions,
-    fine_tuning_mistakes,
+    combination_errors,
+    fine_tuning_errors,
     merged,
-    mistakes,
-    model_mistakes,
+    model_errors,
+    schema_errors,
     value_at,
 )
-from experiments.grids.grid import EarlyStopping, Grid, Layer, Plot, ProtocolName, Row
-from experiments.grids.transform import transform_mistakes
+from experiments.grids.grid import Grid, Layer, Plot, ProtocolName, Row
+from experiments.grids.transform import transform_errors
 
 GRIDS_DIR = Path(__file__).parent
 PROFILES_DIR = GRIDS_DIR / "profiles"
@@ -159,98 +158,66 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
         resolve_paths: whether relative paths are resolved from the current folder.
 
     Raises:
-        UserError: lists all errors in the file, the profile and the overrides, each with its location and key.
+        UserError: lists all errors of the first step that finds any, each with its file or override and its key: syntax, keys
+            of the file, keys and values of each row, and their combinations.
     """
-    wrong: list[str] = []
-    layers: list[tuple[str, dict[str, Any]]] = []
-    for text in overrides:
-        try:
-            layers.append((text, parse_override(text)))
-        except UserError as error:
-            wrong.append(str(error))
+    layers = [(text, parse_override(text)) for text in overrides]
     content = read_grid(path)
-    grid = _readable(path, content, tables, wrong)
-    product = content.get("product")
-    for key in product if isinstance(product, dict) else ():
-        wrong += [
-            f"override {text!r}: {key} is a product axis of {path}; change the values in that file"
-            for text, layer in layers
-            if isinstance(key, str) and _has(layer, key)
-        ]
+    try:
+        grid = Grid.model_validate(content)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{path}: {key}: {what}" for key, what in schema_errors(error, Grid))) from None
+    _raise_all(path, [*_grid_errors(grid, tables), *_axis_errors(grid, layers)])
+    rows = (Row.model_construct(id=""),) if "rows" not in content else grid.rows
+    grid = grid.model_copy(update={"rows": _multiplied(rows, grid.product)})
+    _raise_all(path, _repeated(grid))
     profile_file = profile_path(profile)
-    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths), wrong)
-    if not wrong and grid.plot is not None:
-        wrong += _unplottable(path, grid.plot, configs)
-    elif not wrong and grid.table is None:
-        grid = grid.model_copy(update={"plot": _default_plot(path, grid, configs)})
-    if grid.early_stopping is not None:
-        wrong += _unstoppable(path, grid, grid.early_stopping, configs)
-    if wrong:
-        raise UserError("\n".join(dict.fromkeys(wrong)))
+    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths))
+    if grid.plot is None and grid.table is None:
+        grid = grid.model_copy(update={"plot": _default_plot(grid, configs)})
+    _raise_all(path, [*_plot_errors(grid.plot, configs), *_early_stopping_errors(grid, configs)])
     models = [layer.get("model", {}) for _, layer in layers]
     full_size = {row.id: ModelConfig.model_validate(merged(grid.base.model, row.model, *models)) for row in grid.rows}
     return Expanded(grid, configs, full_size)
 
 
-def _readable(path: Path, content: dict[str, Any], tables: Collection[str], wrong: list[str]) -> Grid:
-    """The grid in a file. Errors are added to `wrong`; the valid rest is returned, so that it is checked, too."""
-    try:
-        grid = Grid.model_validate(content)
-    except ValidationError as error:
-        wrong += [f"{path}: {key}: {what}" for key, what in mistakes(error, Grid)]
-        rows, product, table = content.get("rows"), content.get("product"), content.get("table")
-        robustness = content.get("robustness")
-        rows = [row for row in rows if _fits(Row, row)] if isinstance(rows, list) else []
-        product = product.items() if isinstance(product, dict) else ()
-        base = content.get("base", {})
-        grid = Grid.model_construct(
-            question="",
-            table=table if isinstance(table, str) else None,
-            robustness=robustness if robustness in get_args(ProtocolName) else None,
-            rows=tuple(map(Row.model_validate, rows)),
-            product={key: tuple(values) for key, values in product if isinstance(key, str) and isinstance(values, list)},
-            base=Layer.model_validate(base if _fits(Layer, base) else {}),
-        )
+def _raise_all(path: Path, errors: Iterable[str]) -> None:
+    """Raises UserError if there are errors; each begins with a key of the file."""
+    if lines := [f"{path}: {error}" for error in errors]:
+        raise UserError("\n".join(lines))
+
+
+def _grid_errors(grid: Grid, tables: Collection[str]) -> Iterator[str]:
     if grid.table is not None and grid.table not in tables:
-        wrong.append(f"{path}: table: unknown table {grid.table!r}; tables of the paper: {', '.join(tables)}")
-    protocols = get_args(ProtocolName)
+        yield f"table: unknown table {grid.table!r}; tables of the paper: {', '.join(tables)}"
     if grid.robustness is not None and grid.table not in (None, grid.robustness):
-        wrong.append(
-            f"{path}: table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out `table` or "
-            "`robustness`"
-        )
-    if grid.robustness is None and grid.table in protocols:
-        wrong.append(f"{path}: robustness: missing; table {grid.table!r} requires `robustness: {grid.table}`")
-    if not {"rows", "product"} & set(content):
-        wrong.append(f"{path}: rows: missing; give rows, a product, or both")
-    axes = _axes(path, grid, wrong)
-    alone = "rows" not in content and axes
-    rows = _multiplied((Row.model_construct(id=""),) if alone else grid.rows, axes)
-    grid = grid.model_copy(update={"rows": rows, "product": axes})
-    for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
-        twice = [str(value) for value, count in Counter(values).items() if count > 1]
-        if twice:
-            wrong.append(f"{path}: {what} must be unique, but these occur more than once: {', '.join(twice)}")
-    return grid
+        yield f"table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out `table` or `robustness`"
+    if grid.robustness is None and grid.table in get_args(ProtocolName):
+        yield f"robustness: missing; table {grid.table!r} requires `robustness: {grid.table}`"
+    if not grid.rows and not grid.product:
+        yield "rows: missing; give rows, a product, or both"
 
 
-def _axes(path: Path, grid: Grid, wrong: list[str]) -> dict[str, tuple[Any, ...]]:
-    """The valid axes of a grid's product. Errors are added to `wrong`."""
+def _axis_errors(grid: Grid, layers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     sections = "|".join(Layer.model_fields)
-    axes = {}
     for key, values in grid.product.items():
         rows = [row.id for row in grid.rows if _has(row.model_dump(), key)]
         if not re.fullmatch(rf"({sections})\.\w+", key, re.ASCII):
-            wrong.append(
-                f"{path}: product.{key}: not a key of section {', '.join(Layer.model_fields)}; an example is recipe.lr"
-            )
+            yield f"product.{key}: not a key of section {', '.join(Layer.model_fields)}; an example is recipe.lr"
         elif not values:
-            wrong.append(f"{path}: product.{key}: empty list; give at least one value")
+            yield f"product.{key}: empty list; give at least one value"
         elif rows:
-            wrong.append(f"{path}: product.{key}: also set in row {', '.join(rows)}; set the key in only one of the two places")
-        else:
-            axes[key] = values
-    return axes
+            yield f"product.{key}: also set in row {', '.join(rows)}; set the key in only one of the two places"
+        for text, layer in layers:
+            if _has(layer, key):
+                yield f"product.{key}: cannot be changed by override {text!r}; change the values in this file"
+
+
+def _repeated(grid: Grid) -> Iterator[str]:
+    for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
+        twice = [str(value) for value, count in Counter(values).items() if count > 1]
+        if twice:
+            yield f"{what} must be unique, but these occur more than once: {', '.join(twice)}"
 
 
 def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
@@ -268,14 +235,6 @@ def _id_part(key: str, value: Any) -> str:
     """`lr0.1` for `recipe.lr` and 0.1; characters that are not allowed in an id become a dash."""
     text = json.dumps(value, default=str).strip('"[]{}')
     return key.rpartition(".")[2] + re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
-
-
-def _fits(schema: type[Strict], value: object) -> bool:
-    try:
-        schema.model_validate(value)
-    except ValidationError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,100 +280,100 @@ def _has(layer: Any, key: str) -> bool:
     return True
 
 
-def _configs(layers: _Layers, wrong: list[str]) -> dict[str, TrialConfig]:
-    """The config of every valid row. An error that occurs in many rows is reported once."""
-    found: dict[str, TrialConfig] = {}
-    problems: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+def _configs(layers: _Layers) -> dict[str, TrialConfig]:
+    """The config of every row.
+
+    Raises:
+        UserError: all errors of the first step that finds any; an error of many rows is listed once.
+    """
+    configs: dict[str, TrialConfig] = {}
+    errors: dict[str, list[tuple[str, str]]] = {}
     known: dict[tuple[str, int], list[tuple[str, str]]] = {}  # large grids have few models
     for row in layers.grid.rows:
-        values = layers.values(row)
-        mine: list[tuple[str, str]] = []
         try:
-            found[row.id] = TrialConfig.model_validate(values)
-            mine += contradictions(found[row.id])
-            mine += transform_mistakes(found[row.id].data)
-            if layers.lacks_root(row, found[row.id].data.source):
-                needed = "needs data.root; add the folder of your images, such as data.root=/path/to/images"
-                mine.append(("data.source", f"{found[row.id].data.source} {needed}"))
+            config = TrialConfig.model_validate(layers.values(row))
         except ValidationError as error:
-            mine += mistakes(error, TrialConfig)
-        if _fits_model(values.get("model")):
-            size = found[row.id].data.size if row.id in found else 2**20  # large enough if the size is invalid itself
-            model = repr(values["model"]), size
-            if model not in known:
-                known[model] = list(model_mistakes(ModelConfig.model_validate(values["model"]), size))
-            mine += known[model]
-            if row.id in found and not known[model]:
-                mine += fine_tuning_mistakes(found[row.id])
-        for key, what in mine:
+            errors[row.id] = list(schema_errors(error, TrialConfig))
+            continue
+        model = repr(config.model), config.data.size
+        if model not in known:
+            known[model] = list(model_errors(config.model, config.data.size))
+        configs[row.id], errors[row.id] = config, known[model]
+    _raise_rows(layers, errors)
+    for row in layers.grid.rows:
+        config = configs[row.id]
+        errors[row.id] = [*combination_errors(config), *transform_errors(config.data), *fine_tuning_errors(config)]
+        if layers.lacks_root(row, config.data.source):
+            needed = "needs data.root; add the folder of your images, such as data.root=/path/to/images"
+            errors[row.id].append(("data.source", f"{config.data.source} {needed}"))
+    _raise_rows(layers, errors)
+    return configs
+
+
+def _raise_rows(layers: _Layers, errors: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    """Raises UserError if rows have errors, as (path of the key, error)."""
+    problems: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    for row in layers.grid.rows:
+        for key, what in errors[row.id]:
             problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
             problems.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
+    lines = []
     for (place, key, _), (what, rows) in problems.items():
-        in_grid = place == str(layers.path)
         every = len(rows) == len(layers.grid.rows) > 1
-        where = (": every row" if every else f": row {', '.join(rows)}") if in_grid else ""
-        wrong.append(f"{place}{where}: {key}: {what}")
-    return found
+        where = (": every row" if every else f": row {', '.join(rows)}") if place == str(layers.path) else ""
+        lines.append(f"{place}{where}: {key}: {what}")
+    if lines:
+        raise UserError("\n".join(lines))
 
 
-def _fits_model(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
-
-
-def _default_plot(path: Path, grid: Grid, configs: dict[str, TrialConfig]) -> Plot | None:
+def _default_plot(grid: Grid, configs: Mapping[str, TrialConfig]) -> Plot | None:
     """A plot against the first numeric axis of the grid's product; None if rows would be at the same point."""
     axes = [key for key, values in grid.product.items() if len(values) > 1]
     for x in axes:
         if not any(isinstance(value, bool) for value in grid.product[x]):
             for series in (*(key for key in axes if key != x), "model.name"):
                 plot = Plot(x=x, series=series, label=x)
-                if not _unplottable(path, plot, configs):
+                if not any(_plot_errors(plot, configs)):
                     return plot
     return None
 
 
-def _unplottable(path: Path, plot: Plot, configs: dict[str, TrialConfig]) -> list[str]:
-    wrong = []
-    for name, kinds in (("x", (int, float)), ("series", (str, int, float))):
-        for row, config in configs.items():
+def _plot_errors(plot: Plot | None, configs: Mapping[str, TrialConfig]) -> Iterator[str]:
+    if plot is None:
+        return
+    places: dict[tuple[Any, Any], str] = {}
+    for row, config in configs.items():
+        for name, kinds in (("x", (int, float)), ("series", (str, int, float))):
             try:
                 fits = isinstance(value_at(config, getattr(plot, name)), kinds)
             except AttributeError:
                 fits = False
             if not fits:
                 expected = "number" if name == "x" else "text or number"
-                wrong.append(f"{path}: plot.{name}: row {row} has no {expected} at `{getattr(plot, name)}`")
-                break
-    if not wrong:
-        places: dict[tuple[Any, Any], str] = {}
-        for row, config in configs.items():
-            place = value_at(config, plot.series), value_at(config, plot.x)
-            if place in places:
-                wrong.append(
-                    f"{path}: plot: rows {places[place]} and {row} would be at the same point; set "
-                    "plot.series to a key in which the rows differ"
-                )
-                break
-            places[place] = row
-    return wrong
+                yield f"plot.{name}: row {row} has no {expected} at `{getattr(plot, name)}`"
+                return
+        place = value_at(config, plot.series), value_at(config, plot.x)
+        if (other := places.setdefault(place, row)) != row:
+            yield f"plot: rows {other} and {row} would be at the same point; set plot.series to a key in which the rows differ"
+            return
 
 
-def _unstoppable(path: Path, grid: Grid, wanted: EarlyStopping, configs: Mapping[str, TrialConfig]) -> list[str]:
+def _early_stopping_errors(grid: Grid, configs: Mapping[str, TrialConfig]) -> Iterator[str]:
     """Why early stopping is impossible. An option without effect is an error, too."""
+    wanted = grid.early_stopping
+    if wanted is None:
+        return
     if grid.table is not None:
-        return [
-            f"{path}: early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
+        yield (
+            f"early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
             "leave out `early_stopping` or `table`"
-        ]
+        )
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
-    if len(set(lengths.values())) > 1:
-        short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
-        return [
-            f"{path}: early_stopping: requires the same recipe.epochs in every row, but the value is {lengths[short]} "
+    short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
+    if lengths[short] != lengths[long]:
+        yield (
+            f"early_stopping: requires the same recipe.epochs in every row, but the value is {lengths[short]} "
             f"in row {short} and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
-        ]
-    return [
-        f"{path}: early_stopping.grace_epochs: must be less than recipe.epochs={epochs}, not {wanted.grace_epochs}"
-        for epochs in set(lengths.values())
-        if wanted.grace_epochs >= epochs
-    ]
+        )
+    elif wanted.grace_epochs >= lengths[short]:
+        yield f"early_stopping.grace_epochs: must be less than recipe.epochs={lengths[short]}, not {wanted.grace_epochs}"

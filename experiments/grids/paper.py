@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import san
-from experiments.grids.config import ModelConfig, model_mistakes
+from experiments.grids.config import ModelConfig, model_errors
 
 TABLES = Path(__file__).parent / "published" / "tables.yaml"
 CLAIMS = Path(__file__).parent / "published" / "claims.yaml"
@@ -86,7 +86,7 @@ def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.
     counts: dict[str, san.Complexity | None] = {}  # large grids have few models
     for model in models.values():
         if repr(model) not in counts:
-            fits = not any(model_mistakes(model, INPUT_SIZE))
+            fits = not any(model_errors(model, INPUT_SIZE))
             counts[repr(model)] = count(model, INPUT_SIZE) if fits else None
     return {row: counts[repr(model)] for row, model in models.items()}
 

@@ -22,7 +22,7 @@ def transform(config: DataConfig) -> Transform:
     )
 
 
-def transform_mistakes(config: DataConfig) -> Iterator[tuple[str, str]]:
+def transform_errors(config: DataConfig) -> Iterator[tuple[str, str]]:
     """Values that are valid, but not in combination, as (path of the key, error)."""
     try:
         transform(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import san
 from experiments.errors import UserError
-from experiments.grids.config import ModelConfig, merged, model_mistakes
+from experiments.grids.config import ModelConfig, merged, model_errors
 from experiments.grids.expand import expand, parse_override
 from experiments.grids.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
 from experiments.report.tables import Table
@@ -63,7 +63,7 @@ def of_grid(path: Path, size: int) -> list[Counted]:
 def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str, PaperRow]) -> list[Counted]:
     wrong = []
     for name, model in models.items():
-        for key, what in model_mistakes(model, size):
+        for key, what in model_errors(model, size):
             field, what = key.removeprefix("model").removeprefix("."), what.replace("`model.", "`")
             wrong.append(what if field == "name" or what.startswith(name) else ": ".join(filter(None, (name, field, what))))
     if wrong:

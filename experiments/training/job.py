@@ -88,7 +88,7 @@ def open_job(
     With `only`, these rows are trained.
 
     Raises:
-        UserError: all mistakes in the grid, the profile and the overrides, with their places; a password in an address.
+        UserError: mistakes in the grid, the profile and the overrides, with their places; a password in an address.
         DataError: images that cannot be used.
         StorageError: the bucket is not there, does not answer or does not take our credentials.
     """

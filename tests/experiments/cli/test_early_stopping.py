@@ -58,8 +58,8 @@ STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
         (
             "rows: [{id: a, model: {name: resnet26}}], early_stopping: {grace_epochs: 0, reduction: 1, metric: loss}",
             [
-                "early_stopping.grace_epochs: must be an integer of at least 1, not 0",
-                "early_stopping.reduction: must be an integer of at least 2, not 1",
+                "early_stopping.grace_epochs: should be greater than or equal to 1, not 0",
+                "early_stopping.reduction: should be greater than or equal to 2, not 1",
                 "early_stopping.metric: unknown key; allowed: grace_epochs, reduction",
             ],
         ),

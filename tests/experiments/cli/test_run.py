@@ -23,7 +23,7 @@ from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run, study
 from experiments.errors import UserError
 from experiments.grids import expand as expanding
-from experiments.grids.config import ModelConfig, flat, model_mistakes
+from experiments.grids.config import ModelConfig, flat, model_errors
 from experiments.grids.grid import Trial
 from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
 from experiments.runs import retry
@@ -286,9 +286,9 @@ def test_plan_builds_each_model_once(open_text: Callable[..., Job], monkeypatch:
 
     def recording(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         built.append(model)
-        return model_mistakes(model, size)
+        return model_errors(model, size)
 
-    monkeypatch.setattr(expanding, "model_mistakes", recording)
+    monkeypatch.setattr(expanding, "model_errors", recording)
     axes = f"model.footprint: [3, 5], recipe.lr: {[0.01 * (i + 1) for i in range(50)]}"
     job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, product: {{{axes}}}}}")
     assert (len(job.trials), len(built)) == (100, 2)

@@ -1,19 +1,21 @@
-"""Grids: expansion is pure, every mistake is named with its path, all at once."""
+"""Grids: expansion is pure, every mistake is named with its path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from experiments.errors import UserError
-from experiments.grids.expand import Expanded, parse_override
+from experiments.grids.expand import GRIDS_DIR, Expanded, parse_override
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
 from experiments.grids.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
 
-GRIDS = sorted((Path(__file__).parents[3] / "experiments" / "grids").glob("*.yaml"))
+GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem != "epochs"]
+"""The grids of the paper's tables."""
 
 
 def error_message(call: Callable[[], object]) -> str:
@@ -104,9 +106,9 @@ def test_tables_share_their_cells() -> None:
 def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
     assert {path.stem for path in GRIDS} == {
         "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
-        "rotation", "attack", "epochs",
+        "rotation", "attack",
     }  # fmt: skip
-    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS if path.stem != "epochs"}
+    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS}
     assert sum(map(len, rows.values())) == 47 + 2 * 9
     for name, trials in rows.items():
         for trial in trials.values():
@@ -124,7 +126,7 @@ def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
 def test_rejects_an_override_of_a_product_axis(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
     text = error_message(lambda: expand(path, "recipe.lr=0.5"))
-    assert text == f"override 'recipe.lr=0.5': recipe.lr is a product axis of {path}; change the values in that file"
+    assert text == f"{path}: product.recipe.lr: cannot be changed by override 'recipe.lr=0.5'; change the values in this file"
 
 
 def test_last_override_of_a_key_is_used(small_grid: Path) -> None:
@@ -133,13 +135,14 @@ def test_last_override_of_a_key_is_used(small_grid: Path) -> None:
 
 
 def test_rejects_an_override_of_a_section(small_grid: Path) -> None:
-    message = "override 'recipe=3': recipe: must be a mapping of keys, not 3"
-    assert error_message(lambda: expand(small_grid, "recipe=3")) == message
+    (line,) = error_message(lambda: expand(small_grid, "recipe=3")).splitlines()
+    assert line.startswith("override 'recipe=3': recipe: ") and line.endswith(", not 3")
 
 
 def test_invalid_row_is_reported_once(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
-    assert error_message(lambda: expand(path)) == f"{path}: rows[0].model: must be a mapping of keys, not 'resnet26'"
+    (line,) = error_message(lambda: expand(path)).splitlines()
+    assert line.startswith(f"{path}: rows[0].model: ") and line.endswith(', not "resnet26"')
 
 
 def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
@@ -188,98 +191,86 @@ def test_product_needs_no_rows(product: str, ids: list[str], write_grid: Callabl
     assert list(expand(write_grid(f"{{question: q, product: {{{product}}}}}"))) == ids
 
 
-def test_rejects_every_mistake_of_a_product_at_once(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("""
-        question: What is wrong?
-        rows:
-          - {id: a, model: {name: resnet26, footprint: 3}}
-          - {id: b, model: {name: resnet26}, recipe: {epoch: 3}}
+MISTAKES = {
+    "product": (
+        """
+        rows: [{id: a, model: {name: resnet26, footprint: 3}}]
         product:
           lr: [0.1]
           placement.workers: [1, 2]
           recipe.lr.x: [1]
           data.flip: []
-          recipe.momentum: 0.9
-          model: {num_stages: [1, 2]}
           model.footprint: [3, 5]
-          model.width_facto: [0.5]
-          recipe.batch_size: [0, 32]
-    """)
+        """,
+        [
+            "product.lr: not a key of section model, data, recipe",
+            "product.placement.workers: not a key of section",
+            "product.recipe.lr.x: not a key of section",
+            "product.data.flip: empty list",
+            "product.model.footprint: also set in row a",
+        ],
+    ),
+    "file": (
+        """
+        foo: 1
+        rows: [{id: a, modl: {}}, {id: 3}]
+        seeds: [-1]
+        product: {recipe.momentum: 0.9}
+        """,
+        [
+            "foo: unknown key",
+            "rows[0].modl: unknown key; did you mean `rows[0].model`?",
+            "rows[1].id: ",
+            "seeds[0]: ",
+            "product.rec",
+        ],
+    ),
+    "rows": (
+        """
+        base: {recipe: {lr: fast}}
+        rows:
+          - {id: a, model: {name: san10_pairwize}}
+          - {id: b, model: {name: resnet26, footprnt: 3}, recipe: {lr: 1}}
+          - {id: c, model: {name: san10_pairwise, footprint: 13}, recipe: {lr: 1}}
+          - {id: d, model: {name: san10_pairwise, footprint: seven}, recipe: {lr: 1}}
+          - {id: e, model: {name: resnet26}, recipe: {epoch: 3}, data: {source: cloud}}
+        """,
+        [
+            "row a, e: recipe.lr: should be a valid number",
+            "row b: model.footprnt: unknown key; did you mean `model.footprint`? Allowed: depths, footprint",
+            "row c: model: stage 2 of san10_pairwise with images of 24 x 24 pixels",
+            "row d: model.footprint: should be a valid integer",
+            "row e: data.source: should be 'folder', 'shards', 'synthetic' or 'digits', not \"cloud\"",
+            "row e: recipe.epoch: unknown key; did you mean `recipe.epochs`? Allowed: batch_size",
+        ],
+    ),
+    "combinations": (
+        """
+        base: {recipe: {warmup_epochs: 18}}
+        rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}, recipe: {freeze: [stem]}}]
+        """,
+        ["every row: recipe.warmup_epochs: must be less than recipe.epochs=18", "row b: recipe.freeze: needs recipe.init"],
+    ),
+}
+
+
+@pytest.mark.parametrize("step", MISTAKES)
+def test_lists_every_mistake_of_a_step_once(step: str, write_grid: Callable[[str], Path]) -> None:
+    text, expected = MISTAKES[step]
+    path = write_grid("question: What is wrong?\n" + dedent(text))
     lines = error_message(lambda: expand(path)).splitlines()
-    cells = [f"{row}-width_facto0.5-batch_size{batch}" for row in "ab" for batch in (0, 32)]
-    expected = [
-        "product.recipe.momentum: must be a list, not 0.9",
-        'product.model: must be a list, not {"num_stages": [1, 2]}',
-        "product.lr: not a key of section model, data, recipe; an example is recipe.lr",
-        "product.placement.workers: not a key of section model, data, recipe; an example is recipe.lr",
-        "product.recipe.lr.x: not a key of section model, data, recipe; an example is recipe.lr",
-        "product.data.flip: empty list; give at least one value",
-        "product.model.footprint: also set in row a; set the key in only one of the two places",
-        f"row {cells[0]}, {cells[2]}: recipe.batch_size: must be an integer of at least 1, not 0",
-        "every row: model.width_facto: unknown key; did you mean `model.width_mult`?",
-        f"row {cells[2]}, {cells[3]}: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
-    ]
     for start in expected:
         assert sum(line.startswith(f"{path}: {start}") for line in lines) == 1, start
     assert len(lines) == len(expected)
 
 
-def test_rejects_every_mistake_at_once(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("""
-        question: What is wrong?
-        table: footprint
-        rows:
-          - {id: a, model: {name: san10_pairwize}}
-          - {id: b, model: {name: resnet26, footprnt: 3}}
-          - {id: c, model: {name: san10_pairwise, footprint: 13}}
-          - {id: d, model: {name: san10_pairwise, footprint: seven}}
-          - {id: e, model: {name: resnet26}, recipe: {epoch: 3, lr: fast}, data: {source: cloud}}
-    """)
-    lines = error_message(lambda: expand(path)).splitlines()
-    assert len(lines) == 7
-    for line, parts in zip(
-        lines,
-        [
-            ["row a: model.name:", "unknown model 'san10_pairwize'", "did you mean 'san10_pairwise'?"],
-            ["row b: model.footprnt:", "unknown key; did you mean `model.footprint`?", "Allowed: depths, footprint"],
-            ["row c: model:", "stage 2 of san10_pairwise with images of 24", "at least 7x7, not 6x6"],
-            ["row d: model.footprint:", "integer", "'seven'"],
-            ["row e: data.source:", "'folder', 'shards', 'synthetic' or 'digits'", "'cloud'"],
-            ["row e: recipe.lr:", "number", "'fast'"],
-            [
-                "row e: recipe.epoch:",
-                "unknown key; did you mean `recipe.epochs`?",
-                "Allowed: batch_size, decay, ema_decay, epochs, freeze",
-            ],
-        ],
-        strict=True,
-    ):
-        assert line.startswith(str(path))
-        assert all(part in line for part in parts), line
-
-
-def test_rejects_mistakes_of_all_layers_at_once(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("""
-        question: What is wrong?
-        table: footprints
-        foo: 1
-        rows:
-          - {id: a, model: {name: resnet26, footprnt: 3}}
-          - {id: b, modl: {}}
-    """)
-    lines = error_message(lambda: expand(path, "recipe.lr", "data.flip=perhaps", "recipe.epochs=0")).splitlines()
-    expected = [
-        "override 'recipe.lr': not KEY=VALUE; an example is recipe.epochs=3",
-        f"{path}: foo: unknown key",
-        f"{path}: rows[1].modl: unknown key; did you mean `rows[1].model`?",
-        f"{path}: table: unknown table 'footprints'",
-        "override 'data.flip=perhaps': data.flip: must be true or false, not 'perhaps'",
-        "override 'recipe.epochs=0': recipe.epochs: must be an integer of at least 1 and at most 9999, not 0",
-        f"{path}: row a: model.footprnt: unknown key",
+def test_names_the_override_that_is_wrong(small_grid: Path) -> None:
+    lines = error_message(lambda: expand(small_grid, "data.flip=perhaps", "recipe.epochs=0")).splitlines()
+    assert [line.partition(": should")[0] for line in lines] == [
+        "override 'data.flip=perhaps': data.flip",
+        "override 'recipe.epochs=0': recipe.epochs",
     ]
-    for start in expected:
-        assert sum(line.startswith(start) for line in lines) == 1, start
-    assert len(lines) == 7
+    assert "not KEY=VALUE" in error_message(lambda: expand(small_grid, "recipe.lr"))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +291,8 @@ def test_rejects_a_table_without_robustness_results(keys: str, message: str, wri
     ("row", "message"),
     [
         ("{name: resnet26, footprint: 4}", "the footprint must be odd and positive"),
-        ("{name: resnet26, width_mult: 0.5x}", "model.width_mult: must be a number, not '0.5x'"),
-        ("{name: resnet26, widths: 5}", "model.widths: must be a list, not 5"),
+        ("{name: resnet26, width_mult: 0.5x}", 'model.width_mult: should be a valid number.* not "0.5x"'),
+        ("{name: resnet26, widths: 5}", "model.widths: .*, not 5"),
         ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* are not divisible by group_size=8"),
         ("{}", "model.name: missing; this key is required"),
     ],
@@ -342,16 +333,16 @@ def test_rejects_an_unknown_plot_key(key: str, wrong: str, write_grid: Callable[
         ("question: " + 3000 * "[", "not valid YAML"),
         (
             "question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]",
-            r"seeds\[0\]: must be an integer of at least 0 and less than 9223372036854775808, not -1",
+            r"seeds\[0\]: should be greater than or equal to 0, not -1$",
         ),
         (
             "question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]",
             "each seed must be unique, but these occur more than once: 1",
         ),
-        ("question: q\ntable: t\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),
-        ("question: q\ntable: t\nrows: [{id: 'a b'}]", r"rows\[0\].id: .*'a b'"),
+        ("question: q\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),
+        ("question: q\ntable: t\nrows: [{id: 'a b'}]", r'rows\[0\].id: .*"a b"$'),
         ("question: q", "rows: missing; give rows, a product, or both"),
-        ("question: q\nproduct: [model.name]", "product: must be a mapping of keys, not "),
+        ("question: q\nproduct: [model.name]", "product: should be a valid dictionary, not "),
         ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
         (
             "question: q\nrows: [{id: a, model: {name: resnet26}}, {id: a-lr1}]\nproduct: {recipe.lr: [1, 2, 1]}",
@@ -505,7 +496,7 @@ def test_a_changed_init_file_is_another_cell_and_a_moved_one_is_not(small_grid: 
         (["recipe.init=a", "recipe.freeze=[stag1]"], "has no part 'stag1'; did you mean `stage1`? Parts: stem, stage1, stage2"),
         (["recipe.init=a", "recipe.freeze=[stem, stage1, stage2, head]"], "recipe.freeze: freezes the whole model"),
         (["recipe.layer_decay=0.5", "engine.zero_stage=1"], "recipe.layer_decay: cannot be combined with engine.zero_stage=1"),
-        (["recipe.layer_decay=2"], "recipe.layer_decay: must be a number greater than 0 and at most 1, not 2"),
+        (["recipe.layer_decay=2"], "recipe.layer_decay: should be less than or equal to 1, not 2"),
     ],
 )
 def test_rejects_fine_tuning_that_cannot_work(overrides: list[str], message: str, small_grid: Path) -> None:

@@ -185,13 +185,13 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
     ("overrides", "message"),
     [
         (["recipe.warmup_epochs=18"], "recipe.warmup_epochs: must be less than recipe.epochs=18, not 18"),
-        (["recipe.epochs=10000"], "recipe.epochs: must be an integer of at least 1 and at most 9999, not 10000"),
+        (["recipe.epochs=10000"], "recipe.epochs: should be less than or equal to 9999, not 10000"),
         (
             ["reliability.hang_timeout_minutes=1e20"],
-            "reliability.hang_timeout_minutes: must be a number greater than 0 and at most 100000, not '1e20'",
+            'reliability.hang_timeout_minutes: should be less than or equal to 100000, not "1e20"',
         ),
-        (["recipe.ema_decay=1"], "recipe.ema_decay: must be a number of at least 0 and less than 1, not 1"),
-        (["recipe.precision=float16"], "recipe.precision: must be 'float32' or 'bfloat16', not 'float16'"),
+        (["recipe.ema_decay=1"], "recipe.ema_decay: should be less than 1, not 1"),
+        (["recipe.precision=float16"], "recipe.precision: should be 'float32' or 'bfloat16', not \"float16\""),
         (
             ["recipe.sync_batchnorm=true"],
             "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1",
@@ -208,7 +208,7 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
             ["placement.gpus=1.5"],
             "placement.gpus: must be a whole number if it is above 1 or a cell has several workers, not 1.5",
         ),
-        (["engine.zero_stage=3"], "engine.zero_stage: must be 0, 1 or 2, not 3"),
+        (["engine.zero_stage=3"], "engine.zero_stage: should be 0, 1 or 2, not 3"),
         (
             ["engine.zero_stage=1", "engine.channels_last=true"],
             "engine.channels_last: cannot be combined with engine.zero_stage=1, which keeps all weights in one flat buffer; "
