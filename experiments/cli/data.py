@@ -252,7 +252,7 @@ def pack(
     """Pack images into WebDataset tar files (shards).
 
     Packs the images in a split's list, or all images in its folder if there is no list. Train on the result with
-    data.source=shards. Rerun the same command to resume.
+    data.source=shards. The shards appear when all are complete.
 
     \b
     Example: san data pack /data/imagenet /data/imagenet-shards

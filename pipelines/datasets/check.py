@@ -1,18 +1,21 @@
 """Finds images that DALI cannot decode.
 
 A DALI pipeline fails at the first broken image, and some broken images crash the process. So `check` decodes one image at a
-time, in separate processes.
+time, in other processes.
 """
 
 import os
 import signal
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection, wait
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,8 @@ import numpy as np
 from pipelines.datasets.dataset import Dataset, Source
 from pipelines.errors import DataError
 
-AT_ONCE = 64
+AT_ONCE = 16
 """Images that are sent to a process at a time."""
-FAILED_STARTS = 3
-"""Consecutive processes that may exit before they start to decode, for example for lack of memory."""
 UNLISTABLE = "the file name contains a line break, which image lists cannot store; rename the file"
 
 
@@ -49,138 +50,68 @@ def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
     Yields the number of newly checked images and the broken ones among them, in any order.
 
     Raises:
-        DataError: the processes cannot be started, or exit before they decode.
+        DataError: a process could not be started or was ended; the message names the images that were being decoded.
     """
     _Decoder()  # Fail now if DALI cannot be loaded.
     unlistable = [index for index, path in enumerate(dataset.paths) if "\n" in path]
     if unlistable:
         yield len(unlistable), [Broken(index, UNLISTABLE) for index in unlistable]
-    queue = _Queue(sorted(set(range(len(dataset))).difference(unlistable)))
-    idle: list[_Worker] = []
-    busy: dict[Connection, tuple[_Worker, Sequence[int]]] = {}
+    indices = sorted(set(range(len(dataset))).difference(unlistable))
+    pieces = (indices[begin : begin + AT_ONCE] for begin in range(0, len(indices), AT_ONCE))
+    pool = ProcessPoolExecutor(min(workers, -(-len(indices) // AT_ONCE) or 1), get_context("spawn"), _begin)
+    running: dict[Future[list[Broken]], Sequence[int]] = {}
     try:
-        for _ in range(min(workers, len(queue.waiting))):
-            idle.append(_Worker())
-        while queue.waiting or busy:
-            while queue.waiting and idle:
-                worker, piece = idle.pop(), queue.waiting.popleft()
-                worker.send([(index, dataset.source(index)) for index in piece])
-                busy[worker.connection] = worker, piece
-            for worker, piece in [busy[ready] for ready in wait(list(busy))]:  # type: ignore[index]
-                broken = worker.receive()
-                del busy[worker.connection]
-                if broken is not None:
-                    idle.append(worker)
-                    queue.failed_starts = 0
-                    yield len(piece), broken
-                    continue
-                exit_code = worker.stop()
-                yield from queue.retry(piece, exit_code, worker.is_ready)
-                idle.append(_Worker())
-    finally:
-        for worker in [*idle, *(worker for worker, _ in busy.values())]:
-            worker.stop()
-
-
-class _Queue:
-    """Images that have not been checked yet."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        self.waiting = deque(indices[begin : begin + AT_ONCE] for begin in range(0, len(indices), AT_ONCE))
-        self.failed_starts = 0
-        """Consecutive processes that exited before they started to decode."""
-        self._suspect: set[int] = set()
-        """Images whose process exited once. They get a second try, because the reason could be another."""
-
-    def retry(self, piece: Sequence[int], exit_code: int | None, was_ready: bool) -> Iterator[tuple[int, list[Broken]]]:
-        """Queues the images of a process that exited, in halves. Yields like `check` if one image ended two processes."""
-        if not was_ready:
-            self.failed_starts += 1
-            if self.failed_starts > FAILED_STARTS:
-                raise DataError(
-                    f"decoding processes exit before they start (exit code {exit_code}); free some memory or lower --workers. "
-                    'In a script, call this function below `if __name__ == "__main__":`'
-                )
-            self.waiting.append(piece)
-        elif len(piece) > 1:
-            half = len(piece) // 2
-            self.waiting.extend((piece[:half], piece[half:]))
-        elif piece[0] not in self._suspect:
-            self._suspect.add(piece[0])
-            self.waiting.append(piece)
-        else:
-            yield 1, [Broken(piece[0], f"decoding this file crashes the process (exit code {exit_code})")]
-
-
-class _Worker:
-    """A decoding process.
-
-    Raises:
-        DataError: the process cannot be started.
-    """
-
-    def __init__(self) -> None:
-        self.is_ready = False
-        """Whether the process has loaded DALI."""
-        context = get_context("spawn")
-        try:
-            # The first start would also start the resource tracker, which unblocks SIGINT.
-            resource_tracker.ensure_running()
-            self.connection, theirs = context.Pipe()
-            self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-            # The new process inherits this mask. On Ctrl-C, only the parent handles the signal and stops the others.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                self._process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        except OSError as error:
-            raise DataError(f"cannot start a decoding process ({error.strerror}); lower --workers") from None
-        theirs.close()
-
-    def send(self, piece: list[tuple[int, Source]]) -> None:
-        try:
-            self.connection.send(piece)
-        except BrokenPipeError:
-            pass  # The process exited; `receive` will return None.
-
-    def receive(self) -> list[Broken] | None:
-        """The broken images among those sent, or None if the process exited."""
-        try:
-            if not self.is_ready:
-                self._next_message()
-                self.is_ready = True
-            return self._next_message()
-        except (EOFError, ConnectionError):
-            return None
-
-    def _next_message(self) -> list[Broken]:
-        found: list[Broken] | Exception = self.connection.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def stop(self) -> int | None:
-        """Kills the process if it is running, and returns its exit code."""
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
-        return self._process.exitcode
-
-
-def _work(connection: Connection) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Decoders print errors there, which we report ourselves.
-    decoder = _Decoder()
-    try:
-        connection.send([])
         while True:
-            piece = connection.recv()
-            found = [(index, decoder.problem(source)) for index, source in piece]
-            connection.send([Broken(index, reason) for index, reason in found if reason is not None])
-    except (EOFError, ConnectionError):
-        return  # The parent exited.
-    except Exception as error:
-        connection.send(error)
+            for piece in islice(pieces, 2 * workers - len(running)):
+                running[_submit(pool, [(index, dataset.source(index)) for index in piece])] = piece
+            if not running:
+                return
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                broken = done.result()
+                yield len(running.pop(done)), broken
+    except BrokenProcessPool:
+        names = ", ".join(sorted(dataset.paths[index] for piece in running.values() for index in piece))
+        raise DataError(
+            f"a decoding process has crashed or was ended; remove the image that crashes it, or lower --workers if memory is "
+            f"short. Images that were being decoded: {names}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot start a decoding process ({error.strerror}); lower --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, images: list[tuple[int, Source]]) -> Future[list[Broken]]:
+    """Starts processes that ignore Ctrl-C: only this process handles the signal and ends the others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_check, images)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin() -> None:
+    """Prepares a decoding process, which ends with its parent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Decoders print errors there, which we report ourselves.
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _check(images: list[tuple[int, Source]]) -> list[Broken]:
+    found = [(index, _decoder().problem(source)) for index, source in images]
+    return [Broken(index, reason) for index, reason in found if reason is not None]
+
+
+@cache
+def _decoder() -> "_Decoder":
+    """The decoder of a process."""
+    return _Decoder()
 
 
 class _Decoder:

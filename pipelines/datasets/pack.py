@@ -1,22 +1,18 @@
 """Packs a dataset into tar shards, so that a cluster needs neither a shared file system nor millions of files."""
 
-import fcntl
 import hashlib
 import os
-import re
 import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from pipelines.datasets.dataset import Dataset
 from pipelines.datasets.manifest import decode, digest, require_listable
-from pipelines.datasets.shards import BLOCK, Shard, index_path, sha256_of, shard_line, shards_in, write_index
+from pipelines.datasets.shards import BLOCK, Shard, index_path, shards_in, write_index
 from pipelines.errors import DataError
 
 END = bytes(2 * BLOCK)
@@ -36,27 +32,18 @@ class Packed:
 def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterator[Packed]:
     """Writes shards of at most `shard_bytes` (more if a single image is larger) and then their index, in `workers` threads.
 
-    Yields shards as they are finished. The same images give the same bytes. After an interruption, the same call continues: it
-    keeps shards with the right checksum that are newer than the last change of their images.
+    Yields shards as they are finished. The same images give the same bytes. The files appear in `out` when all are complete;
+    if they are there already, nothing is written.
 
     Raises:
         DataError: the name of an image contains a line break; an image cannot be read or has changed since it was listed;
             `out` cannot be written, is too small, or contains other shards of this split; another process is packing there.
     """
     require_listable(dataset.paths)
+    packer = _Packer(dataset, out, _plan(dataset, shard_bytes))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _journal(out, dataset.split) as journal:
-            packer = _Packer(dataset, out, journal, _plan(dataset, shard_bytes))
-            pool = ThreadPoolExecutor(workers)
-            try:
-                for done in as_completed([pool.submit(packer.make, number) for number in range(len(packer.plan))]):
-                    yield done.result()
-            finally:
-                packer.stopped.set()
-                pool.shutdown(cancel_futures=True)
-            packer.write_index()
-            journal.truncate(0)
+        yield from packer.existing() or packer.write(workers)
     except OSError as error:
         raise DataError(
             f"{out}: cannot write to this folder ({error.strerror}); free some space or use another folder"
@@ -75,79 +62,71 @@ def _plan(dataset: Dataset, shard_bytes: int) -> list[range]:
     return [*plan, range(begin, len(dataset))]
 
 
-@contextmanager
-def _journal(out: Path, split: str) -> Iterator[IO[bytes]]:
-    """A list of finished shards until the index is written. Locked for this process while it is open."""
-    path = out / f"{index_path(out, split).name}.part"
-    with open(path, "a+b") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(journal.fileno()).st_nlink == 0:  # Another process removed the file in the meantime.
-                raise BlockingIOError
-        except BlockingIOError:
-            raise DataError(
-                f"{out}: another process is already packing {split} here; wait until that process ends, or stop it"
-            ) from None
-        try:
-            yield journal
-        finally:
-            if os.fstat(journal.fileno()).st_size == 0:
-                path.unlink()
-
-
+@dataclass(slots=True)
 class _Packer:
-    """Packs one dataset into one folder.
+    """Packs one dataset into one folder."""
 
-    Raises:
-        DataError: the folder is too small, or contains other shards of the split.
-    """
+    dataset: Dataset
+    out: Path
+    plan: list[range]
+    stopped: threading.Event = field(default_factory=threading.Event)
 
-    def __init__(self, dataset: Dataset, out: Path, journal: IO[bytes], plan: list[range]) -> None:
-        self.dataset, self.out, self.journal, self.plan = dataset, out, journal, plan
-        self.stopped, self._writing = threading.Event(), threading.Lock()
-        self._ready: dict[int, Shard] = {}
-        self._known = self._earlier_shards()
-        self._require_no_others()
+    def existing(self) -> list[Packed]:
+        """The shards if they have been packed before; empty if there are none.
+
+        Raises:
+            DataError: the folder has other shards of this split.
+        """
+        split, index = self.dataset.split, index_path(self.out, self.dataset.split)
+        names = sorted(path.name for path in self.out.glob(f"{split}-*.tar") if path.stem.removeprefix(f"{split}-").isdigit())
+        if not names and not index.exists():
+            return []
+        shards = list(shards_in(decode(index.read_bytes()).split("\n"))) if index.exists() else []
+        wanted = [(self._name(number), self._contents(piece)) for number, piece in enumerate(self.plan)]
+        if [(shard.name, shard.contents) for shard in shards] == wanted and names == sorted(name for name, _ in wanted):
+            return [Packed(shard, len(piece), kept=True) for shard, piece in zip(shards, self.plan, strict=True)]
+        raise DataError(
+            f"{self.out}: already holds {len(names)} {'shard' if len(names) == 1 else 'shards'} of {split} made from other "
+            "images or with another --shard-size; remove them and their index, or use another folder"
+        )
+
+    def write(self, workers: int) -> Iterator[Packed]:
+        """Writes all shards into a temporary folder, then moves them out of it."""
         self._require_space()
-
-    def make(self, number: int) -> Packed:
-        """Writes a shard unless it exists."""
-        piece, name = self.plan[number], self._name(number)
-        known, path = self._known.get(name), self.out / name
-        if known is not None and self._is_current(path, piece) and sha256_of(path) == known.sha256:
-            self._ready[number] = known
-            return Packed(known, len(piece), kept=True)
-        unfinished = path.with_name(f"{name}.part")
+        unfinished = self.out / f".{self.dataset.split}.part"
         try:
-            checksum = self._write(piece, unfinished)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-        shard = Shard(name, unfinished.stat().st_size, checksum, self._contents(piece))
-        with self._writing:
-            # Before renaming the file, so that every shard with its final name is listed.
-            self.journal.write(f"{shard_line(shard)}\n".encode())
-            self.journal.flush()
-            os.fsync(self.journal.fileno())
-        os.replace(unfinished, path)
-        self._ready[number] = shard
-        return Packed(shard, len(piece), kept=False)
+            unfinished.mkdir()
+        except FileExistsError:
+            raise DataError(
+                f"{unfinished}: another process is packing here, or was killed; wait until it ends, or remove this folder"
+            ) from None
+        pool = ThreadPoolExecutor(workers)
+        try:
+            shards: dict[int, Shard] = {}
+            running = {
+                pool.submit(self._write, piece, unfinished / self._name(number)): number
+                for number, piece in enumerate(self.plan)
+            }
+            for done in as_completed(running):
+                number, piece = running[done], self.plan[running[done]]
+                path = unfinished / self._name(number)
+                shards[number] = Shard(path.name, path.stat().st_size, done.result(), self._contents(piece))
+                yield Packed(shards[number], len(piece), kept=False)
+            for shard in shards.values():
+                os.replace(unfinished / shard.name, self.out / shard.name)
+            self._write_index([shards[number] for number in range(len(self.plan))])
+        finally:
+            self.stopped.set()
+            pool.shutdown(cancel_futures=True)
+            shutil.rmtree(unfinished)
 
-    def write_index(self) -> None:
-        """Writes the index after the last shard."""
+    def _write_index(self, shards: list[Shard]) -> None:
         rows = [
             (self.dataset.paths[index], self.dataset.sizes[index], number, offset)
             for number, piece in enumerate(self.plan)
             for index, offset in _offsets(self.dataset, piece)
         ]
-        write_index(index_path(self.out, self.dataset.split), [self._ready[number] for number in range(len(self.plan))], rows)
-
-    def _is_current(self, path: Path, piece: range) -> bool:
-        """Whether a shard exists, and none of its images has changed since it was written."""
-        try:
-            return path.stat().st_mtime_ns >= max(_changed(self.dataset.source(index).file) for index in piece)
-        except OSError:
-            return False
+        write_index(index_path(self.out, self.dataset.split), shards, rows)
 
     def _name(self, number: int) -> str:
         return f"{self.dataset.split}-{number:05d}.tar"
@@ -156,28 +135,8 @@ class _Packer:
         rows = (f"{index} {self.dataset.labels[index]} {self.dataset.paths[index]}" for index in piece)
         return digest(rows, (self.dataset.sizes[index] for index in piece))
 
-    def _earlier_shards(self) -> dict[str, Shard]:
-        """The shards of this plan that earlier calls wrote, by name."""
-        index = index_path(self.out, self.dataset.split)
-        self.journal.seek(0)
-        # The journal last, because it is newer than the index of an earlier call.
-        lines = decode((index.read_bytes() if index.exists() else b"") + b"\n" + self.journal.read()).split("\n")
-        wanted = {(self._name(number), self._contents(piece)) for number, piece in enumerate(self.plan)}
-        return {shard.name: shard for shard in shards_in(lines) if (shard.name, shard.contents) in wanted}
-
-    def _require_no_others(self) -> None:
-        shard_name = re.compile(re.escape(self.dataset.split) + r"-\d{5,}\.tar")
-        others = sorted(name for name in os.listdir(self.out) if shard_name.fullmatch(name) and name not in self._known)
-        if others:
-            raise DataError(
-                f"{self.out}: already holds {len(others)} {'shard' if len(others) == 1 else 'shards'} "
-                f"of {self.dataset.split} made from other images or with "
-                f"another --shard-size, such as {others[0]}; remove them or use another folder"
-            )
-
     def _require_space(self) -> None:
-        missing = [piece for number, piece in enumerate(self.plan) if self._name(number) not in self._known]
-        needed = sum(_blocks(self.dataset.sizes[index]) + 2 * BLOCK for piece in missing for index in piece)
+        needed = sum(_blocks(size) + 2 * BLOCK for size in self.dataset.sizes)
         free = shutil.disk_usage(self.out).free
         if needed > free:
             raise DataError(
@@ -188,7 +147,6 @@ class _Packer:
         """Writes a tar file and returns its checksum."""
         total = hashlib.sha256()
         with open(path, "wb", buffering=2**20) as file:
-            begun = os.fstat(file.fileno()).st_mtime_ns
             for index in piece:
                 if self.stopped.is_set():
                     raise InterruptedError("stopped")
@@ -201,7 +159,6 @@ class _Packer:
             total.update(END)
             file.flush()
             os.fsync(file.fileno())
-        os.utime(path, ns=(begun, begun))  # so that an image that changes during writing is newer
         return total.hexdigest()
 
     def _image(self, index: int) -> bytes:
@@ -227,14 +184,6 @@ def _offsets(dataset: Dataset, piece: range) -> Iterator[tuple[int, int]]:
     for index in piece:
         yield index, offset + BLOCK
         offset += _blocks(dataset.sizes[index]) + _blocks(len(_label(dataset, index)))
-
-
-def _changed(path: str) -> int:
-    """The time of the last change of a file or a link to it, in nanoseconds of the file system's clock.
-
-    Uses ctime, because copying a file can preserve its mtime.
-    """
-    return max(os.stat(path).st_ctime_ns, os.lstat(path).st_ctime_ns)
 
 
 def _blocks(size: int) -> int:
