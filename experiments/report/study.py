@@ -20,8 +20,8 @@ from experiments.report.interval import Interval
 from experiments.report.tables import ACCURACY, Table, grid_table
 from experiments.tracking import Result
 
-CONFIRMED, REVERSED, INCONCLUSIVE = "confirmed", "reversed", "inconclusive"
-"""Verdicts."""
+CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
+"""Verdicts; open means that there are not enough seeds yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class Finding:
     @property
     def verdict(self) -> str:
         """Follows from the 95 % interval alone."""
-        if self.gap is None or self.gap.low <= 0 <= self.gap.high:
+        if self.gap is None:
+            return OPEN
+        if self.gap.low <= 0 <= self.gap.high:
             return INCONCLUSIVE
         return CONFIRMED if self.gap.low > 0 else REVERSED
 
@@ -121,9 +123,9 @@ used {hardware}. Rows with the same model in several tables share their runs.
 **How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds, from Student's t
 for a mean and from Welch's t for a gap between two means. The interval covers the randomness of training, but not the choice
 of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is below 0,
-and *inconclusive* otherwise. By chance alone, about one interval in twenty misses the true gap; this is most likely for an
-interval that ends near 0. Where the paper says "much better", we test only "better". Where the paper calls settings similar,
-we test no ordering.
+and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance alone, about one interval in twenty misses
+the true gap; this is most likely for an interval that ends near 0. Where the paper says "much better", we test only "better".
+Where the paper calls settings similar, we test no ordering.
 
 **Limits.** The models have only {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
 so footprints differ only in later stages. The last feature map is {config.data.size >> stages} pixels wide, so the larger
@@ -147,10 +149,11 @@ def _summary(sections: Sequence[Section]) -> str:
         " tables. The\nnumbers in parentheses are our gaps in percentage points of top-1 accuracy."
     )
     parts = ["## Summary", count]
-    for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE):
+    for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE, OPEN):
         listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in found if f.verdict == verdict]
-        parts.append(f"{verdict.capitalize()}: {len(listed)}.")
-        if listed:
+        if listed or verdict != OPEN:
+            parts.append(f"{verdict.capitalize()}: {len(listed)}.")
+        if listed and verdict != OPEN:
             parts.append("\n".join(listed))
     return "\n\n".join(parts)
 
