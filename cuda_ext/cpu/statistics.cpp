@@ -1,6 +1,6 @@
 // pair_statistics and patch_statistics, forward and backward. The definitions are in schemas.py. Nothing visits every
-// pair or patch: sums over footprints are box sums, which take one axis after the other. All sums are in float64, so
-// that squares of values far from 0 do not cancel. A task is one image.
+// pair or patch: sums over footprints are box sums, which take one axis after the other. All sums are in float64, of
+// distances from the first pixel, so that large means cost no precision. A task is one image.
 #include <tuple>
 
 #include "bands.h"
@@ -56,6 +56,10 @@ struct Pairs {
       counts->resize(size);
       box_rows(std::vector<double>(size, 1.0).data(), size, 1, f.reach(), true, counts->data());
     }
+    if (N == 0) return;
+    for (int64_t c = products; c < d; ++c) {  // products cannot be computed from distances
+      center_origin[c] = values<T>(this->center)[c], around_origin[c] = values<T>(this->around)[c];
+    }
   }
 
   const T* image(const Tensor& map, int64_t n) const { return values<T>(map) + n * f.pixels() * d; }
@@ -64,12 +68,13 @@ struct Pairs {
   int64_t width() const { return d + products; }
   int64_t scratch() const { return f.pixels() * width(); }
 
-  // Writes the box sums of a map, [P, width()].
-  SAN_VECTOR void sum_over_footprints(const T* map, bool is_adjoint, double* sums, double* rows) const {
+  // Writes the box sums of a map's distances from an origin, [P, width()].
+  SAN_VECTOR void sum_over_footprints(const T* map, const double* origin, bool is_adjoint, double* sums,
+                                      double* rows) const {
     for (int64_t i = 0; i < f.pixels(); ++i) {
       const T* x = map + i * d;
       double* to = sums + i * width();
-      for (int64_t c = 0; c < d; ++c) to[c] = x[c];
+      for (int64_t c = 0; c < d; ++c) to[c] = x[c] - origin[c];
       for (int64_t c = 0; c < products; ++c) to[d + c] = to[c] * to[c];
     }
     box_sums(f, width(), is_adjoint, sums, rows);
@@ -86,7 +91,7 @@ struct Pairs {
         sum[c] += i * boxes[c], square[c] += i * i * boxes[d + c];
       }
       for (int64_t c = products; c < d; ++c) {
-        const double i = center[c], j = around[c];
+        const double i = center[c] - center_origin[c], j = around[c] - around_origin[c];
         sum[c] += K * i - boxes[c], square[c] += (K * i - 2 * boxes[c]) * i + readers * j * j;
       }
     }
@@ -116,26 +121,29 @@ struct Pairs {
   const Tensor center, around;
   const int64_t N = center.size(0);
   std::vector<double> row_readers, column_readers;
+  std::vector<double> center_origin = std::vector<double>(d), around_origin = std::vector<double>(d);
 };
 
 template <class T>
 std::tuple<Tensor, Tensor> statistics(const Pairs<T>& x) {
   std::vector<double> sums(x.N * 2 * x.d);
   for_each_task<double>(x.N, 2 * x.scratch(), [&](int64_t n, double* scratch) {
-    x.sum_over_footprints(x.image(x.around, n), false, scratch, scratch + x.scratch());
+    x.sum_over_footprints(x.image(x.around, n), x.around_origin.data(), false, scratch, scratch + x.scratch());
     double* sum = sums.data() + n * 2 * x.d;
     x.add(x.image(x.center, n), x.image(x.around, n), scratch, sum, sum + x.d);
   });
   const std::vector<double> total = sum_over_tasks(sums, 2 * x.d);
-  return moments<T>({total.begin(), total.begin() + x.d}, {total.begin() + x.d, total.end()}, x.pairs(),
-                    std::vector<double>(x.d), x.center);
+  std::vector<double> origin(x.d);
+  for (int64_t c = 0; c < x.d; ++c) origin[c] = x.center_origin[c] - x.around_origin[c];
+  return moments<T>({total.begin(), total.begin() + x.d}, {total.begin() + x.d, total.end()}, x.pairs(), origin,
+                    x.center);
 }
 
 template <class T>
 std::tuple<Tensor, Tensor> statistics_backward(const Pairs<T>& x, const Tensor& grad_mean, const Tensor& grad_var,
                                                const Tensor& mean) {
   check_statistics({&grad_mean, &grad_var, &mean}, x.center, {x.d});
-  std::vector<double> slope = doubles(grad_var), offset = doubles(grad_mean), means = doubles(mean);
+  std::vector<double> slope = doubles(grad_var), offset = doubles(grad_mean), means = doubles(mean), zeros(x.d);
   for (int64_t c = 0; c < x.d; ++c) {
     slope[c] *= 2 / x.pairs(), offset[c] = offset[c] / x.pairs() - slope[c] * means[c];
   }
@@ -143,8 +151,8 @@ std::tuple<Tensor, Tensor> statistics_backward(const Pairs<T>& x, const Tensor& 
   T *centers = to_center.template mutable_data_ptr<T>(), *arounds = to_around.template mutable_data_ptr<T>();
   for_each_task<double>(x.N, 3 * x.scratch(), [&](int64_t n, double* seen) {
     double *read = seen + x.scratch(), *rows = read + x.scratch();
-    x.sum_over_footprints(x.image(x.around, n), false, seen, rows);
-    x.sum_over_footprints(x.image(x.center, n), true, read, rows);
+    x.sum_over_footprints(x.image(x.around, n), zeros.data(), false, seen, rows);
+    x.sum_over_footprints(x.image(x.center, n), zeros.data(), true, read, rows);
     const int64_t first = n * x.f.pixels() * x.d;
     x.gradients(x.image(x.center, n), x.image(x.around, n), seen, read, slope.data(), offset.data(), centers + first,
                 arounds + first);

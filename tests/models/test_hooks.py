@@ -23,7 +23,7 @@ IMAGES = torch.randn(2, 3, 16, 18, generator=torch.Generator().manual_seed(1), d
 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = san.create_model(name, 10, num_stages=1, width_mult=0.5).double()
+    model = san.create_model(name, 10, num_stages=2 if name == "resnet26" else 1, width_mult=0.5).double()
     randomize_vectors(model)
     return model
 
