@@ -68,9 +68,9 @@ def data() -> None:
     "download.",
 )
 def prepare(name: str, folder: Path | None, source: Path | None) -> None:
-    """Write a dataset as image files in ImageNet's layout: CIFAR, which is downloaded, or embedded digits.
+    """Write CIFAR or the embedded digits as image files.
 
-    FOLDER defaults to the place where the profile expects the dataset.
+    CIFAR is downloaded unless --from is given. FOLDER defaults to the place where the profile expects the dataset.
 
     \b
     Example: san data prepare cifar10

@@ -222,7 +222,7 @@ def own_file(tmp_path: Path) -> str:
 def bad_grid(tmp_path: Path) -> str:
     path = tmp_path / "bad.yaml"
     path.write_text(
-        "question: q\ntable: footprint\nrows: [{id: a, model: {name: resnet26, footprnt: 3}, recipe: {epoch: 1}}]\n"
+        "question: q\ntable: footprint\nrows: [{id: a, model: {name: resnet26}, recipe: {epoch: 1}, data: {flips: true}}]\n"
     )
     return str(path)
 
@@ -257,7 +257,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         lambda tmp: ["run", bad_grid(tmp)],
         [
             "row a: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
-            "row a: model.footprnt: unknown key; did you mean `model.footprint`?",
+            "row a: data.flips: unknown key; did you mean `data.flip`?",
         ],
     ),
     "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml: cannot read", "give the path of a YAML file"]),
