@@ -53,7 +53,7 @@ class Transform:
     """Minimum and maximum width / height of the random crop."""
     crop_padding: int | None = None
     """Replaces random resized crops by those of the CIFAR literature (He et al. 2016, section 4.2): images are resized and
-    cropped as in validation, padded with so many black pixels on each side, and a random square of `size` is cut out."""
+    cropped as in validation, then padded with this many black pixels on each side; a random square of `size` is cut out."""
     flip: bool = True
     """Mirror half of the training images left to right."""
     mean: RGB = IMAGENET_MEAN

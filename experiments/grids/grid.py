@@ -118,7 +118,7 @@ class Trial:
         """Content hash, which is equal for trials with equal results, even in different grids.
 
         It does not depend on locations, hardware, or settings with default values, so that new settings do not change the keys
-        of finished runs. It depends on the digest of the image list and on the source of registry rows that users have added.
+        of finished runs. It depends on the digest of the image list and on the files of registry rows that users have added.
         """
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(LOCATION_FIELDS))

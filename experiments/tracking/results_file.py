@@ -23,7 +23,7 @@ COLUMNS = ("key", "trial", "epochs", "seconds", "ended", *METRICS)
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """The finished trials in a file of `add_results`, by key; empty if there is no file.
+    """Reads the finished trials of a file that `add_results` wrote, by key. Without a file, there are none.
 
     Raises:
         UserError: the file was edited; the message names the line.

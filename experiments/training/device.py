@@ -56,7 +56,7 @@ def prepare_cpu(threads: int) -> None:
 
 
 def precision_warning(precision: str, device: torch.device) -> str | None:
-    """What to tell the user about bfloat16 on a CPU that has no instructions for it, or None."""
+    """A warning for bfloat16 on a CPU without instructions for it, or None."""
     capabilities = torch.cpu.get_capabilities()
     has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     if precision != "bfloat16" or device.type != "cpu" or has_bfloat16:

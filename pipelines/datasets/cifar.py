@@ -3,24 +3,31 @@
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 """
 
+import gzip
 import hashlib
+import lzma
 import shutil
 import tarfile
 import urllib.error
 import urllib.request
 import uuid
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.errors import DataError
 
 Counting = Callable[[str, int | None, str], AbstractContextManager[Callable[[int], None]]]
-"""Shows progress: from what is done, the total if it is known, and the unit, to a function that takes what has been added."""
+"""Displays the progress of a task with this name, total (if known) and unit. The context's function adds to the count."""
 CHUNK = 10**6
+"""Bytes that are downloaded at a time."""
+DAMAGED = EOFError, tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error
+"""Exceptions of an archive that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ CIFAR = {
         2,
     ),
 }
+PIXELS = 3 * 32 * 32
+"""Bytes of an image's pixels, one color after the other."""
 SPLITS = {"data_batch_1": "train", "train": "train", "test_batch": "val", "test": "val"} | {
     f"data_batch_{number}": "train" for number in range(2, 6)
 }
@@ -73,7 +82,7 @@ def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting
             if archive.is_dir():
                 _copy(archive, unfinished, count)
             else:
-                _unpack(archive, unfinished, CIFAR[name], count)
+                _unpack(archive, unfinished, name, count)
         if not all((unfinished / split).is_dir() for split in ("train", "val")):
             raise DataError(f"{archive}: neither the binary version of {name} nor folders train/CLASS and val/CLASS")
         if root.is_dir():
@@ -135,27 +144,31 @@ def _copy(source: Path, root: Path, count: Callable[[int], None]) -> None:
             count(sum(1 for _ in folder.iterdir()))
 
 
-def _unpack(path: Path, root: Path, archive: Archive, count: Callable[[int], None]) -> None:
+def _unpack(path: Path, root: Path, name: str, count: Callable[[int], None]) -> None:
+    archive = CIFAR[name]
+    names: list[str] = []
     try:
         with tarfile.open(path) as tar:
-            names: list[str] = []
             for member in tar:
                 inner = PurePosixPath(member.name)
                 if inner.name == archive.classes:
                     names = _read(tar, member).decode().split()
                 elif inner.suffix == ".bin" and inner.stem in SPLITS:
-                    count(_write_images(_read(tar, member), inner.stem, root, archive.label_bytes))
+                    rows = np.frombuffer(_read(tar, member), np.uint8)
+                    if rows.size % (archive.label_bytes + PIXELS):
+                        raise DataError(f"{path}: {member.name} is not from the binary version of {name}; give that archive")
+                    count(_write_images(rows.reshape(-1, archive.label_bytes + PIXELS), inner.stem, root))
                 elif member.isfile() and inner.parts[-3:-2] and inner.parts[-3] in ("train", "val"):
                     file = root.joinpath(*inner.parts[-3:])
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(_read(tar, member))
                     count(1)
-    except (OSError, EOFError, tarfile.TarError) as error:
+    except DAMAGED as error:
         raise DataError(f"{path}: cannot read this archive ({error}); download it again, or give another file") from None
-    for number, name in enumerate(names):
+    for number, class_name in enumerate(names):
         for split in ("train", "val"):
             if (numbered := root / split / str(number)).is_dir():
-                numbered.rename(root / split / name)
+                numbered.rename(root / split / class_name)
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -163,14 +176,13 @@ def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return b"" if file is None else file.read()
 
 
-def _write_images(content: bytes, stem: str, root: Path, label_bytes: int) -> int:
-    """Writes the images of a binary file as PNG files into folders named by the number of their class; returns their number."""
+def _write_images(rows: NDArray[np.uint8], stem: str, root: Path) -> int:
+    """Writes rows of labels and pixels as PNG files into folders named by the number of their class; returns their number."""
     from PIL import Image
 
-    rows = np.frombuffer(content, np.uint8).reshape(-1, label_bytes + 3 * 32 * 32)
     for number, row in enumerate(rows):
-        folder = root / SPLITS[stem] / str(row[label_bytes - 1])
+        folder = root / SPLITS[stem] / str(row[-PIXELS - 1])
         folder.mkdir(parents=True, exist_ok=True)
-        pixels_HWC = row[label_bytes:].reshape(3, 32, 32).transpose(1, 2, 0)
+        pixels_HWC = row[-PIXELS:].reshape(3, 32, 32).transpose(1, 2, 0)
         Image.fromarray(np.ascontiguousarray(pixels_HWC)).save(folder / f"{stem}_{number:05d}.png")
     return len(rows)

@@ -256,7 +256,7 @@ def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
 
 @pytest.fixture
 def many(tmp_path: Path) -> Dataset:
-    """400 images, the last of which is broken."""
+    """400 images; the last one is broken."""
     (tmp_path / "train/a").mkdir(parents=True)
     content = encoded("JPEG")
     for index in range(400):

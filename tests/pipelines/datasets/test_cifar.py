@@ -88,6 +88,23 @@ def test_existing_folder_is_kept(official: Path, tmp_path: Path) -> None:
         prepare_cifar(tmp_path, "cifar10", official, counting)
 
 
+def test_rejects_the_archive_of_the_other_dataset(official: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data_batch_1.bin is not from the binary version of cifar100; give that archive"):
+        prepare_cifar(tmp_path / "cifar100", "cifar100", official, counting)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz", "bz2"])
+def test_rejects_a_truncated_archive(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"half.tar.{suffix}"
+    with tarfile.open(path, f"w:{suffix}") as tar:  # type: ignore[call-overload]
+        member = tarfile.TarInfo("train/cat/1.jpg")
+        member.size = 10**5
+        tar.addfile(member, io.BytesIO(np.random.default_rng(0).bytes(10**5)))
+    path.write_bytes(path.read_bytes()[:50_000])
+    with pytest.raises(DataError, match=r"half.tar.* cannot read this archive"):
+        prepare_cifar(tmp_path / "cifar10", "cifar10", path, counting)
+
+
 @pytest.mark.parametrize("content", [b"no archive", None], ids=["damaged", "other content"])
 def test_rejects_other_archives(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "wrong.tar.gz"
