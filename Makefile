@@ -118,7 +118,7 @@ $(VENV)/.installed: requirements.txt setup.py
 	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
 	@$(STEP) "torch" $(BIN)/pip install $$(grep -E '^(torch|setuptools|wheel|uv)==' requirements.txt)
 	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 VIRTUAL_ENV=$(VENV) sh -c '\
-	  $(BIN)/uv pip install --no-deps --no-build-isolation-package deepspeed -r requirements.txt || \
+	  $(BIN)/uv pip install --system-certs --no-deps --no-build-isolation-package deepspeed -r requirements.txt || \
 	  $(BIN)/pip install --no-build-isolation -r requirements.txt'
 	@$(STEP) "the project itself" $(BIN)/pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@

@@ -77,8 +77,8 @@ def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
 def erased(images_NCHW: Tensor, probability: float) -> Tensor:
     """Replaces a random rectangle of each image by 0, the mean color of normalized images, with this probability.
 
-    As in torchvision, the rectangle has 2 to 33 % of the image's area and a ratio of height to width from 0.3 to 3.3. It comes
-    from torch's random state, which is in the checkpoint. Parts outside the image are cut off.
+    As in torchvision, the rectangle has 2 to 33 % of the image's area and a ratio of height to width from 0.3 to 3.3; sides
+    longer than the image are shortened. It comes from torch's random state, which is in the checkpoint.
     """
     if probability == 0:
         return images_NCHW

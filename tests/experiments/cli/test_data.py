@@ -223,6 +223,11 @@ def test_split_lists_can_be_packed(images: Path, san_data: San, tmp_path: Path) 
     assert [part.packed for part in open_data(packed)] == [True, True]
 
 
+def test_missing_cifar_names_the_command_that_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cifar10: no such folder; write it with `san data prepare cifar10`"):
+        open_data(config(tmp_path / "cifar10"))
+
+
 def test_synthetic_images_need_no_folder() -> None:
     fields = {"source": "synthetic", "root": None, "synthetic_classes": 4, "synthetic_per_class": 3}
     train, val = open_data(config(Path(), **fields, split="val-split", val_split_per_class=50))
