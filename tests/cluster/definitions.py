@@ -1,4 +1,4 @@
-"""The definitions of clusters in `cluster/`, read; what refuses a wrong one, and what finds an unsafe one."""
+"""The definitions of clusters in `cluster/`: their documents, schemas, commands and pods."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def commands(name: str, document: dict[str, Any]) -> Iterator[list[str]]:
     elif document["kind"] == "RayJob":
         yield shlex.split(document["spec"]["entrypoint"])
     else:
-        for _, container in containers(document):
+        for container in (container for pod in pods(document) for container in pod["containers"]):
             if container.get("command", [""])[0] == "mlflow":
                 yield list(container["command"])
 
@@ -147,113 +147,6 @@ def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     elif document["kind"] == "RayCluster":
         yield spec["headGroupSpec"]["template"]["spec"]
         yield from (group["template"]["spec"] for group in spec["workerGroupSpecs"])
-
-
-def containers(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The containers of a manifest by name, with that of Ray's autoscaler, which KubeRay adds."""
-    for pod in pods(document):
-        for container in (*pod["containers"], *pod.get("initContainers", ())):
-            yield container["name"], container
-    if document["kind"] == "RayCluster" and document["spec"].get("enableInTreeAutoscaling"):
-        yield "autoscaler", document["spec"].get("autoscalerOptions", {})
-
-
-SECRET = re.compile(r"PASSWORD|TOKEN|SECRET|SESSION_KEY", re.IGNORECASE)
-FROM_ENVIRONMENT = re.compile(r"\$\{\w+:\?[^}]+\}")
-
-
-def weaknesses(name: str, document: dict[str, Any]) -> Iterator[str]:
-    """The security weaknesses of a document."""
-    text = json.dumps(document)
-    for word in ("privileged", "hostNetwork", "hostPath", "hostPID", "docker.sock", "network_mode", "NodePort", "LoadBalancer"):
-        if re.search(rf"\b{re.escape(word)}\b", text):
-            yield f"{word} is used"
-    if re.search(r"://[^/\s\"@:]+:[^/\s\"@]+@", text):
-        yield "an address has a password in it"
-    for command in commands(name, document):
-        if command[:2] == ["mlflow", "server"]:
-            if "--app-name=basic-auth" not in command:
-                yield "MLflow requires no password"
-            hosts = [argument for argument in command if argument.startswith("--allowed-hosts=")]
-            if not hosts or "*" in hosts[0]:
-                yield "MLflow accepts any host name"
-    if name in LAUNCHERS:
-        yield from _weak_launcher(document)
-    elif name == COMPOSE:
-        yield from _weak_compose(document)
-    else:
-        yield from _weak_manifest(document)
-
-
-def _weak_launcher(document: dict[str, Any]) -> Iterator[str]:
-    options = document.get("docker", {}).get("run_options", [])
-    lines = [*document["head_start_ray_commands"], *document["worker_start_ray_commands"]]
-    for line in lines:
-        if "ray start" in line and "RAY_AUTH_MODE=token" not in line and "--env=RAY_AUTH_MODE=token" not in options:
-            yield "Ray starts without tokens"
-        if "ray start" in line and "RAY_LOGGER_LEVEL=warning" not in line and "--env=RAY_LOGGER_LEVEL=warning" not in options:
-            yield "Ray's logs hold the environment of jobs"
-        if "--head" in line and "--dashboard-host=127.0.0.1" not in line:
-            yield "the dashboard is open to the network"
-    if not any(place.endswith(".ray/auth_token") for place in document.get("file_mounts", {})):
-        yield "no node gets the token"
-    if "docker" in document and not {"--cap-drop=ALL", "--security-opt=no-new-privileges"} <= set(options):
-        yield "the container keeps privileges"
-    if document["auth"]["ssh_user"] == "root":
-        yield "root is used"
-
-
-def _weak_compose(document: dict[str, Any]) -> Iterator[str]:
-    for service, content in document["services"].items():
-        environment = content.get("environment", {})
-        if content.get("user", "root").split(":")[0] in ("root", "0"):
-            yield f"{service} runs as root"
-        if content.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in content.get("security_opt", []):
-            yield f"{service} keeps privileges"
-        if any(not str(port).startswith("127.0.0.1:") for port in content.get("ports", [])):
-            yield f"{service} is open to the network"
-        if content.get("command", [""])[0] == "ray":
-            if environment.get("RAY_AUTH_MODE") != "token":
-                yield f"{service} starts Ray without tokens"
-            if environment.get("RAY_LOGGER_LEVEL") != "warning":
-                yield f"{service}'s logs hold the environment of jobs"
-        for key, value in environment.items():
-            if SECRET.search(key) and not FROM_ENVIRONMENT.fullmatch(str(value)):
-                yield f"{service} has the secret {key} in the file, or starts without it"
-
-
-def _weak_manifest(document: dict[str, Any]) -> Iterator[str]:
-    if document["kind"] == "Secret":
-        yield "a secret is in a file"
-    if document["kind"] == "RayCluster" and document["spec"].get("authOptions", {}).get("mode") != "token":
-        yield "Ray starts without tokens"
-    for pod in pods(document):
-        context = pod.get("securityContext", {})
-        if not context.get("runAsNonRoot") or not context.get("runAsUser"):
-            yield "a pod may run as root"
-        if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
-            yield "a pod has all system calls"
-    for container, content in containers(document):
-        yield from _weak_container(container, content)
-
-
-def _weak_container(name: str, content: dict[str, Any]) -> Iterator[str]:
-    levels = [variable.get("value") for variable in content.get("env", []) if variable["name"] == "RAY_LOGGER_LEVEL"]
-    if name.startswith("ray-") and levels != ["warning"]:
-        yield f"{name}'s logs hold the environment of jobs"
-    context = content.get("securityContext", {})
-    if context.get("allowPrivilegeEscalation") is not False or context.get("capabilities") != {"drop": ["ALL"]}:
-        yield f"{name} keeps privileges"
-    for variable in content.get("env", []):
-        if SECRET.search(variable["name"]) and "secretKeyRef" not in variable.get("valueFrom", {}):
-            yield f"{name} has the secret {variable['name']} in the file"
-
-
-def dockerfile() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions, as (word, arguments)."""
-    text = re.sub(r"^#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
 
 
 def require_known(command: list[str], folder: Path = ROOT) -> None:
