@@ -1,4 +1,4 @@
-"""Packaging. `pip install .` installs the library `san`, which needs only PyTorch; the extra `experiments` adds the system.
+"""Packaging. `pip install .` installs the library `san`, which needs only PyTorch and safetensors; the extra `experiments` adds the system.
 
 The kernels are compiled once, at first use, for the installed PyTorch (see cuda_ext/build.py).
 """
@@ -34,12 +34,12 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["san*", "cuda_ext*", "pipelines*", "experiments*", "cluster*"]),
     package_data={
-        "san": ["py.typed"],
+        "san": ["py.typed", "weights/*/*"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh", "prebuilt/*.so"],
         "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "grids/published/*.yaml", "report/*.html"],
     },
-    install_requires=["torch>=2.11"],
+    install_requires=["torch>=2.11", "safetensors>=0.4"],
     extras_require={
         "experiments": [
             "nvidia-dali-cuda120>=2.4",
@@ -60,7 +60,7 @@ setup(
             "nvidia-ml-py",  # for MLflow's GPU metrics
         ],
         "onnx": ["onnxscript>=0.7"],
-        "hub": ["huggingface_hub>=1", "safetensors>=0.4"],
+        "hub": ["huggingface_hub>=1"],
         "dev": [
             *("pytest", "pytest-xdist", "hypothesis", "jsonschema", "ruff", "mypy", "types-PyYAML", "clang-format"),
             *("onnxscript", "onnxruntime"),

@@ -1,6 +1,7 @@
-"""`import san.timm` registers all variants with timm: `timm.create_model("san10_pairwise", num_classes=10)`.
+"""`import san.timm` registers all variants with timm, and the networks whose weights the package contains:
+`timm.create_model("san10_pairwise", num_classes=10)`, `timm.create_model("san10_pairwise_cifar10", pretrained=True)`.
 
-The ResNets are registered as `san_resnet26`, `san_resnet38` and `san_resnet50`, because timm has its own. Needs timm.
+The ResNets are registered as `san_resnet26` and so on, because timm has its own. Needs timm.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from san.models import create_model, list_models
 from san.models.base import BaseModel
+from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config
 
-VARIANTS = {name if name.startswith("san") else f"san_{name}": name for name in list_models()}
-"""Our name of each variant by its name in timm."""
+INCLUDED = list_models(pretrained=True)
+VARIANTS = {name if name.startswith("san") else f"san_{name}": name for name in [*list_models(), *INCLUDED]}
+"""Our name of each variant and of each network with weights by its name in timm."""
 
 
 def _config(variant: str) -> dict[str, Any]:
     first, last = ("conv1", "fc") if variant.startswith("resnet") else ("stem", "head")
+    trained: dict[str, Any] = {}
+    if variant in INCLUDED:
+        folder = WEIGHTS_DIR / variant
+        trained = read_config(folder)["pretrained_cfg"] | {"file": str(folder / WEIGHTS)}
     return {
         "input_size": (3, 224, 224),
         "pool_size": (7, 7),
@@ -29,7 +36,7 @@ def _config(variant: str) -> dict[str, Any]:
         "num_classes": 1000,
         "first_conv": first,
         "classifier": last,
-    }
+    } | trained
 
 
 default_cfgs = generate_default_cfgs({name: _config(variant) for name, variant in VARIANTS.items()})
@@ -38,7 +45,7 @@ default_cfgs = generate_default_cfgs({name: _config(variant) for name, variant i
 
 def _build(
     variant: str,
-    num_classes: int = 1000,
+    num_classes: int | None = None,
     in_chans: int = 3,
     global_pool: str = "avg",
     drop_rate: float = 0.0,
@@ -54,8 +61,9 @@ def _build(
 
 def _register(name: str, variant: str) -> None:
     def entry(pretrained: bool = False, **settings: Any) -> BaseModel:
-        if pretrained:
-            raise ValueError(f"{name} has no weights to download; use san.load_released_checkpoint for the authors' files")
+        if pretrained and variant not in INCLUDED:
+            have = ", ".join(name for name, ours in VARIANTS.items() if ours in INCLUDED)
+            raise ValueError(f"{name} has no weights, but {have}; for the authors' files, use san.load_released_checkpoint")
         build = partial(_build, variant)
         build.__name__ = name  # type: ignore[attr-defined]
         model: BaseModel = build_model_with_cfg(build, name, pretrained, feature_cfg={"feature_cls": "getter"}, **settings)

@@ -104,6 +104,7 @@ def evaluate(
       a cell's key from the output of `san runs`
       the id of an MLflow run
       a registered model, models:/NAME/VERSION or models:/NAME@ALIAS
+      a network with weights, for example san10_patchwise_cifar10, or a folder in the format of the Hugging Face Hub
       a file written by `san.save_checkpoint`
       a file released by the paper's authors
 

@@ -26,7 +26,7 @@ from experiments.training.job import has_store
 from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import decoding_threads
-from san.models import checkpoint, released
+from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel
 
 ALLOWED_OVERRIDES = ("recipe.batch_size", "placement.cpus")
@@ -36,7 +36,8 @@ KEY = "[0-9a-f]{12}"
 RUN_ID = "[0-9a-f]{32}"
 """The id of an MLflow run."""
 CHECKPOINT = (
-    "a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, or models:/NAME/VERSION"
+    "a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, models:/NAME/VERSION, or "
+    f"a network with weights ({', '.join(pretrained.included())})"
 )
 """What `resolve_checkpoint` accepts, for messages."""
 
@@ -85,17 +86,19 @@ class Evaluation:
 
 
 def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> LoadedModel:
-    """Loads the checkpoint of a trial, the best checkpoint in a trial's folder, a file of `save_checkpoint`, or a file that the
-    paper's authors released.
+    """Loads the checkpoint of a trial, the best checkpoint in a trial's folder, a folder in the Hub's format, a file of
+    `save_checkpoint`, or a file that the paper's authors released.
 
-    The checkpoint of a trial contains the preprocessing; for other files, the profile gives it (by default `imagenet`).
-    `overrides` such as `data.root=/data` change `data`, `recipe.batch_size` and `placement.cpus`; for released files, also
-    missing fields of the model, such as `model.footprint=9`.
+    The checkpoint of a trial contains the preprocessing, and a folder in the Hub's format can name its profile; for others, the
+    profile gives it (by default `imagenet`). `overrides` such as `data.root=/data` change `data`, `recipe.batch_size` and
+    `placement.cpus`; for released files, also missing fields of the model, such as `model.footprint=9`.
 
     Raises:
         UserError: the file does not exist, is not a checkpoint or does not fit the overrides.
     """
     changes = _changes(overrides)
+    if pretrained.is_folder(path):
+        return _hub_folder(path, changes, profile)
     found = _trial_checkpoint(path)
     if found is None:
         return _other_checkpoint(path, changes, profile)
@@ -131,12 +134,15 @@ def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def kind_of(path: Path) -> Kind:
-    """Returns `trial` for a checkpoint that contains its model and preprocessing, `weights` for a file of `save_checkpoint`,
-    which contains its model, and `released` for a file of the paper's authors, which may contain neither.
+    """Returns `trial` for a checkpoint that contains its model and preprocessing, `weights` for a file of `save_checkpoint` or
+    a folder in the Hub's format, which contain their model, and `released` for a file of the paper's authors, which may
+    contain neither.
 
     Raises:
         UserError: as `open_checkpoint`.
     """
+    if pretrained.is_folder(path):
+        return "weights"
     if _trial_checkpoint(path) is not None:
         return "trial"
     return "weights" if checkpoint.is_checkpoint(_read(path)) else "released"
@@ -166,14 +172,36 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(str(error)) from None
 
 
+def _hub_folder(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
+    _require_no_model(path, changes)
+    try:
+        facts, model = pretrained.read_config(path), pretrained.load_folder(path)
+    except checkpoint.CheckpointError as error:
+        raise UserError(str(error)) from None
+    _require_rgb(path, model)
+    values = merged(read_profile(profile_path(profile or facts.get("profile", "imagenet"))), changes)
+    classes = facts.get("pretrained_cfg", {}).get("label_names")
+    return LoadedModel(
+        path,
+        model,
+        _config(values | {"model": asdict(model.spec)}),
+        classes=classes and tuple(classes),
+        data_digest=facts.get("data_digest", ""),
+    )
+
+
+def _require_rgb(path: Path, model: BaseModel) -> None:
+    if model.in_channels != 3:
+        raise UserError(f"{path}: this model takes {model.in_channels}-channel images, but the dataset is RGB")
+
+
 def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
     values = merged(read_profile(profile_path(profile or "imagenet")), changes)
     try:
         if checkpoint.is_checkpoint(_read(path)):
             _require_no_model(path, changes)
             model = checkpoint.load_checkpoint(path)
-            if model.in_channels != 3:
-                raise UserError(f"{path}: this model takes {model.in_channels}-channel images, but the dataset is RGB")
+            _require_rgb(path, model)
         else:
             fields = dict(values.get("model", {}))
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
@@ -258,9 +286,11 @@ def evaluation_loader(opened: LoadedModel, images: Dataset, transform: Transform
 
 @contextmanager
 def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None]]:
-    """Finds the local file or folder of a checkpoint by its path, URI, key, run id in MLflow, or registered model
-    (`models:/NAME/VERSION` or `models:/NAME@ALIAS`). A checkpoint in a bucket is downloaded for the duration of the block and
-    comes with its URI; in a folder there, the best epoch is chosen. `runs` is the store, as in `open_workspace`.
+    """Finds the local file or folder of a checkpoint by its path, URI, key, run id in MLflow, registered model
+    (`models:/NAME/VERSION` or `models:/NAME@ALIAS`), or the name of a network whose weights the package contains.
+
+    A checkpoint in a bucket is downloaded for the duration of the block and comes with its URI; in a folder there, the best
+    epoch is chosen. `runs` is the store, as in `open_workspace`.
 
     Raises:
         UserError: there is no such checkpoint, run or model, or MLflow cannot be used.
@@ -269,6 +299,9 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if not name or (is_uri(name) and name.partition("://")[0] not in STORES):
         told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
         raise UserError(f"{told}: not a checkpoint; give {CHECKPOINT}")
+    if name in pretrained.included() and not os.path.exists(name):
+        yield pretrained.WEIGHTS_DIR / name, None
+        return
     store, asked = open_runs(runs), name
     if (key := _key_in_mlflow(name, runs)) is not None:
         if store.shared and not (store.folder / "checkpoints" / key).is_dir():

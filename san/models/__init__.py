@@ -2,7 +2,8 @@
 
 from san.models.base import ModelSpec
 from san.models.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from san.models.registry import create_model, list_models, model_spec
+from san.models.create import create_model, list_models
+from san.models.registry import model_spec
 from san.models.released import load_released_checkpoint, released_state_dict, save_released_checkpoint
 
 __all__ = [

@@ -13,7 +13,7 @@ timm = pytest.importorskip("timm", reason="timm is missing: run `make test-clien
 import san.timm  # noqa: E402
 from san.models.base import BaseModel  # noqa: E402
 
-NAMES = list(san.timm.VARIANTS)
+NAMES = [name for name, variant in san.timm.VARIANTS.items() if variant in san.list_models()]
 SMALL = {"width_mult": 0.5, "num_stages": 3}
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
@@ -123,9 +123,15 @@ def test_gray_images_and_odd_sizes() -> None:
     assert model(torch.randn(1, 1, 72, 90)).shape == (1, 10)
 
 
-def test_pretrained_points_to_released_checkpoints() -> None:
-    with pytest.raises(ValueError, match=r"has no weights to download; use san\.load_released_checkpoint"):
+def test_pretrained_networks() -> None:
+    with pytest.raises(ValueError, match=r"no weights, but .*san10_pairwise_cifar10.*; for the authors' files, use"):
         timm.create_model("san10_pairwise", pretrained=True)
+    for name, ours in san.timm.VARIANTS.items():
+        if ours in san.list_models(pretrained=True):
+            model = timm.create_model(name, pretrained=True).eval()
+            assert torch.equal(model(IMAGES), san.create_model(ours, pretrained=True)(IMAGES))
+            assert timm.data.resolve_model_data_config(model)["input_size"] == (3, 48, 48)
+            assert timm.create_model(name, pretrained=True, num_classes=7)(IMAGES).shape == (2, 7)
 
 
 @pytest.mark.slow

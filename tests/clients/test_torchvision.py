@@ -25,8 +25,9 @@ def small(name: str) -> san.models.base.BaseModel:
 def test_stages_can_be_extracted(name: str) -> None:
     model = small(name)
     offset = len(model.channels) - len(model.stage_names)  # ResNets also have a map of the first convolution
-    stages = {model.stage_names[1]: "early", model.stage_names[3]: "late"}
-    expected = dict(zip(("early", "late"), (model.features(IMAGES)[offset + number] for number in (1, 3)), strict=True))
+    stages = {model.stage_names[1]: "early", model.stage_names[-1]: "late"}
+    maps = model.features(IMAGES)
+    expected = {"early": maps[offset + 1], "late": maps[-1]}
     for extractor in (IntermediateLayerGetter(model, stages), create_feature_extractor(model, stages)):
         found = extractor(IMAGES)
         for key, value in expected.items():

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import san
+from experiments.evaluation import weights
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
 from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
+from san.models import pretrained
 from tests.experiments.conftest import HELD_OUT, SMALL_GRID, San, Trained
 from tests.experiments.samples import of_step, opened_checkpoints
 
@@ -85,6 +87,20 @@ def test_converted_checkpoint_gives_the_same_accuracy(
     found = evaluated(file, *HELD_OUT, *model, profile="digits")
     assert measured(found) == measured(evaluated(trained.folder))
     assert (found.epoch, found.own_images) == (None, None)
+
+
+def test_folder_of_weights_gives_the_same_accuracy(
+    trained: Trained, tmp_path: Path, run_san: San, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "WEIGHTS_DIR", tmp_path)
+    monkeypatch.setattr(weights, "PROFILE", "digits")
+    opened = open_checkpoint(trained.folder)
+    images = open_images(opened)
+    validated = evaluate_checkpoint(opened, images, transform(opened.config.data))
+    weights.save("small_digits", opened, validated, images, usage="")
+    found = json.loads(run_san("evaluate", "small_digits", *HELD_OUT, "--json")[1])
+    assert (found["top1"], found["loss"], found["own_images"]) == (validated.top1, validated.loss, True)
+    assert f"top-1 {found['top1']:.4f} %" in (tmp_path / "small_digits/README.md").read_text()
 
 
 @pytest.mark.parametrize(("split", "images", "own"), [("train", 1317, True), ("val-split", 120, True), ("val", 360, False)])

@@ -1,0 +1,86 @@
+"""`make weights`: writes the trained networks of the grid `pretrained` to san/weights, with their measured accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from experiments.cli.options import RUNS
+from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.grids.transform import transform
+from experiments.training.checkpoint import last_of
+from experiments.training.images import open_data
+from experiments.training.job import open_job
+from experiments.training.progress import counting
+from pipelines import Dataset
+from san.models import pretrained
+
+GRID, PROFILE = Path(__file__).parents[1] / "grids" / "pretrained.yaml", "cifar10-full"
+USAGE = """```python
+import san
+
+model = san.create_model("{name}", pretrained=True)  # in evaluation mode
+model.pretrained_cfg  # size, mean and std of the images, names of the classes
+```
+
+- Check the accuracy: `san evaluate {name}`, with the same images in `data/cifar10`. On another processor, the last
+  digits can differ.
+- Train it again: `san run experiments/grids/pretrained.yaml --profile {profile} --only {row}` (key {key})."""
+
+
+@click.command()
+@RUNS
+def main(runs: Path | str | None) -> None:
+    """Writes a folder for each row of the grid."""
+    job = open_job(GRID, PROFILE, (), runs)
+    for trial in job.trials:
+        # The last epoch, because choosing the best one would use the test images.
+        file = last_of(job.workspace.checkpoints(trial), trial.config.recipe.epochs)
+        if not file.exists():
+            raise click.ClickException(f"{file}: not trained yet; run `{job.command}` first")
+        opened = open_checkpoint(file)
+        train, val = open_data(trial.config.data)[0], open_images(opened)
+        with counting(trial.row, -(-len(val) // opened.config.recipe.batch_size), "batches") as count:
+            found = evaluate_checkpoint(opened, val, transform(opened.config.data), count)
+        name = f"{trial.row}_cifar10"
+        save(name, opened, found, train, USAGE.format(name=name, profile=PROFILE, row=trial.row, key=trial.key))
+        click.echo(f"{name}: top-1 {found.top1:.4f} %  loss {found.loss:.6f}")
+
+
+def save(name: str, opened: LoadedModel, found: Evaluation, train: Dataset, usage: str) -> None:
+    """Writes the folder of a network whose accuracy was measured."""
+    data = opened.config.data
+    facts: dict[str, Any] = {
+        "pretrained_cfg": {
+            "input_size": [3, data.size, data.size],
+            "crop_pct": data.size / data.resize,
+            "interpolation": "bilinear",
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "num_classes": len(train.classes),
+            "label_names": list(train.classes),
+        },
+        "profile": PROFILE,
+        "data_digest": opened.data_digest,
+        "evaluation": {field: asdict(found)[field] for field in ("images", "top1", "top5", "loss")},
+    }
+    suffix = Path(train.paths[0]).suffix.removeprefix(".").upper().replace("JPG", "JPEG")
+    trained_on = f"{len(train):,} training images of CIFAR-10 as {suffix} files, resized to {data.size}x{data.size} pixels"
+    measured = f"top-1 {found.top1:.4f} %, top-5 {found.top5:.4f} %, loss {found.loss:.6f}"
+    accuracy = f"{measured} on the {found.images:,} test images, after {opened.epoch} epochs"
+    pretrained.save_folder(
+        opened.model,
+        pretrained.WEIGHTS_DIR / name,
+        data=files,
+        accuracy=accuracy,
+        license="mit",
+        usage=usage.rstrip(),
+        facts=facts,
+    )
+
+
+if __name__ == "__main__":
+    main()
