@@ -74,7 +74,7 @@ def save(name: str, opened: LoadedModel, found: Evaluation, train: Dataset, usag
     pretrained.save_folder(
         opened.model,
         pretrained.WEIGHTS_DIR / name,
-        data=files,
+        data=trained_on,
         accuracy=accuracy,
         license="mit",
         usage=usage.rstrip(),
