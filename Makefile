@@ -9,7 +9,7 @@ STEP = ./.ci/step
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study faults soak figures docs gallery test test-all test-clients test-torch wheel lint audit format setup gpu-check clean
+.PHONY: demo study weights faults soak figures docs gallery test test-all test-clients test-torch wheel lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -20,6 +20,12 @@ demo: setup
 study: setup
 	@$(STEP) "CIFAR-10" $(BIN)/san data prepare cifar10
 	@$(STEP) "study" $(BIN)/san study --profile cifar10 --seeds 5
+
+# Train the networks whose weights the package contains (two hours on two cores), and write san/weights.
+weights: setup
+	@$(STEP) "CIFAR-10" $(BIN)/san data prepare cifar10
+	@$(STEP) "training" $(BIN)/san run experiments/grids/pretrained.yaml --profile cifar10-full
+	@$(BIN)/python -m experiments.cli.weights
 
 # Inject faults into real processes (a quarter of an hour) and write the table of docs/results/faults.md.
 faults: setup

@@ -1,7 +1,7 @@
 """Self-attention networks for image recognition: operators, attention modules, models and their complexity.
 
-Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVPR 2020 (arXiv:2004.13621). Needs only torch and
-safetensors.
+Source: Zhao, Jia, Koltun, "Exploring Self-attention for Image Recognition", CVPR 2020 (arXiv:2004.13621). Importing it needs
+only torch.
 """
 
 from san import ops

@@ -33,7 +33,7 @@ DOORS = {
     "scipy": "experiments/report/interval.py",
     "timm": "san/timm.py",
     "huggingface_hub": "san/hub.py",
-    "safetensors": "san/hub.py",
+    "safetensors": "san/models/pretrained.py",
 }
 LAYERS = ("cli", "report", "evaluation", "training", "tracking", "runs", "grids", "errors")
 """Packages of `experiments` from top to bottom; each imports only those below it."""

@@ -10,9 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
 from san.models.base import BaseModel
 from san.models.checkpoint import CheckpointError, check_own, classes, overrides_of, restore
 
@@ -81,6 +78,8 @@ def save_folder(
     Raises:
         CheckpointError: the model is a backbone, or layers were replaced, so that it could not be loaded again.
     """
+    from safetensors.torch import save_file  # here, so that `import san` needs only torch
+
     check_own(folder, model)
     variant, overrides = model.spec.name, overrides_of(model.spec)
     config = {"variant": variant, "overrides": overrides, "num_classes": classes(model), "in_channels": model.in_channels}
@@ -123,6 +122,9 @@ def load_folder(folder: str | Path) -> BaseModel:
     Raises:
         CheckpointError: a file cannot be read, or the weights do not fit the model that `config.json` describes.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     config, path = read_config(folder), Path(folder) / WEIGHTS
     try:
         state = load_file(path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import san
-from experiments.evaluation import weights
+from experiments.cli import weights
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.transform import transform
