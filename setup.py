@@ -37,7 +37,7 @@ setup(
         "san": ["py.typed", "weights/*/*"],
         "cluster": ["ray/*.yaml", "kuberay/*.yaml", "compose.yaml", "Dockerfile*"],
         "cuda_ext": ["**/*.h", "**/*.cpp", "**/*.cu", "**/*.cuh", "prebuilt/*.so"],
-        "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "grids/published/*.yaml", "report/*.html"],
+        "experiments": ["grids/*.yaml", "grids/profiles/*.yaml", "paper/*.yaml", "report/*.html"],
     },
     install_requires=["torch>=2.11", "safetensors>=0.4"],
     extras_require={

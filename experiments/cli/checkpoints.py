@@ -235,8 +235,8 @@ def show(
     \b
     Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
+    from experiments.evaluation.attention import in_words, layer_name, look, look_everywhere, open_image
     from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
-    from experiments.report.attention import in_words, layer_name, look, look_everywhere, open_image
     from experiments.report.attention_page import save_page
     from experiments.report.attention_plot import save
 

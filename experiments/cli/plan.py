@@ -11,7 +11,7 @@ from cluster import ClusterError, Placement, Resources, concurrency, workers_tha
 from experiments.cli.estimate import Basis, Estimator, Hours
 from experiments.cli.options import duration
 from experiments.grids.grid import Trial
-from experiments.grids.paper import note_on_missing_rows
+from experiments.paper.tables import note_on_missing_rows
 from experiments.tracking import Result
 from experiments.training.images import open_data
 from experiments.training.job import Job, is_done, known_results

@@ -19,7 +19,7 @@ from experiments.errors import MachineError, UserError
 from experiments.evaluation.cells import Watch, Work, measure
 from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.grid import Trial
-from experiments.grids.paper import paper_claims
+from experiments.paper.tables import paper_claims
 from experiments.report.build import missing_measurements, note, show
 from experiments.report.study import section_of, write_study
 from experiments.runs.locks import WhileLocked, claimed_cells, mlflow_lock
@@ -217,7 +217,6 @@ def _sweep(
                 job.placement,
                 storage=storage,
                 observer=WhileLocked(progress, lock),
-                progress="epoch",
                 non_retryable=(UserError, DataError, FloatingPointError),
                 fatal=(MachineError,),
             )

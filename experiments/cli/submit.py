@@ -19,7 +19,7 @@ import yaml
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import expand, profile_path, read_grid, read_profile
-from experiments.grids.paper import table_names
+from experiments.paper.tables import table_names
 from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
 from experiments.runs.store import is_uri, open_store

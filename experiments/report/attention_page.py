@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from experiments.errors import UserError
+from experiments.evaluation.attention import Attention, Floats
 from experiments.report import plots
-from experiments.report.attention import Attention, Floats
 from experiments.report.attention_plot import color_tables
 from experiments.report.html import templates
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.errors import UserError
+from experiments.evaluation.attention import Attention, Floats, in_words, variance_in_words
 from experiments.report import plots
-from experiments.report.attention import Attention, Floats, in_words, variance_in_words
 from experiments.report.plots import GROUND, INK, QUIET
 
 # Lengths are in points of the SVG, whose text the page enlarges. A PNG has smaller letters and more columns.

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from experiments.errors import UserError
+from experiments.evaluation.attention_samples import attention_samples
 from experiments.evaluation.cells import Work, works
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.paper import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
-from experiments.report.attention_samples import attention_samples
+from experiments.paper.tables import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
 from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import (
     Measurement,

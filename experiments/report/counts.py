@@ -11,7 +11,7 @@ import san
 from experiments.errors import UserError
 from experiments.grids.config import ModelConfig, merged, model_errors
 from experiments.grids.expand import expand, parse_override
-from experiments.grids.paper import INPUT_SIZE, PaperRow, count, paper_rows, table_names
+from experiments.paper.tables import INPUT_SIZE, PaperRow, count, paper_rows, table_names
 from experiments.report.tables import Table
 from san.complexity import Part
 

@@ -13,14 +13,14 @@ import san
 from experiments.evaluation.protocol import Numbers, Protocol
 from experiments.grids.config import value_at
 from experiments.grids.grid import Grid, Trial
-from experiments.grids.paper import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
+from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
 from experiments.report import interval
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
 
 if TYPE_CHECKING:
-    from experiments.report.attention_samples import AttentionSample
+    from experiments.evaluation.attention_samples import AttentionSample
 
 Spread = tuple[tuple[float, ...], float | None]
 """The values of the seeds, and half of the 95 % confidence interval of their mean."""

@@ -13,14 +13,14 @@ from typing import Any
 import yaml
 from markupsafe import Markup, escape
 
+from experiments.evaluation.attention import variance_in_words
+from experiments.evaluation.attention_samples import MOST_SAMPLES
 from experiments.evaluation.protocol import TITLES
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import merged
 from experiments.grids.grid import Grid, Trial
 from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
-from experiments.report.attention import variance_in_words
-from experiments.report.attention_samples import MOST_SAMPLES
 from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
 from experiments.report.data import Measurement, Report, TableRow, grid_measurements
 from experiments.report.html import templates

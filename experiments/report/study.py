@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.grids.config import DataConfig
 from experiments.grids.grid import Grid, Trial
-from experiments.grids.paper import Claim, paper_claims, paper_rows
+from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report import interval
 from experiments.report.charts import save_plot
 from experiments.report.data import TableRow, finished_cells, finished_metrics, table_rows

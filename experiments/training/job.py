@@ -15,7 +15,7 @@ from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, TrialConfig, base_folder
 from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
-from experiments.grids.paper import table_names
+from experiments.paper.tables import table_names
 from experiments.runs.workspace import Workspace, open_workspace
 from experiments.tracking import Result
 from experiments.training.images import data_digest, loaders, open_data, without_writing

@@ -26,7 +26,7 @@ import san
 from experiments.cli import main
 from experiments.grids.config import TrialConfig, keys_at
 from experiments.grids.expand import expand, profile_path, read_grid
-from experiments.grids.paper import table_names
+from experiments.paper.tables import table_names
 from tests.cluster.definitions import require_known
 
 ROOT = Path(__file__).parent.parent.parent

@@ -18,7 +18,7 @@ import san
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.grids.expand import PROFILES_DIR, expand, profile_path
 from experiments.grids.grid import Trial
-from experiments.grids.paper import table_names
+from experiments.paper.tables import table_names
 from experiments.runs.store import open_store
 from experiments.runs.summary import read_ended, read_top1
 from pipelines.datasets.check import _Decoder

@@ -26,7 +26,7 @@ from san.ops import library
 ROOT = Path(__file__).parents[2]
 SMALL = {"num_stages": 2, "width_mult": 0.5}
 EXACT = {"san10_pairwise": (10_531_848, 2_155_268_622), "san10_patchwise": (11_841_124, 1_865_421_568)}
-TABLE = yaml.safe_load((ROOT / "experiments/grids/published/tables.yaml").read_text())
+TABLE = yaml.safe_load((ROOT / "experiments/paper/tables.yaml").read_text())
 PRINTED = {row["id"]: row for row in TABLE["comparison"]["rows"]} | {"san10_scalar": TABLE["scalar_attention"]["rows"][0]}
 
 every_variant = pytest.mark.parametrize("name", san.list_models())

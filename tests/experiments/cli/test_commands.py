@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from experiments.cli import cli
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import expand, profile_path
-from experiments.grids.paper import paper_rows, table_names
+from experiments.paper.tables import paper_rows, table_names
 from experiments.runs.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint

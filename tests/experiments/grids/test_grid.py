@@ -12,7 +12,7 @@ from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR, Expanded, parse_override
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
-from experiments.grids.paper import EPOCHS, INPUT_SIZE, paper_rows, table_names
+from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
 
 GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem != "epochs"]
 """The grids of the paper's tables."""

@@ -10,7 +10,7 @@ import pytest
 import san
 from experiments.grids.config import ModelConfig
 from experiments.grids.expand import PROFILES_DIR, read_profile
-from experiments.grids.paper import count
+from experiments.paper.tables import count
 
 PAIRS = [
     (resnet, f"{sans}_{kind}")

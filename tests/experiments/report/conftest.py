@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.grids.grid import Trial
-from experiments.grids.paper import counts_at_paper_setting, paper_rows
+from experiments.paper.tables import counts_at_paper_setting, paper_rows
 from experiments.report.data import TableRow, table_rows
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint, Origin

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.report.attention import look_everywhere, open_image
+from experiments.evaluation.attention import look_everywhere, open_image
 from tests.browser import Browser, browser
 from tests.experiments.conftest import San
 from tests.experiments.report.page_checks import faults

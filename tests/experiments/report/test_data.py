@@ -12,7 +12,7 @@ import pytest
 
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.paper import counts_at_paper_setting, paper_numbers, paper_rows
+from experiments.paper.tables import counts_at_paper_setting, paper_numbers, paper_rows
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
 from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from mlflow.entities import Metric
 
+from experiments.evaluation.attention import in_words, look, open_image
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
 from experiments.report import data
-from experiments.report.attention import in_words, look, open_image
 from experiments.report.build import rows_of, write_page
 from experiments.report.charts import CURVES
 from experiments.report.data import Report, shown_rows

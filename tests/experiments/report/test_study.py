@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.grids.paper import Claim, paper_claims, paper_rows
+from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval
 from experiments.report.study import Finding, Section, findings, section_of, write_study
 from experiments.tracking import Result

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import san
-from experiments.grids.paper import counts_at_paper_setting
+from experiments.paper.tables import counts_at_paper_setting
 from experiments.report.build import rows_of
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table

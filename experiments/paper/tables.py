@@ -14,8 +14,8 @@ import yaml
 import san
 from experiments.grids.config import ModelConfig, model_errors
 
-TABLES = Path(__file__).parent / "published" / "tables.yaml"
-CLAIMS = Path(__file__).parent / "published" / "claims.yaml"
+TABLES = Path(__file__).parent / "tables.yaml"
+CLAIMS = Path(__file__).parent / "claims.yaml"
 INPUT_SIZE, CLASSES, EPOCHS = 224, 1000, 100
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.report.attention_samples import attention_samples, best_of_each_kind
+from experiments.evaluation.attention_samples import attention_samples, best_of_each_kind
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.job import open_job

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from experiments.evaluation.attention import Attention, look
 from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
 from experiments.grids.grid import Trial
-from experiments.report.attention import Attention, look
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
 from experiments.training.checkpoint import DAMAGE, last_of

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
+from experiments.evaluation.attention import Attention, between_channels, in_words, look, open_image
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
-from experiments.report.attention import Attention, between_channels, in_words, look, open_image
 from experiments.report.attention_plot import save
 from pipelines import prepare_digits
 from san import ops
