@@ -20,7 +20,7 @@ from referencing import Registry, Resource
 
 from experiments.cli import cli
 from experiments.grids.expand import expand
-from experiments.grids.paper import table_names
+from experiments.paper.tables import table_names
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "cluster"
