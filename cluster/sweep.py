@@ -1,8 +1,7 @@
 """A sweep calls a function for many values, as many at a time as fit on the cluster.
 
-Ray Tune runs the cells, and Ray Train starts the workers of a cell. This file decides which cell runs next and whether a
-failed cell is retried, because Tune does not count the resources that Train uses, and does not distinguish a lost node from
-an error in a cell.
+Ray Tune runs the cells and retries failed ones, and Ray Train starts the workers of a cell. This file decides how many cells
+run, because Tune does not count the resources that Train uses.
 """
 
 import functools
@@ -14,7 +13,7 @@ import textwrap
 import time
 import traceback
 import uuid
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +24,11 @@ import ray
 import ray.train
 import ray.tune
 import ray.tune.search
-from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.tune.progress_reporter import TrialProgressCallback
 
 from cluster.errors import ClusterError
 from cluster.placement import Placement, Resources, concurrency, workers_that_fit
-from cluster.session import alive, resources, session
+from cluster.session import resources, session
 
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
@@ -39,12 +37,6 @@ V = TypeVar("V")
 # has, so that all CPUs are left for the workers and the driver does not run on a node that may be preempted.
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
-_LOSSES = 10
-"""How many nodes a cell may lose without making progress. Limited, because the cell may be crashing its nodes."""
-_FAILURES = 10
-"""How often a cell is retried after its own failures, even if it makes progress every time."""
-_SECONDS_TO_NOTICE = 30.0
-"""Ray notices a lost node after 15 s; workers on other nodes notice lost connections at once."""
 _AHEAD = 4
 """Minimum number of cells that wait for new nodes on a cluster that grows."""
 _LONGEST_REASON = 800
@@ -88,8 +80,7 @@ def sweep(
     *,
     storage: Path | str,
     observer: Observer,
-    retries: int = 1,
-    progress: str | None = None,
+    retries: int = 3,
     non_retryable: tuple[type[Exception], ...] = (),
     fatal: tuple[type[Exception], ...] = (),
 ) -> dict[str, Outcome]:
@@ -106,10 +97,8 @@ def sweep(
             `torch.distributed` are set.
         storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
         observer: receives starts, progress and ends of cells.
-        retries: how often a cell that raises or dies is called again, from the beginning; the function itself must resume. A
-            cell that loses a node or is preempted is retried up to 10 times in addition, and waits for nodes if there are none.
-        progress: a metric, such as the number of epochs. If it has increased since the last failure, retries are counted from
-            zero again, up to 10 failures in total.
+        retries: how often a cell that raises, dies or loses a node is called again, from the beginning; the function itself
+            must resume. If there are no nodes left, the cell waits for new ones. Announced losses of nodes do not count.
         non_retryable: exceptions after which a cell is not retried, because it would raise them again.
         fatal: exceptions after which no other cell starts, because all cells would raise them.
 
@@ -123,13 +112,17 @@ def sweep(
     with session() as found, _own_folder(storage) as folder:
         concurrency(placement, found)
         queue = _Queue(values, placement)
-        follower = _Follower(observer, queue, retries, progress)
+        follower = _Follower(observer, queue)
         trainable = _trainable(function, dict(values), placement, folder, non_retryable, fatal)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
             run_config=ray.tune.RunConfig(
-                name="tune", storage_path=folder, verbose=0, callbacks=[follower, _WaitNotice(observer, placement), _Silent()]
+                name="tune",
+                storage_path=folder,
+                failure_config=ray.tune.FailureConfig(max_failures=retries),
+                verbose=0,
+                callbacks=[follower, _WaitNotice(observer, placement), _Silent()],
             ),
         )
         try:
@@ -175,17 +168,15 @@ def _trainable(
         key = config["key"]
         # Every attempt has a new name, because Train would resume a run with the same name.
         name = f"{key}-{uuid.uuid4().hex[:8]}"
-        nodes = alive() if placement.workers > 1 else frozenset()
         try:
             _train(functools.partial(function, values[key]), placement, name, folder)
         except Exception as error:
             cause = _cause(error)
-            if isinstance(cause, (*non_retryable, *fatal)):
-                raise _NonRetryableError(_line(str(cause)), traceback.format_exc(), isinstance(cause, fatal)) from None
-            elif _loses_one(nodes):
-                raise _NodeLostError("a node was lost") from error
-            else:
+            if not isinstance(cause, (*non_retryable, *fatal)):
                 raise
+            # Tune would retry an exception.
+            failure = {"error": _line(str(cause)), "traceback": traceback.format_exc(), "is_fatal": isinstance(cause, fatal)}
+            ray.tune.report({"failure": failure})
 
     return cell
 
@@ -220,24 +211,6 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
     TorchTrainer(lambda: worker(ray.train.report), torch_config=Ranks(), scaling_config=scaling, run_config=run).fit()
-
-
-class _NonRetryableError(Exception):
-    """The function raised an exception that it would raise again: message, traceback, and whether the sweep must end."""
-
-
-class _NodeLostError(Exception):
-    """Workers failed because a node of the cluster was lost."""
-
-
-def _loses_one(nodes: frozenset[str]) -> bool:
-    """Whether one of several nodes is lost. Waits, because errors of other workers arrive before Ray notices the loss."""
-    limit = time.monotonic() + (_SECONDS_TO_NOTICE if len(nodes) > 1 else 0)
-    while nodes <= alive():
-        if time.monotonic() >= limit:
-            return False
-        time.sleep(0.5)
-    return True
 
 
 class _Queue(ray.tune.search.Searcher):
@@ -280,36 +253,6 @@ def _room(placement: Placement, has: Resources) -> int:
     return cells + max(cells, _AHEAD) if has.grows else cells
 
 
-@dataclass(slots=True)
-class _RetryState:
-    """Failures of one cell, which limit its retries."""
-
-    tracebacks: str = ""
-    reached: float = 0.0
-    """Highest reported progress, and its value at the last failure."""
-    reached_before: float = 0.0
-    failures: int = 0
-    """Failures and losses of nodes since the last progress."""
-    losses: int = 0
-    failures_ever: int = 0
-
-    def fail(self, traceback: str, lost: bool) -> None:
-        """Counts a failure, which was caused by the loss of a node or by the cell itself."""
-        self.tracebacks += traceback
-        if self.reached > self.reached_before:
-            self.failures = self.losses = 0
-        self.reached_before = self.reached
-        if lost:
-            self.losses += 1
-        else:
-            self.failures += 1
-            self.failures_ever += 1
-
-    def may_retry(self, retries: int) -> bool:
-        # An explicit number of retries overrides the limit.
-        return self.losses <= _LOSSES and self.failures <= retries and self.failures_ever <= max(_FAILURES, retries)
-
-
 class _WaitNotice(ray.tune.Callback):
     """Tells the observer every minute if no cell can run."""
 
@@ -345,67 +288,53 @@ class _Silent(TrialProgressCallback):
 
 
 class _Follower(ray.tune.Callback):
-    """Handles Tune's events about trials, which are attempts at a cell, and notifies the observer."""
+    """Passes Tune's events to the observer, and collects how the cells end."""
 
-    def __init__(self, observer: Observer, queue: _Queue, retries: int, progress: str | None) -> None:
-        self.observer, self.queue, self.retries, self.progress = observer, queue, retries, progress
+    def __init__(self, observer: Observer, queue: _Queue) -> None:
+        self.observer, self.queue = observer, queue
         self.outcomes: dict[str, Outcome] = {}
         self.fatal: str | None = None
         """Message of the fatal exception, if there was one."""
-        self._states: defaultdict[str, _RetryState] = defaultdict(_RetryState)
+        self._failures: dict[str, Outcome] = {}
+        """Cells that raised an exception after which they are not retried."""
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
-        if "metrics" in result:
-            key, metrics = trial.config["key"], result["metrics"]
-            if self.progress in metrics:
-                self._states[key].reached = max(self._states[key].reached, metrics[self.progress])
-            self.observer.progress(key, metrics)
+        key = trial.config["key"]
+        if failure := result.get("failure"):
+            self._failures[key] = Outcome(key, failure["error"], failure["traceback"])
+            if failure["is_fatal"]:
+                self.fatal = failure["error"]
+                self.queue.waiting.clear()
+        elif "metrics" in result:
+            self.observer.progress(key, result["metrics"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._finish(Outcome(trial.config["key"]))
+        key = trial.config["key"]
+        self._finish(self._failures.get(key, Outcome(key)))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # The trial's files on this machine, because the copies for `trial.get_error()` are written later.
-        text, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
+        tracebacks, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
         error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
-        key = trial.config["key"]
-        if isinstance(cause := getattr(error, "cause", None), _NonRetryableError):
-            text, details, is_fatal = cause.args
-            if is_fatal:
-                self.fatal = text
-                self.queue.waiting.clear()
-            return self._finish(Outcome(key, text, details))
-        state = self._states[key]
-        state.fail(text, _is_lost(error))
-        if state.may_retry(self.retries):
-            self.queue.waiting.appendleft(key)
-        else:
-            self._finish(Outcome(key, _reason(error, text), state.tracebacks))
+        self._finish(Outcome(trial.config["key"], _reason(error, tracebacks), tracebacks))
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcomes[outcome.key] = outcome
         self.observer.finished(outcome)
 
 
-def _is_lost(error: Exception | None) -> bool:
-    """Whether a cell failed because a node was lost or preempted."""
-    cause = getattr(error, "cause", None) or error
-    # Unavailable: a worker does not respond, and Ray does not know yet whether the worker or its node has died.
-    if isinstance(cause, _NodeLostError | ActorUnavailableError):
-        return True
-    return isinstance(cause, RayActorError) and (cause.preempted or "its node has died" in str(cause))
-
-
-def _reason(error: Exception | None, text: str) -> str:
+def _reason(error: Exception | None, tracebacks: str) -> str:
     """One line with the reason for a failure."""
-    if _is_lost(error):
-        return f"this cell lost more than {_LOSSES} nodes and may be crashing the nodes; check the cell's memory use"
-    if "Worker exit type" in text:
+    if error is None:
+        return _line(tracebacks.strip().splitlines()[-1])
+    if "its node has died" in str(error):
+        return "its node was lost; if this happens again and again, check the cell's memory use"
+    if "Worker exit type" in str(error):
         return "a worker process died without an exception; it ran out of memory, was killed, or crashed"
-    return _line("".join(traceback.format_exception_only(_cause(error))) if error else text.strip().splitlines()[-1])
+    return _line("".join(traceback.format_exception_only(_cause(error))))
 
 
 def _line(text: str) -> str:

@@ -62,22 +62,6 @@ def dying(marker: str, report: Report) -> None:
     report({"survived": 1.0})
 
 
-def stumbling(plan: tuple[str, list[int]], report: Report) -> None:
-    """Attempt `i` reports `epochs[i]` more epochs and fails; the attempt after the last one succeeds."""
-    folder, epochs = plan
-    attempts, done = Path(folder) / "attempts", Path(folder) / "epochs"
-    with open(attempts, "a") as file:
-        file.write("x")
-    attempt = attempts.stat().st_size - 1
-    if attempt == len(epochs):
-        return
-    for _ in range(epochs[attempt]):
-        with open(done, "a") as file:
-            file.write("x")
-        report({"epoch": done.stat().st_size})
-    raise RuntimeError(f"attempt {attempt}")
-
-
 def ending(how: str, report: Report) -> None:
     """Reports its process, then succeeds, fails, fails without a retry, or kills its process."""
     report({"pid": os.getpid()})

@@ -206,10 +206,10 @@ def outliving(folder: str, report: Report) -> None:
 
 
 def outlive(folder: str, address: str) -> None:
-    """A driver without retries for a cell that fails; a lost node does not count as a failure."""
+    """A driver for a cell that loses two nodes."""
     memory = Shouting()
     with session(address):
-        outcomes = sweep(outliving, {"cell": folder}, Placement(), storage=f"{folder}/sweep", observer=memory, retries=0)
+        outcomes = sweep(outliving, {"cell": folder}, Placement(), storage=f"{folder}/sweep", observer=memory)
     print(f"{len(memory.starts)} starts, error {outcomes['cell'].error}")
 
 

@@ -2,11 +2,9 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster import ClusterError, Placement, Resources
-from cluster.sweep import _RetryState, sweep
+from cluster.sweep import sweep
 from tests.cluster import cells
 
 
@@ -70,31 +68,6 @@ def test_cell_without_reports_prints_nothing(memory: cells.Memory, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_retries_are_reset_after_progress(memory: cells.Memory, tmp_path: Path) -> None:
-    plans = {"further": [0, 1, 2], "stuck": [1, 1, 0, 1]}
-    for key in plans:
-        (tmp_path / key).mkdir()
-    values = {key: (str(tmp_path / key), epochs) for key, epochs in plans.items()}
-    outcomes = sweep(cells.stumbling, values, Placement(), storage=tmp_path / "s", observer=memory, progress="epoch")
-    assert outcomes["further"].error is None
-    assert outcomes["stuck"].error == "RuntimeError: attempt 2"
-    assert (memory.starts.count("further"), memory.starts.count("stuck")) == (4, 3)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), st.integers(0, 12))
-def test_failures_without_progress_count(ends: list[tuple[bool, bool]], retries: int) -> None:
-    """For any sequence of attempts, with or without progress or a lost node."""
-    past, since, lost = _RetryState(), 0, 0
-    for number, (further, node) in enumerate(ends):
-        past.reached += further
-        since, lost = (0, 0) if further else (since, lost)
-        since, lost = since + (not node), lost + node
-        past.fail("", node)
-        failures = sum(not was_node for _, was_node in ends[: number + 1])
-        assert past.may_retry(retries) == (since <= retries and lost <= 10 and failures <= max(10, retries))
-
-
-@pytest.mark.slow
 def test_process_is_reused_unless_a_cell_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     ways = ["well", "well", "raises", "well", "raises a final error", "well", "dies", "well", "well"]
     values = {f"{number}": way for number, way in enumerate(ways)}
@@ -102,7 +75,7 @@ def test_process_is_reused_unless_a_cell_fails(resources: Resources, memory: cel
     outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, non_retryable=(ValueError,))
     assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
     pids = [reports[0]["pid"] for reports in map(memory.of, values)]
-    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5, 7, 7]
+    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 3, 7, 7]
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
