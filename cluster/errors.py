@@ -1,9 +1,8 @@
 """Exceptions with messages for users."""
 
+TOKEN_HINT = "set RAY_AUTH_MODE=token, and save the cluster's token to ~/.ray/auth_token or set RAY_AUTH_TOKEN"
+"""For messages: how to send a cluster's token."""
+
 
 class ClusterError(ValueError):
     """The cluster cannot be used as requested. The message is for users."""
-
-
-class StartError(ClusterError):
-    """Ray did not start on this machine; another attempt may succeed."""

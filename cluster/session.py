@@ -6,26 +6,19 @@ import signal
 import socket
 import stat
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
 import ray
 import ray._private.worker
-from ray._private.accelerators import get_accelerator_manager_for_resource
-from ray._private.grpc_utils import init_grpc_channel
-from ray._raylet import RAY_NODE_GROUP_KEY, Config  # type: ignore[attr-defined]
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-from ray.exceptions import AuthenticationError
 
-from cluster.errors import ClusterError, StartError
+from cluster.errors import TOKEN_HINT, ClusterError
 from cluster.placement import Node, Resources
-from cluster.supervision import OnLost, adopt_orphans, kill_descendants, supervised, time_limit
-from cluster.token import rejected, restrict_token, token
+from cluster.supervision import OnLost, nodes, supervised
 
 _log = logging.getLogger(__name__)
 
@@ -59,24 +52,19 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
         return
     _quieten()
     local = is_local(address)
-    if local:
-        adopt_orphans()
-    others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     try:
-        try:
-            with _keep_sigterm_handler(), time_limit(local, on_lost):
-                _connect(address or os.environ.get("RAY_ADDRESS") or None)
-        except StartError as error:
-            if on_lost is not None:
-                on_lost(str(error))
-            raise
-        with supervised(local, on_lost):
+        with supervised(local, on_lost) as connected:
+            try:
+                with _keep_sigterm_handler():
+                    _connect(address or os.environ.get("RAY_ADDRESS") or None)
+            except ClusterError as error:
+                if local and on_lost is not None:
+                    on_lost(str(error))
+                raise
+            connected.set()
             yield resources()
     finally:
-        # Shuts down a local cluster; in a joined cluster, ends the processes of this driver.
-        ray.shutdown()
-        if local:
-            kill_descendants(others)  # stopped processes, for example, survive the shutdown
+        ray.shutdown()  # ends a local cluster; in a joined cluster, ends the processes of this driver
 
 
 def is_local(address: str | None) -> bool:
@@ -106,45 +94,35 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 
 def _connect(address: str | None) -> None:
+    quiet: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
     if address is None:
-        # Without the dashboard, whose dozen processes take seconds to start.
         try:
-            ray.init(
-                address="local",
-                num_cpus=available_cpus(),
-                include_dashboard=False,
-                logging_level=logging.CRITICAL,
-                log_to_driver=False,
-                _temp_dir=str(_private_folder() / "ray"),
-            )
+            # Without the dashboard, whose dozen processes take seconds to start.
+            folder = str(_private_folder() / "ray")
+            ray.init(address="local", num_cpus=available_cpus(), include_dashboard=False, _temp_dir=folder, **quiet)
         except Exception as error:  # Ray raises Exception itself
-            reason = str(error).partition("\n")[0]
-            raise StartError(f"Ray did not start on this machine ({reason.rstrip('.')})") from error
-        restrict_token()
+            raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
+        with suppress(OSError):  # Ray creates the token with the default permissions
+            Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").chmod(0o600)
         return
     if address.startswith(("http://", "https://")):
         raise ClusterError(
             f"{address} is the address of a job server; submit to it with `san submit`, or join the cluster at HEAD:6379"
         )
+    host, _, port = address.rpartition(":")
     try:
-        try:
-            _check_head(address)
-        except AuthenticationError:
-            _send_token()
-            _check_head(address)
-        ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
-    except AuthenticationError:
-        raise rejected(address) from None
-    except ClusterError:  # a ValueError with a message for users
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        if str(error).startswith("Version mismatch"):
-            said = " ".join(str(error).split())
-            raise ClusterError(f"{address}: {said} Install the same versions of Ray and Python on both sides.") from None
+        if host and port.isdigit():  # `ray.init` would take two minutes to fail
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, **quiet)
+    except Exception as error:
         raise ClusterError(
-            f"no Ray cluster answers at {address!r}; check the address. To run on this machine, leave --address out and "
-            "unset RAY_ADDRESS"
+            f"cannot join a Ray cluster at {address!r} ({_reason(error)}); check the address. If the cluster requires a token, "
+            f"{TOKEN_HINT}. To run on this machine, leave --address out and unset RAY_ADDRESS"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return textwrap.shorten(str(error), 300)
 
 
 def _private_folder() -> Path:
@@ -157,71 +135,20 @@ def _private_folder() -> Path:
     return folder
 
 
-def _send_token() -> None:
-    """Makes Ray send the user's token, which it does by itself only for the address `auto`.
-
-    Only for clusters that require a token: otherwise this process rejects messages from the head, and Ray considers its actors
-    lost. Private, because Ray reads RAY_AUTH_MODE only once, when it is imported.
-    """
-    if token() is not None and "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")
-
-
-def _check_head(address: str) -> None:
-    """Checks that a Ray head responds at `host:port` and accepts the token.
-
-    Private, because `ray.init` takes 20 s to fail and does not distinguish a wrong token from a wrong address.
-
-    Raises:
-        OSError: there is no Ray head.
-        AuthenticationError: the head rejects the token.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return
-    reach(host, int(port))
-    with init_grpc_channel(address) as channel:
-        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            head.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=10)  # type: ignore[attr-defined]
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise AuthenticationError(error.details()) from None
-            raise ConnectionError(error.details()) from None
-
-
-def reach(host: str, port: int) -> None:
-    """Raises OSError if nothing listens, within 10 s."""
-    socket.create_connection((host, port), timeout=10).close()
-
-
 def this_machine() -> Resources:
-    """The resources of a local cluster, without starting one. Uses the private functions with which Ray counts GPUs."""
-    gpus = get_accelerator_manager_for_resource("GPU")
-    assert gpus is not None, "Ray knows GPUs"
-    visible = gpus.get_current_process_visible_accelerator_ids()
-    number = gpus.get_current_node_num_accelerators()
-    return Resources((Node(available_cpus(), number if visible is None else min(number, len(visible))),))
+    """The resources of a local cluster, without starting one."""
+    import torch  # takes a second
+
+    return Resources((Node(available_cpus(), torch.cuda.device_count()),))
 
 
 def resources() -> Resources:
     """The current resources of this session's cluster."""
-    nodes = _nodes()
+    found = nodes()
     # `ray up` and KubeRay label each node with its group for Ray's autoscaler; `ray start` does not.
-    grows = any(RAY_NODE_GROUP_KEY in node["Labels"] for node in nodes)
-    has = [node["Resources"] for node in nodes]
+    grows = any("ray.io/node-group" in node["Labels"] for node in found)
+    has = [node["Resources"] for node in found]
     return Resources(tuple(Node(int(one.get("CPU", 0)), int(one.get("GPU", 0))) for one in has), grows)
-
-
-def alive() -> frozenset[str]:
-    """Ids of the nodes of this session's cluster that are alive."""
-    return frozenset(node["NodeID"] for node in _nodes())
-
-
-def _nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node for node in nodes if node["Alive"]]
 
 
 def available_cpus() -> int:

@@ -14,7 +14,8 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from ray.util import get_node_ip_address
 
 from cluster import Placement
-from cluster.session import _nodes, session
+from cluster.session import session
+from cluster.supervision import nodes
 from cluster.sweep import Report, sweep
 from tests.cluster.cells import Memory
 from tests.cluster.heads import ray_head
@@ -75,13 +76,13 @@ def main(storage: str, address: str) -> None:
     with session(address) as found:
         print(json.dumps({"cpus": found.cpus, "grows": found.grows}), flush=True)
         outcomes = sweep(placed, dict.fromkeys("abcd", 8.0), Placement(), storage=storage, observer=memory)
-        nodes = {report["node"] for _, report in memory.reports}
+        used = {report["node"] for _, report in memory.reports}
         errors = [outcome.error for outcome in outcomes.values()]
-        print(json.dumps({"nodes": len(nodes), "errors": errors}), flush=True)
+        print(json.dumps({"nodes": len(used), "errors": errors}), flush=True)
         limit = time.monotonic() + PATIENCE
-        while len(_nodes()) > 1 and time.monotonic() < limit:
+        while len(nodes()) > 1 and time.monotonic() < limit:
             time.sleep(0.5)
-        print(json.dumps({"left": len(_nodes()) - 1}), flush=True)
+        print(json.dumps({"left": len(nodes()) - 1}), flush=True)
 
 
 if __name__ == "__main__":

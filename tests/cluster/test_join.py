@@ -87,7 +87,7 @@ def test_cells_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
     ("address", "message"),
     [
         ("http://head:8265", "http://head:8265 is the address of a job server; submit to it with `san submit`"),
-        ("127.0.0.1:9", "no Ray cluster answers at '127.0.0.1:9'"),
+        ("127.0.0.1:9", "cannot join a Ray cluster at '127.0.0.1:9' ([Errno 111] Connection refused); check the address"),
     ],
 )
 def test_rejects_a_wrong_address(address: str, message: str) -> None:

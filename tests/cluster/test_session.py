@@ -1,5 +1,4 @@
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -48,17 +47,16 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Hides the session that other tests share."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr("cluster.session.kill_descendants", lambda spared: None)
     return monkeypatch
 
 
 def test_failed_start_of_ray_is_an_error_for_users(no_ray: pytest.MonkeyPatch) -> None:
     def fail(**settings: object) -> None:
-        raise Exception("The current node timed out during startup. This could happen because of a raylet.\nDetails")
+        raise Exception("The current node timed out during startup")
 
     no_ray.setattr(ray, "init", fail)
-    message = r"Ray did not start on this machine \(The current node timed out .* raylet\)$"
     lost: list[str] = []
+    message = r"Ray did not start on this machine \(The current node timed out during startup\)"
     with pytest.raises(ClusterError, match=message) as caught, session(None, lost.append):  # type: ignore[arg-type]
         pass
     assert lost == [str(caught.value)]
@@ -67,7 +65,6 @@ def test_failed_start_of_ray_is_an_error_for_users(no_ray: pytest.MonkeyPatch) -
 def test_ray_that_does_not_start_is_lost(no_ray: pytest.MonkeyPatch) -> None:
     lost = threading.Event()
     no_ray.setattr("cluster.supervision._SECONDS_TO_START", 0.01)
-    no_ray.setattr("cluster.session.supervised", lambda local, on_lost: nullcontext())
     no_ray.setattr("cluster.session.resources", lambda: None)
     no_ray.setattr(ray, "init", lambda **settings: lost.wait(PATIENCE))
     with session(None, lambda message: lost.set()):  # type: ignore[arg-type, return-value]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ import yaml
 from ray.job_submission import JobSubmissionClient
 
 from cluster import ClusterError
-from cluster.submit import JobServer, UnreachableError
+from cluster.submit import JobServer
 from cuda_ext import build
 from experiments.cli import submit
 from experiments.errors import UserError
@@ -55,9 +52,10 @@ class Head:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a user with the token and without RAY_AUTH_MODE."""
+        """The environment of a user with the token."""
         return clean_environment() | {
             "RAY_API_SERVER_ADDRESS": self.address,
+            "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
             "PYTHONPATH": str(PROJECT_DIR),
         }
@@ -98,6 +96,7 @@ def http_status(url: str, **headers: str) -> int:
 def server(head: Head, monkeypatch: pytest.MonkeyPatch) -> JobServer:
     for name in RAY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", head.token)
     return JobServer(head.address)
 
@@ -212,9 +211,8 @@ def test_ray_job_stop_ends_the_cells(head: Head, san: San, tmp_path: Path, monke
     second = san(*arguments)
     assert second.returncode == 2 and "another `san run` is training this grid" in second.stdout
 
-    environment = head.environment | {"RAY_AUTH_MODE": "token"}
     ray = [sys.executable, "-m", "ray.scripts.scripts", *hints[1].split()[1:]]
-    stopped = subprocess.run(ray, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    stopped = subprocess.run(ray, env=head.environment, capture_output=True, text=True, timeout=PATIENCE)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     wait_until(lambda: not holders(mark, "environ"))
     assert runs_of(runs / "mlflow.db") == ["KILLED"]
@@ -231,11 +229,10 @@ def test_ray_job_submit_runs_a_grid(head: Head, tmp_path: Path) -> None:
         *"-- python -m experiments run".split(),
     ]
     command += [str(SMALL_GRID.relative_to(PROJECT_DIR)), "recipe.epochs=1", "recipe.batch_size=128"]
-    environment = head.environment | {"RAY_AUTH_MODE": "token"}
     outputs: list[subprocess.CompletedProcess[str]] = []
 
     def submitted() -> bool:  # a head that has just started asks to try again later
-        done = subprocess.run(command, cwd=PROJECT_DIR, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(command, cwd=PROJECT_DIR, env=head.environment, capture_output=True, text=True, timeout=PATIENCE)
         outputs.append(done)
         return "try again later" not in outputs[-1].stderr
 
@@ -254,158 +251,59 @@ def test_exit_code_is_1_if_the_grid_fails(san: San, tmp_path: Path) -> None:
     assert "failed: the command exited with code 1" in done.stderr
 
 
-@contextmanager
-def proxy(port: int) -> Iterator[tuple[int, Callable[[], None]]]:
-    """A port that forwards to another port, and a function that cuts all of its connections."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    ends: list[socket.socket] = []
-
-    def carry(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-        target.close()
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", port))
-                ends.extend((near, far))
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=carry, args=pair, daemon=True).start()
-
-    def cut() -> None:
-        for end in ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    threading.Thread(target=accept, daemon=True).start()
-    yield listener.getsockname()[1], cut
-    listener.close()
-    cut()
-
-
 @pytest.mark.slow
-def test_follows_a_log_to_its_end_after_a_lost_connection(head: Head, server: JobServer, tmp_path: Path) -> None:
+def test_follows_a_log_to_its_end(server: JobServer, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    code = "import time\nfor i in range(12):\n    print(f'line {i}', flush=True)\n    time.sleep(0.5)\nraise SystemExit(2)"
+    code = "import time\nfor i in range(6):\n    print(f'line {i}', flush=True)\n    time.sleep(0.5)\nraise SystemExit(2)"
     server.submit("counting", ["python", "-c", code], tmp_path / "work", {})
-    with proxy(int(head.address.rpartition(":")[2])) as (port, cut):
-        pieces: list[str] = []
-
-        def receive(piece: str) -> None:
-            pieces.append(piece)
-            if "line 3" in piece:
-                cut()
-
-        job = JobServer(f"http://127.0.0.1:{port}").follow("counting", receive)
+    pieces: list[str] = []
+    job = server.follow("counting", pieces.append)
     assert (job.state, job.exit_code, job.message) == ("failed", 2, "the command exited with code 2")
-    assert [line for line in "".join(pieces).splitlines() if line.startswith("line")] == [f"line {i}" for i in range(12)]
+    assert [line for line in "".join(pieces).splitlines() if line.startswith("line")] == [f"line {i}" for i in range(6)]
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({}, "requires a token; save the cluster's token to {home}/.ray/auth_token, or set RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_MODE": "token"}, "requires a token; save"),
-        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "{token}"}, "RAY_AUTH_MODE=disabled sends none"),
-        ({"RAY_AUTH_TOKEN": "0123456789"}, "rejected the token in RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_TOKEN_PATH": "{home}/wrong"}, "rejected the token in {home}/wrong"),
-        ({"RAY_AUTH_TOKEN": "tökén"}, "RAY_AUTH_TOKEN does not hold a valid token (one word in ASCII)"),
-        ({"RAY_AUTH_TOKEN_PATH": "{home}/lines"}, "{home}/lines does not hold a valid token (one word in ASCII)"),
-        ({"RAY_AUTH_TOKEN_PATH": "{home}/binary"}, "{home}/binary does not hold a valid token (one word in ASCII)"),
-    ],
-)
+@pytest.mark.parametrize("token", [None, "0123456789"])
 def test_explains_a_missing_or_wrong_token(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], sentence: str
+    token: str | None, head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "wrong").write_text("0123456789\n")
-    (tmp_path / "lines").write_text("0123456789\n0123456789\n")
-    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in RAY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value.format(home=tmp_path, token=head.token))
-    with pytest.raises(ClusterError) as caught:
+    if token is not None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with pytest.raises(ClusterError, match="rejected the token or requires one; set RAY_AUTH_MODE=token"):
         JobServer(head.address)
-    assert sentence.format(home=tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("variables", "output"),
-    [
-        ({}, "refused: {gcs} requires a token; save"),
-        ({"RAY_AUTH_TOKEN": "0123456789"}, "refused: {gcs} rejected the token in RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_TOKEN": "{token}"}, "Resources("),
-    ],
-    ids=["none", "wrong", "right"],
-)
-def test_remote_driver_needs_the_token(head: Head, tmp_path: Path, variables: Mapping[str, str], output: str) -> None:
-    environment = clean_environment() | {"HOME": str(tmp_path)}
-    environment |= {name: value.format(token=head.token) for name, value in variables.items()}
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [None, "0123456789", "right"])
+def test_remote_driver_needs_the_token(token: str | None, head: Head, tmp_path: Path) -> None:
+    environment = clean_environment() | {"HOME": str(tmp_path), "PYTHONPATH": str(PROJECT_DIR)}
+    if token is not None:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token if token == "right" else token}
     command = [sys.executable, "-c", JOIN, head.gcs]
-    done = subprocess.run(
-        command, cwd=PROJECT_DIR, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
-    )
-    assert done.stdout.strip().splitlines()[-1].startswith(output.format(gcs=head.gcs))
-
-
-@contextmanager
-def other_server(body: bytes) -> Iterator[str]:
-    """A server that sends the same response to every request; its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    expected = "Resources(" if token == "right" else f"refused: cannot join a Ray cluster at '{head.gcs}'"
+    assert done.stdout.strip().splitlines()[-1].startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("address", "variables", "message"),
     [
-        (b"<html>hello</html>", "answers, but is not the job server of a Ray head; check the host and the port"),
-        (b"[1]", "answers, but is not the job server of a Ray head; check the host and the port"),
-        (b'{"version": "4", "ray_version": "2.9.3"}', "runs Ray 2.9.3, but this machine has Ray"),
-    ],
-)
-def test_explains_that_the_server_is_not_a_matching_ray_head(body: bytes, sentence: str) -> None:
-    with other_server(body) as address, pytest.raises(ClusterError) as caught:
-        JobServer(address)
-    assert str(caught.value).startswith(f"{address} {sentence}")
-
-
-@pytest.mark.parametrize(
-    ("address", "variables", "sentence"),
-    [
-        (None, {}, "the address of the job server is missing; give --address http://head:8265 or set RAY_API_SERVER_ADDRESS"),
-        (None, {"RAY_ADDRESS": "head:6379"}, "the address of the job server is missing"),
-        (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9"),
-        ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "nothing answers at http://127.0.0.1:9"),
-        ("http://127.0.0.1:many", {}, "nothing answers at http://127.0.0.1:many"),
-        ("http://[::1", {}, "'http://[::1' is not the address of a job server"),
-        ("head:6379", {}, "'head:6379' is not the address of a job server; expected http://HOST:PORT"),
+        (None, {}, "'' is not the address of a job server; give --address"),
+        (None, {"RAY_ADDRESS": "head:6379"}, "'head:6379' is not the address of a job server"),
+        (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "http://127.0.0.1:9 does not answer"),
+        ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "http://127.0.0.1:9 does not answer"),
     ],
 )
 def test_explains_a_wrong_address(
-    address: str | None, variables: Mapping[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+    address: str | None, variables: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in RAY_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, variables.get(name, ""))
     with pytest.raises(ClusterError) as caught:
         JobServer(address)
-    assert str(caught.value).startswith(sentence) and not isinstance(caught.value, UnreachableError)
+    assert str(caught.value).startswith(message)
 
 
 def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
