@@ -24,9 +24,11 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import san
 from experiments.cli import cli
 from experiments.grids import grid
 from experiments.grids.config import DataConfig, EngineConfig, PlacementConfig, RecipeConfig, ReliabilityConfig
+from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
 
@@ -203,6 +205,28 @@ def _value(value: object, missing: str = "required") -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
+def pretrained_table() -> str:
+    """The networks with weights: size, FLOPs and accuracy."""
+    lines = []
+    for name in san.list_models(pretrained=True):
+        facts, model = read_config(WEIGHTS_DIR / name), san.create_model(name, pretrained=True)
+        counted = san.complexity(model, facts["pretrained_cfg"]["input_size"][1])
+        size = (WEIGHTS_DIR / name / WEIGHTS).stat().st_size / 1e6
+        found = facts["evaluation"]
+        lines.append(
+            (
+                f"`{name}`",
+                f"{counted.params / 1e6:.3f}",
+                f"{counted.flops_paper / 1e6:.1f}",
+                f"{found['top1']:.2f}",
+                f"{found['top5']:.2f}",
+                f"{size:.2f}",
+            )
+        )
+    heading = ("network", "parameters (M)", "multiply-accumulates (M)", "top-1 (%)", "top-5 (%)", "file (MB)")
+    return _table(heading, lines)
+
+
 def _table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     cells = [" | ".join(map(_cell, line)) for line in (heading, *lines)]
     return "\n".join([f"| {cells[0]} |", "|" + " --- |" * len(heading), *(f"| {line} |" for line in cells[1:])])
@@ -214,7 +238,7 @@ def _cell(text: str) -> str:
     return coded.replace("|", "&#124;")
 
 
-PAGES = {"cli.md": cli_reference, "config.md": config_reference}
+PAGES = {"cli.md": cli_reference, "config.md": config_reference, "pretrained.md": pretrained_table}
 
 
 def generated(name: str) -> str:

@@ -67,7 +67,7 @@ PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
-    help="Dataset and model size: digits, cifar10, folder (your own images), imagenet (as in the paper), "
+    help="Dataset and model size: digits, cifar10, cifar10-full, folder (your own images), imagenet (as in the paper), "
     "imagenet-1gpu, imagenet-fast, or a .yaml file.",
 )
 RUNS = click.option(

@@ -14,7 +14,7 @@ from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
 from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
 
-GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem != "epochs"]
+GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem not in ("epochs", "pretrained")]
 """The grids of the paper's tables."""
 
 
@@ -416,7 +416,7 @@ def test_profile_extends_another(small_grid: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
 def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
     text = error_message(lambda: expand(small_grid, profile=name))
-    known = "cifar10, digits, folder, imagenet, imagenet-1gpu, imagenet-fast"
+    known = "cifar10, cifar10-full, digits, folder, imagenet, imagenet-1gpu, imagenet-fast"
     assert text == f"unknown profile {name!r}; profiles: {known}; or give the path of a .yaml file"
 
 
