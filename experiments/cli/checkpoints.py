@@ -116,7 +116,7 @@ def evaluate(
     """
     from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, resolve_checkpoint
     from experiments.grids.transform import transform
-    from experiments.training.progress import counting
+    from experiments.runner.progress import counting
 
     with resolve_checkpoint(checkpoint, runs) as (path, place):
         opened = open_checkpoint(path, overrides, profile)
@@ -168,7 +168,7 @@ def robustness(
     \b
     Example: san robustness san10.pt san15.pt --protocol attack
     """
-    from experiments.evaluation.checkpoints import measure_all
+    from experiments.cli.robustness import measure_all
     from experiments.evaluation.protocols import PROTOCOLS
     from experiments.report.data import measurements
     from experiments.report.tables import protocol_table

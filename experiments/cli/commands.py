@@ -36,15 +36,14 @@ from experiments.cli.options import (
     GroupedCommands,
     age,
     as_value,
-    duration,
     named_address,
     printable,
 )
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
-    from experiments.cli.estimate import Hours
-    from experiments.cli.plan import Cell
+    from experiments.runner.estimate import Hours
+    from experiments.runner.plan import Cell
     from experiments.tracking.listing import Listed
 
 
@@ -172,7 +171,7 @@ def run(
     Example: san run experiments/grids/footprint.yaml --profile digits
     """
     from experiments.cli.run import run as run_job
-    from experiments.training.job import open_job
+    from experiments.runner.job import open_job
 
     sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds, only=only), address) else 1)
 
@@ -203,9 +202,9 @@ def plan(
     \b
     Example: san plan experiments/grids/footprint.yaml --profile digits
     """
-    from experiments.cli.plan import plan as plan_job
-    from experiments.cli.plan import plan_in_words
-    from experiments.training.job import open_job
+    from experiments.runner.job import open_job
+    from experiments.runner.plan import plan as plan_job
+    from experiments.runner.plan import plan_in_words
 
     job = open_job(grid, profile, overrides, runs, seeds, writes=False, only=only)
     cells = plan_job(job)
@@ -224,6 +223,8 @@ def _state(cell: Cell) -> str:
 
 
 def _hours(hours: Hours | None) -> str:
+    from experiments.runner.progress import duration
+
     return "" if hours is None else f"  {'' if hours.basis == 'like' else 'about '}{duration(3600 * hours.wall)}"
 
 
@@ -262,7 +263,7 @@ def report(
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
     from experiments.report.build import print_unfinished, records_of, show, tables, write_page
-    from experiments.training.job import finished_results, known_results, open_job, say
+    from experiments.runner.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":
         raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
@@ -384,9 +385,8 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
     \b
     Example: san runs footprint --follow
     """
-    from experiments.runs.workspace import open_workspace
+    from experiments.runs.workspace import has_store, open_workspace
     from experiments.tracking.listing import list_runs as listed_runs
-    from experiments.training.job import has_store
 
     if as_json and follow:
         raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of these options")
@@ -460,9 +460,8 @@ def ui(port: int | None, runs: Path | str | None) -> None:
     \b
     Example: san ui --port 5000
     """
-    from experiments.runs.workspace import open_workspace
+    from experiments.runs.workspace import has_store, open_workspace
     from experiments.tracking.listing import experiment_pages
-    from experiments.training.job import has_store
 
     uri = open_workspace(runs).tracking_uri
     if not has_store(uri):

@@ -76,7 +76,7 @@ def prepare(name: str, folder: Path | None, source: Path | None) -> None:
     Example: san data prepare cifar10
     """
     from experiments.grids.config import base_folder
-    from experiments.training.progress import counting
+    from experiments.runner.progress import counting
     from pipelines import CIFAR, prepare_cifar, prepare_digits
 
     folder = folder or base_folder() / "data" / name
@@ -142,7 +142,7 @@ def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
 
 
 def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
-    from experiments.training.progress import counting
+    from experiments.runner.progress import counting
     from pipelines import DataError
     from pipelines.datasets.check import check as check_images
     from pipelines.datasets.dataset import skipped_files
@@ -257,7 +257,7 @@ def pack(
     \b
     Example: san data pack /data/imagenet /data/imagenet-shards
     """
-    from experiments.training.progress import counting
+    from experiments.runner.progress import counting
     from pipelines import Dataset
     from pipelines.datasets.pack import pack as pack_shards
     from pipelines.datasets.shards import index_path

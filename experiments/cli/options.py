@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the formats of ages, durations and values."""
+"""Arguments and options that several commands share, and the formats of ages and values."""
 
 from __future__ import annotations
 
@@ -94,15 +94,6 @@ def age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def duration(seconds: float) -> str:
-    """For example `3 h 20 min`, `2 min 40 s` or `50 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 100:
-        return f"{hours / 24:.0f} days"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def as_value(value: object) -> str:

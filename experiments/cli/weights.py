@@ -11,10 +11,10 @@ import click
 from experiments.cli.options import RUNS
 from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.transform import transform
+from experiments.runner.job import open_job
+from experiments.runner.progress import counting
 from experiments.training.checkpoint import last_of
 from experiments.training.images import open_data
-from experiments.training.job import open_job
-from experiments.training.progress import counting
 from pipelines import Dataset
 from san.models import pretrained
 

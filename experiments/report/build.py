@@ -12,7 +12,6 @@ from pathlib import Path
 
 from experiments.errors import UserError
 from experiments.evaluation.attention_samples import attention_samples
-from experiments.evaluation.cells import Work, works
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.paper.tables import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
 from experiments.report.charts import CURVES, save_plot
@@ -21,18 +20,18 @@ from experiments.report.data import (
     Report,
     TableRow,
     counts_of_trained,
-    finished_cells,
     grid_measurements,
     shown_rows,
     table_rows,
 )
 from experiments.report.page import page
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
+from experiments.runner.job import Job, finished_cells, is_done, is_finished, say
+from experiments.runner.plan import missing_measurements
 from experiments.runs.retry import retry
 from experiments.runs.summary import CONFUSION, Confusion
 from experiments.tracking import Result
 from experiments.tracking.result import runs_page
-from experiments.training.job import Job, is_done, is_finished, say
 
 LONGEST_NOTE = 5000
 """Characters. MLflow rejects longer descriptions of experiments (20 000 in newer versions) and truncates those of runs."""
@@ -69,11 +68,6 @@ def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
         records = rows = rows_of(job, results)
         table = grid_table(rows)
     return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(records)}
-
-
-def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, Work]:
-    """The measurements of the grid's protocol that finished cells lack."""
-    return works(job.workspace, job.grid.robustness, finished_cells(job.wanted, results)) if job.grid.robustness else {}
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:

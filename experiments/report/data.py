@@ -15,6 +15,7 @@ from experiments.grids.config import value_at
 from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
 from experiments.report import interval
+from experiments.runner.job import finished_cells
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
@@ -174,12 +175,6 @@ def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Re
     """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
     found = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
     return [result.metrics for result in found if result.finished]
-
-
-def finished_cells(trials: Sequence[Trial], results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
-    """The finished trials with their results, in order."""
-    found = [(trial, results[trial.key]) for trial in trials if trial.key in results]
-    return [(trial, result) for trial, result in found if result.finished]
 
 
 def _early_stops(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:

@@ -15,9 +15,10 @@ from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report import interval
 from experiments.report.charts import save_plot
-from experiments.report.data import TableRow, finished_cells, finished_metrics, table_rows
+from experiments.report.data import TableRow, finished_metrics, table_rows
 from experiments.report.interval import Interval
 from experiments.report.tables import ACCURACY, Table, grid_table
+from experiments.runner.job import finished_cells
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"

@@ -4,45 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 from experiments.grids.grid import Trial
 from experiments.runs.retry import PATIENCE
 from experiments.runs.store import Lock, LockError, Store
 
-if TYPE_CHECKING:
-    from cluster.sweep import Observer, Outcome
-
 GRIDS = "locks/grids"
 OTHER_ENDS = 300.0
 """Seconds within which a process ends that has lost its `san run`: Ray ends those of a disconnected node after 183 s."""
-
-
-class WhileLocked:
-    """A sweep's observer that ends the sweep if another `san run` has taken over the grid's lock."""
-
-    def __init__(self, observer: Observer, lock: Lock) -> None:
-        self.observer, self.lock = observer, lock
-
-    def __getstate__(self) -> dict[str, object]:
-        """Empty: Ray stores the observer in case it restores the sweep, which never happens."""
-        return {}
-
-    def started(self, key: str) -> None:
-        self.lock.raise_if_lost()
-        self.observer.started(key)
-
-    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        self.lock.raise_if_lost()
-        self.observer.progress(key, metrics)
-
-    def finished(self, outcome: Outcome) -> None:
-        self.lock.raise_if_lost()
-        self.observer.finished(outcome)
-
-    def waiting(self, reason: str) -> None:
-        self.lock.raise_if_lost()
-        self.observer.waiting(reason)
 
 
 def mlflow_lock(store: Store) -> AbstractContextManager[Lock]:

@@ -80,3 +80,8 @@ def open_workspace(runs: str | Path | None = None) -> Workspace:
             "example http://server:5000"
         )
     return Workspace(store, uri or f"sqlite:///{store.folder / 'mlflow.db'}")
+
+
+def has_store(uri: str) -> bool:
+    """Whether anything can have been tracked there: a server, or a database that exists."""
+    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()

@@ -32,10 +32,10 @@ from torch.nn.functional import cross_entropy
 
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
+from experiments.runner.job import open_job
 from experiments.training.checkpoint import Checkpoints
 from experiments.training.device import training_device
 from experiments.training.images import loaders
-from experiments.training.job import open_job
 from experiments.training.trainer import run_trial
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"

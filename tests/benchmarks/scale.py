@@ -43,10 +43,10 @@ from cluster.sweep import Outcome, Report, sweep
 from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.grid import Trial
 from experiments.report.plots import DASHES, MARKERS, SERIES
+from experiments.runner.job import Job, known_results, open_job
 from experiments.runs.summary import Epoch
 from experiments.tracking.store import UNUSABLE
 from experiments.tracking.tracker import TrialRun
-from experiments.training.job import Job, known_results, open_job
 from experiments.training.metric_logger import AsyncMetricLogger
 from san import Complexity
 from tests.cluster.nodes import nodes as several_nodes

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from experiments.report import interval
-from experiments.training.job import open_job
+from experiments.runner.job import open_job
 from tests.experiments.processes import ended, start
 
 GRID = Path(__file__).parent / "workers.yaml"

@@ -19,12 +19,12 @@ from cluster import Node, Resources
 from cluster.supervision import OnLost
 from cluster.sweep import Observer, Outcome
 from experiments.cli import main
+from experiments.runner.job import Job, open_job
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
-from experiments.training.job import Job, open_job
 from experiments.training.trainer import run_trial
 
 HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch_size=64")

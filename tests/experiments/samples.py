@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from experiments.grids.grid import Trial
+from experiments.runner.job import Job
 from experiments.runs.store import LocalStore, Lock
 from experiments.runs.summary import Epoch
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
-from experiments.training.job import Job
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
 

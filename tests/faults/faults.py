@@ -29,8 +29,8 @@ from pathlib import Path
 import torch
 
 from experiments.grids.config import PROJECT_DIR
+from experiments.runner.job import Job, open_job
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.job import Job, open_job
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
 from tests.experiments.servers import Server

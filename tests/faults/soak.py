@@ -37,9 +37,9 @@ from typing import NamedTuple
 import torch
 
 from experiments.grids.config import PROJECT_DIR
+from experiments.runner.job import open_job
 from experiments.runs.workspace import open_runs
 from experiments.training.checkpoint import DAMAGE, Checkpoint
-from experiments.training.job import open_job
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
 from tests.experiments.servers import ObjectStore, Server

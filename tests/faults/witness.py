@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import experiments.cli.run
+import experiments.runner.execute
 from experiments.cli import main
 from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace, open_runs
@@ -93,5 +93,5 @@ if __name__ == "__main__":
 
     runs = open_runs(sys.argv[sys.argv.index("--runs") + 1]).folder
     runs.mkdir(parents=True, exist_ok=True)
-    experiments.cli.run.run_trial = partial(witness.watched_trial, runs)
+    experiments.runner.execute.run_trial = partial(witness.watched_trial, runs)
     main()

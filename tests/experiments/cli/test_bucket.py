@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import main
+from experiments.runner.job import open_job
 from experiments.runs import store as stores
 from experiments.runs.store import S3Store
 from experiments.training.checkpoint import best_in
-from experiments.training.job import open_job
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.processes import Kill, ended, start
 from tests.experiments.samples import ALWAYS, SHORT

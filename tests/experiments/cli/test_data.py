@@ -23,7 +23,7 @@ from experiments.cli.data import Size
 from experiments.grids.config import DataConfig, TrialConfig
 from experiments.grids.expand import GRIDS_DIR
 from experiments.training.images import data_digest, loaders, open_data
-from pipelines import DataError, Dataset, Loader, Transform, prepare_digits
+from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.manifest import list_path, read_list, write_list
 from tests.experiments.conftest import San
 from tests.experiments.drivers import PATIENCE
@@ -236,19 +236,13 @@ def test_synthetic_images_need_no_folder() -> None:
     assert data_digest(config(Path(), **fields)) != data_digest(config(Path(), **fields | {"synthetic_classes": 3}))
 
 
-def test_digest_of_digits_is_in_their_manifest(tmp_path: Path) -> None:
-    root = prepare_digits(tmp_path / "digits")
-    manifest = json.loads((root / "digits.json").read_text())
-    assert data_digest(config(root, source="digits")) == f"{manifest['train']['digest']}-{manifest['val']['digest']}"
-
-
 def test_digits_are_written_to_the_default_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As after a fresh clone: it has no data/.
     monkeypatch.setattr("experiments.training.images.base_folder", lambda: tmp_path / "project")
     assert len(open_data(config(Path("data/digits"), source="digits"))[1]) == 360
-    assert (tmp_path / "project/data/digits/digits.json").exists()
+    assert (tmp_path / "project/data/digits/val").exists()
     assert capsys.readouterr().err == ""
 
 

@@ -14,14 +14,14 @@ import pytest
 from cluster.halving import Halving, Rungs
 from cluster.session import available_cpus
 from cluster.sweep import Observer
-from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run
 from experiments.grids.grid import Trial
+from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.plan import plan, plan_in_words
 from experiments.runs.summary import Epoch, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
-from experiments.training.job import Job, known_results, open_job
 from tests.experiments.conftest import TrainCell
 from tests.experiments.drivers import Driver
 from tests.experiments.grids.test_grid import error_message, expand

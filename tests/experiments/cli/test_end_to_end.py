@@ -20,8 +20,8 @@ from cluster import Placement
 from cluster.session import available_cpus
 from cluster.sweep import sweep
 from experiments.grids.grid import Trial
+from experiments.runner.job import Job, open_job
 from experiments.runs.workspace import Workspace
-from experiments.training.job import Job, open_job
 from experiments.training.trainer import run_trial
 from tests.cluster.cells import Memory
 from tests.experiments.conftest import SMALL_GRID

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from experiments.cli.submit import PACKAGES
 from experiments.grids.config import PROJECT_DIR
-from experiments.training.job import open_job
+from experiments.runner.job import open_job
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import PATIENCE
 
@@ -27,7 +27,7 @@ def test_installed_project_writes_to_the_current_folder(tmp_path: Path) -> None:
     code = f"""
 import json, sys
 from pathlib import Path
-from experiments.training.job import open_job
+from experiments.runner.job import open_job
 job = open_job(Path({str(SMALL_GRID)!r}), "digits", ())
 print(json.dumps([job.trials[0].config.data.root, job.trials[0].key, str(job.workspace.runs)]))
 """
@@ -37,6 +37,6 @@ print(json.dumps([job.trials[0].config.data.root, job.trials[0].key, str(job.wor
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     root, key, runs = json.loads(done.stdout)
     assert (root, runs) == (str(here / "data" / "digits"), str(here / "runs"))
-    assert (here / "data" / "digits" / "digits.json").exists()
+    assert (here / "data" / "digits" / "val").exists()
     assert sorted(site.rglob("*")) == before
     assert key == open_job(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0].key

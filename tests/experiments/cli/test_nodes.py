@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.runner.job import Job, open_job
 from experiments.runs.store import S3Store
 from experiments.training.checkpoint import Checkpoint, last_of
-from experiments.training.job import Job, open_job
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.experiments.drivers import PATIENCE, Driver
 from tests.experiments.samples import without_times

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from experiments.grids.config import PROJECT_DIR
-from experiments.training.job import open_job
+from experiments.runner.job import open_job
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import finish_cell
 

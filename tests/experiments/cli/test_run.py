@@ -18,17 +18,17 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
 from cluster.sweep import Observer, Outcome
-from experiments.cli.options import duration
-from experiments.cli.plan import plan, plan_in_words
 from experiments.cli.run import run, study
 from experiments.errors import UserError
 from experiments.grids import expand as expanding
 from experiments.grids.config import ModelConfig, flat, model_errors
 from experiments.grids.grid import Trial
 from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
+from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.plan import plan, plan_in_words
+from experiments.runner.progress import duration
 from experiments.runs import retry
 from experiments.tracking.tracker import Tracker
-from experiments.training.job import Job, known_results, open_job
 from tests.experiments.conftest import TrainCell
 from tests.experiments.samples import EPOCH
 

@@ -21,7 +21,7 @@ import pytest
 
 from experiments.cli.run import run
 from experiments.grids.config import PROJECT_DIR
-from experiments.training.job import Job, open_job
+from experiments.runner.job import Job, open_job
 from tests.browser import browser
 from tests.experiments.conftest import San
 from tests.experiments.drivers import LEFT_OUT, PATIENCE

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from experiments.evaluation.attention_samples import attention_samples, best_of_each_kind
+from experiments.runner.job import open_job
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.job import open_job
 from tests.experiments.report.conftest import GRID, save_untrained
 
 

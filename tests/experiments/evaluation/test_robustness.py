@@ -14,11 +14,9 @@ import torch
 
 import san
 from cluster.sweep import Observer
-from experiments.cli import run as grids
 from experiments.cli.run import run
 from experiments.errors import UserError
 from experiments.evaluation.attack import predictions
-from experiments.evaluation.cells import Work, measure
 from experiments.evaluation.evaluate import LoadedModel, open_images
 from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
@@ -26,9 +24,11 @@ from experiments.evaluation.rotation import Rotation
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
 from experiments.report.build import measurements_of
+from experiments.runner import execute
+from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.measure import MeasureTask, measure_trial
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
-from experiments.training.job import Job, known_results, open_job
 from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import San, TrainCell, Trained
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
@@ -115,8 +115,8 @@ def started(replace_cluster: Callable[[TrainCell], None], process_group: None) -
     """Runs cells in this process instead of a cluster. Lists their keys and values."""
     cells: list[tuple[str, object]] = []
 
-    def run_cell(function: Callable[..., object], value: Trial | Work, observer: Observer) -> None:
-        key = value.trial.key if isinstance(value, Work) else value.key
+    def run_cell(function: Callable[..., object], value: Trial | MeasureTask, observer: Observer) -> None:
+        key = value.trial.key if isinstance(value, MeasureTask) else value.key
         cells.append((key, value))
         function(value, functools.partial(observer.progress, key))
 
@@ -132,15 +132,15 @@ def job(write_grid: Callable[[str, str], Path], runs: Path) -> Job:
 def test_grid_measures_only_missing_conditions(
     job: Job, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = grids.Watch
+    progress = execute.MeasureProgress
 
-    class Interrupted(watch):  # type: ignore[misc, valid-type]
+    class Interrupted(progress):  # type: ignore[misc, valid-type]
         def progress(self, key: str, metrics: Mapping[str, float]) -> None:
             super().progress(key, metrics)
             if key == job.trials[1].key and metrics["condition"] == 1:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(grids, "Watch", Interrupted)
+    monkeypatch.setattr(execute, "MeasureProgress", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(job, None)
     assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
@@ -149,12 +149,12 @@ def test_grid_measures_only_missing_conditions(
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
 
-    monkeypatch.setattr(grids, "Watch", watch)
+    monkeypatch.setattr(execute, "MeasureProgress", progress)
     started.clear()
     capsys.readouterr()
     assert run(job, None)
-    (work,) = (value for _, value in started)
-    assert isinstance(work, Work) and work.missing == ("cw180", "cw270", "upside_down")
+    (task,) = (value for _, value in started)
+    assert isinstance(task, MeasureTask) and task.missing == ("cw180", "cw270", "upside_down")
     out, err = capsys.readouterr()
     assert "robustness (rotation): 1 cells to measure, 1 at a time, 1 worker with 1 CPU per cell" in err
     assert "] not_in_the_paper cw180: top-1 " in err
@@ -188,16 +188,16 @@ def test_grid_measures_only_missing_conditions(
 
 def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.job.workspace.tracking_uri)
-    work = Work(workspace, trained.job.trials[0], "run", "rotation", ("none",))
+    task = MeasureTask(workspace, trained.job.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
-        measure(work, lambda metrics: None)
+        measure_trial(task, lambda metrics: None)
 
 
 def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.evaluation.cells.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("experiments.runner.measure.SECONDS_BETWEEN_LINES", 0.0)
     sent: list[Mapping[str, float]] = []
     job = trained.job
-    measure(Work(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), sent.append)
+    measure_trial(MeasureTask(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), sent.append)
     assert [metrics.get("done") for metrics in sent] == [64 / 120, 1.0, None] * 2
     assert [metrics["condition"] for metrics in sent] == [0, 0, 0, 1, 1, 1]
     assert set(sent[2]) == {"condition", "robustness/none/top1"}

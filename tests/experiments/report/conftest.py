@@ -12,9 +12,9 @@ import torch
 from experiments.grids.grid import Trial
 from experiments.paper.tables import counts_at_paper_setting, paper_rows
 from experiments.report.data import TableRow, table_rows
+from experiments.runner.job import Job, open_job
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint, Origin
-from experiments.training.job import Job, open_job
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
 from tests.experiments.samples import EPOCH

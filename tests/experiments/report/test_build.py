@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from experiments.cli.plan import plan, plan_in_words
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
 from experiments.report.build import note, show
+from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.plan import plan, plan_in_words
 from experiments.tracking import Result
-from experiments.training.job import Job, known_results, open_job
 from tests.experiments.conftest import San
 
 

@@ -16,8 +16,8 @@ from experiments.paper.tables import counts_at_paper_setting, paper_numbers, pap
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
 from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table
+from experiments.runner.job import open_job
 from experiments.tracking import Result
-from experiments.training.job import open_job
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 

@@ -21,9 +21,9 @@ from experiments.report.build import rows_of, write_page
 from experiments.report.charts import CURVES
 from experiments.report.data import Report, shown_rows
 from experiments.report.page import commands_for_row, page
+from experiments.runner.job import Job, known_results, open_job
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
-from experiments.training.job import Job, known_results, open_job
 from tests.browser import Browser, browser
 from tests.experiments.conftest import San
 from tests.experiments.report.conftest import QUESTION, save_untrained

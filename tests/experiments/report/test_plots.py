@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from experiments.report.charts import save_plot, short_names
 from experiments.report.plots import COLORS, LETTER, Chart, Point, Series, svg
-from experiments.training.job import Job, open_job
+from experiments.runner.job import Job, open_job
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 

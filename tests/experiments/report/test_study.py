@@ -10,8 +10,8 @@ import pytest
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval
 from experiments.report.study import Finding, Section, findings, section_of, write_study
+from experiments.runner.job import Job, open_job
 from experiments.tracking import Result
-from experiments.training.job import Job, open_job
 from tests.experiments.grids.test_grid import GRIDS
 
 TABLES = ("relation", "mapping", "transformation", "footprint", "position")

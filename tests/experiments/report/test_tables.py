@@ -19,8 +19,8 @@ from experiments.paper.tables import counts_at_paper_setting
 from experiments.report.build import rows_of
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
+from experiments.runner.job import Job, open_job
 from experiments.tracking import Result
-from experiments.training.job import Job, open_job
 from tests.experiments.report.conftest import tabled
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from experiments.cli import submit
 from experiments.errors import UserError
+from experiments.runner.job import open_job
 from experiments.runs import store as stores
 from experiments.runs.locks import cell_lock, claimed_cells
 from experiments.runs.store import OPTIONS, LocalStore, LockError, S3Store, StorageError, Store, _client
 from experiments.runs.workspace import open_workspace
 from experiments.training.checkpoint import Checkpoints
-from experiments.training.job import open_job
 from tests.experiments.conftest import SMALL_GRID, San
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import flip_a_bit, of_step

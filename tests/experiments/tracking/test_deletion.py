@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.grids.grid import Trial
+from experiments.runner.job import Job, known_results
 from experiments.runs.locks import cell_lock, claimed_cells
-from experiments.training.job import Job, known_results
 from tests.experiments.conftest import San
 from tests.experiments.samples import finish_cell
 

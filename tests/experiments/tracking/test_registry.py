@@ -15,10 +15,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 import san
+from experiments.runner.job import Job
 from experiments.tracking.registry import model_name
 from experiments.training import metric_logger
 from experiments.training.checkpoint import Checkpoint, Origin, best_in
-from experiments.training.job import Job
 from experiments.training.trainer import run_trial
 from tests.experiments.samples import silent
 

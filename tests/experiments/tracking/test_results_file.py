@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import UserError
+from experiments.runner.job import Job
 from experiments.tracking import Result
 from experiments.tracking.results_file import add_results, read_results
-from experiments.training.job import Job
 
 METRICS = {"val/top1": 71.25, "val/top5": 97.5, "val/loss": 1.0625, "train/loss": 1.125, "summary/images_per_second": 240.5}
 

@@ -21,8 +21,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from experiments.grids.config import PROJECT_DIR
+from experiments.runner.job import open_job
 from experiments.runs.summary import Epoch
-from experiments.training.job import open_job
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import SMALL_GRID, San
 from tests.experiments.drivers import PATIENCE
@@ -34,7 +34,7 @@ OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
 TRAIN = """
 import sys
 from pathlib import Path
-from experiments.training.job import open_job
+from experiments.runner.job import open_job
 from experiments.training.trainer import run_trial
 job = open_job(Path(sys.argv[1]), "digits", sys.argv[4:], Path(sys.argv[2]))
 run_trial(job.workspace, job.trials[int(sys.argv[3])], lambda metrics: None)

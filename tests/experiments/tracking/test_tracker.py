@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from mlflow.entities import Run
 
-from experiments.cli.plan import plan
 from experiments.errors import UserError
+from experiments.runner.job import Job, open_job
+from experiments.runner.plan import plan
 from experiments.runs.address import require_no_secret
 from experiments.tracking import store
 from experiments.tracking.tracker import Tracker
-from experiments.training.job import Job, open_job
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID, San
 from tests.experiments.drivers import PATIENCE

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli.plan import plan
 from experiments.errors import UserError
+from experiments.runner.job import Job, open_job
+from experiments.runner.plan import plan
 from experiments.runs.summary import read_ended
 from experiments.tracking import TrackerError
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
 from experiments.training import metric_logger
-from experiments.training.job import Job, open_job
 from experiments.training.trainer import run_trial
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID

@@ -11,8 +11,8 @@ import torch
 
 import san
 from experiments.errors import UserError
+from experiments.runner.job import open_job
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.job import open_job
 from experiments.training.pretrained import init_digest, initialize
 from experiments.training.trainer import run_trial
 from san.models.base import BaseModel

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import san
 from experiments.errors import UserError
-from experiments.training.job import Job, open_job
+from experiments.runner.job import Job, open_job
 from experiments.training.recipe import averaged, erased, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import error_message, expand

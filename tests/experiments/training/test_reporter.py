@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.runner.job import Job
 from experiments.runs.store import LocalStore
 from experiments.training import reporter
 from experiments.training.checkpoint import best_in
-from experiments.training.job import Job
 from experiments.training.reporter import Throttle
 from tests.experiments.processes import ended, reports, start, weights
 from tests.experiments.samples import without_times

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from experiments.grids.grid import Trial
+from experiments.runner.job import Job
 from experiments.runs.summary import Confusion
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine
-from experiments.training.job import Job
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import Trained
 from tests.experiments.drivers import PATIENCE

@@ -12,10 +12,10 @@ from experiments.evaluation.evaluate import open_checkpoint, open_images
 from experiments.evaluation.protocol import Condition, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName, Trial
+from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
 from experiments.training.checkpoint import last_of
-from experiments.training.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.training.trainer import kept_log, logging_to
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ Report = Callable[[Mapping[str, float]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MeasureTask:
     """The missing measurements of a cell."""
 
     workspace: Workspace
@@ -45,30 +45,32 @@ class Work:
         return tuple(condition for condition in PROTOCOLS[self.protocol].conditions if condition.name in self.missing)
 
 
-def works(workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]) -> dict[str, Work]:
+def pending_tasks(
+    workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]
+) -> dict[str, MeasureTask]:
     """The missing measurements of trained cells, by key; complete cells are left out."""
     found = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
         if missing:
-            found[trial.key] = Work(workspace, trial, result.run_id, protocol, missing)
+            found[trial.key] = MeasureTask(workspace, trial, result.run_id, protocol, missing)
     return found
 
 
-def measure(work: Work, report: Report) -> None:
-    """Measures a cell after its last epoch. Reports contain `condition`, an index into `work.conditions`, and either `done`,
+def measure_trial(task: MeasureTask, report: Report) -> None:
+    """Measures a cell after its last epoch. Reports contain `condition`, an index into `task.conditions`, and either `done`,
     the finished fraction, or the metrics of the finished condition.
 
     Raises:
         UserError: the checkpoint cannot be used, or memory does not suffice.
         DataError: an image cannot be used.
     """
-    workspace, config = work.workspace, work.trial.config
-    checkpoint = last_of(workspace.checkpoints(work.trial), config.recipe.epochs)
+    workspace, config = task.workspace, task.trial.config
+    checkpoint = last_of(workspace.checkpoints(task.trial), config.recipe.epochs)
     workspace.store.download(checkpoint)
-    with kept_log(workspace, work.trial) as log, logging_to(log, rank=0):
+    with kept_log(workspace, task.trial) as log, logging_to(log, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
-        places = {condition.name: float(place) for place, condition in enumerate(work.conditions)}
+        places = {condition.name: float(place) for place, condition in enumerate(task.conditions)}
 
         @contextmanager
         def shown(name: str, images: int, batch: int) -> Iterator[Callable[[], None]]:
@@ -83,16 +85,18 @@ def measure(work: Work, report: Report) -> None:
 
             yield ended
 
-        for condition, numbers in measured(opened, open_images(opened), work.conditions, shown):
+        for condition, numbers in measured(opened, open_images(opened), task.conditions, shown):
             report({"condition": places[condition.name], **condition.metrics(numbers)})
 
 
-class Watch:
-    """Observes a sweep of `measure`; `keep` gets the metrics of a cell as they arrive."""
+class MeasureProgress:
+    """Observes a sweep of `measure_trial`; `keep` gets the metrics of a cell as they arrive."""
 
-    def __init__(self, works: Mapping[str, Work], keep: Callable[[Work, dict[str, float]], None], out: TextIO) -> None:
-        self.works, self.keep, self.display, self.start = works, keep, Display(out), time.monotonic()
-        self.left = self.total = sum(len(work.missing) for work in works.values())
+    def __init__(
+        self, tasks: Mapping[str, MeasureTask], keep: Callable[[MeasureTask, dict[str, float]], None], out: TextIO
+    ) -> None:
+        self.tasks, self.keep, self.display, self.start = tasks, keep, Display(out), time.monotonic()
+        self.left = self.total = sum(len(task.missing) for task in tasks.values())
         self.running: dict[str, tuple[str, str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -103,15 +107,15 @@ class Watch:
         """Does nothing: the first condition is reported soon."""
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        work, values = self.works[key], dict(metrics)
-        condition = work.conditions[int(values.pop("condition"))]
-        what = f"{work.name} {condition.name}"
+        task, values = self.tasks[key], dict(metrics)
+        condition = task.conditions[int(values.pop("condition"))]
+        what = f"{task.name} {condition.name}"
         if "done" in values:
-            self.running[key] = work.name, f"{condition.name} {values['done']:.0%}"
+            self.running[key] = task.name, f"{condition.name} {values['done']:.0%}"
             if self.display.live is None:
                 self._say(f"{what}: {values['done']:.0%}")
         else:
-            self.keep(work, values)
+            self.keep(task, values)
             self.left -= 1
             self._say(f"{what}: {percentages(condition.found(values))}")
         self._show()
@@ -119,7 +123,7 @@ class Watch:
     def finished(self, outcome: Outcome) -> None:
         self.running.pop(outcome.key, None)
         if outcome.error is not None:
-            self._say(f"{self.works[outcome.key].name} FAILED: {outcome.error}")
+            self._say(f"{self.tasks[outcome.key].name} FAILED: {outcome.error}")
         self._show()
 
     def waiting(self, reason: str) -> None:

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from cluster.supervision import exit_lost, kill_descendants
 from experiments.grids.grid import Trial
+from experiments.runner.job import Job, say
 from experiments.tracking import TrackerError
-from experiments.training.job import Job, say
 
 LIMIT = 10
 """Restarts without progress, after which the command gives up."""

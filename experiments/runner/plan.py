@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
-from experiments.cli.estimate import Basis, Estimator, Hours
-from experiments.cli.options import duration
 from experiments.grids.grid import Trial
 from experiments.paper.tables import note_on_missing_rows
+from experiments.runner.estimate import Basis, Estimator, Hours
+from experiments.runner.job import Job, finished_cells, is_done, known_results
+from experiments.runner.measure import MeasureTask, pending_tasks
+from experiments.runner.progress import duration
 from experiments.tracking import Result
 from experiments.training.images import open_data
-from experiments.training.job import Job, is_done, known_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
     estimator = Estimator(results.values())
     found = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
     return sorted(found, key=lambda each: each[1].wall)
+
+
+def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, MeasureTask]:
+    """The measurements of the grid's protocol that finished cells lack."""
+    return pending_tasks(job.workspace, job.grid.robustness, finished_cells(job.wanted, results)) if job.grid.robustness else {}
 
 
 def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:

@@ -13,7 +13,7 @@ from experiments.evaluation.protocol import Ended, Numbers, measured, percentage
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.expand import parse_override
 from experiments.grids.grid import ProtocolName
-from experiments.training.progress import counting
+from experiments.runner.progress import counting
 
 
 def measure_all(

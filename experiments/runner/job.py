@@ -16,7 +16,7 @@ from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, Trial
 from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import table_names
-from experiments.runs.workspace import Workspace, open_workspace
+from experiments.runs.workspace import Workspace, has_store, open_workspace
 from experiments.tracking import Result
 from experiments.training.images import data_digest, loaders, open_data, without_writing
 from experiments.training.pretrained import init_digest, initialize
@@ -66,11 +66,6 @@ class Job:
         """What each cell takes; a grid cannot change it from row to row."""
         wanted = self.trials[0].config.placement
         return Placement(wanted.workers, wanted.cpus, wanted.gpus)
-
-
-def has_store(uri: str) -> bool:
-    """Whether anything can have been tracked there: a server, or a database that exists."""
-    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
 def open_job(
@@ -184,6 +179,12 @@ def finished_results(job: Job) -> dict[str, Result]:
 
 def is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
+
+
+def finished_cells(trials: Sequence[Trial], results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
+    """The finished trials with their results, in order."""
+    found = [(trial, results[trial.key]) for trial in trials if trial.key in results]
+    return [(trial, result) for trial, result in found if result.finished]
 
 
 def is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:

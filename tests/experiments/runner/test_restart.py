@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli.restart import LIMIT, RESTARTS
+from experiments.runner.restart import LIMIT, RESTARTS
 from tests.cluster.heads import ray_head
 from tests.cluster.test_signals import MARK, marked
 from tests.experiments.conftest import SMALL_GRID

@@ -266,3 +266,12 @@ def _left(seconds: float | None) -> str:
         return f", {minutes} min left"
     hours, minutes = divmod(minutes, 60)
     return f", {hours} h {minutes:02d} min left" if hours < 48 else f", {hours / 24:.1f} d left"
+
+
+def duration(seconds: float) -> str:
+    """For example `3 h 20 min`, `2 min 40 s` or `50 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours / 24:.0f} days"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

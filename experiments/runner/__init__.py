@@ -1,0 +1,1 @@
+"""Plans and executes what a grid lacks: trials to train and trained trials to measure."""
