@@ -262,7 +262,8 @@ def report(
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
-    from experiments.report.build import print_unfinished, records_of, show, tables, write_page
+    from experiments.cli.show import print_unfinished, show, write_page
+    from experiments.report.build import records_of, tables
     from experiments.runner.job import finished_results, known_results, open_job, say
 
     if as_json and form != "text":

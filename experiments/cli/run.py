@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from experiments.cli.show import show
 from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import paper_claims
-from experiments.report.build import note, show
+from experiments.report.build import note
 from experiments.report.study import section_of, write_study
 from experiments.runner.execute import measure, prepare, train
 from experiments.runner.job import Job, is_done, is_finished, known_results, open_job, say

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.grids.config import value_at
 from experiments.grids.grid import Plot, Trial
 from experiments.report import plots
-from experiments.report.data import Measurement, Report, TableRow, family
+from experiments.report.data import GridReport, Measurement, TableRow, family
 from experiments.report.plots import Chart, Point, Series
 
 CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training loss", math.inf)}
@@ -73,7 +73,7 @@ def plot_charts(plot: Plot, trials: Sequence[Trial], rows: Sequence[TableRow]) -
     return charts
 
 
-def cost_charts(report: Report) -> list[Chart]:
+def cost_charts(report: GridReport) -> list[Chart]:
     """Accuracy over parameters and over FLOPs, by family of models."""
     charts = []
     labels = _labels(report)
@@ -89,7 +89,7 @@ def cost_charts(report: Report) -> list[Chart]:
     return _charts_with_points(charts)
 
 
-def robustness_charts(report: Report) -> list[Chart]:
+def robustness_charts(report: GridReport) -> list[Chart]:
     """Top-1 under each condition of a protocol over top-1 without it, by family of models: of two networks with the same
     accuracy on clean images, the upper one is more robust."""
     top1 = {(one.condition, one.row): one for one in report.measurements if one.number == "top1"}
@@ -116,7 +116,7 @@ def _robustness_point(clean: Measurement | None, after: Measurement | None, labe
     return [Point(x, y, y - around, y + around, label, f"{after.row}: {y:.1f}{_plus_minus(around)} % of {x:.1f} %")]
 
 
-def curve_charts(report: Report) -> list[list[Chart]]:
+def curve_charts(report: GridReport) -> list[list[Chart]]:
     """Metrics over epochs: a list for each metric, with a chart for each family. Large families have several charts, because
     colors must not repeat within one."""
     kept = set(report.shown_rows)
@@ -135,7 +135,7 @@ def curve_charts(report: Report) -> list[list[Chart]]:
     return [charts for charts in groups if charts]
 
 
-def _curve(report: Report, row: str, metric: str) -> list[Point]:
+def _curve(report: GridReport, row: str, metric: str) -> list[Point]:
     """Mean, minimum and maximum over the seeds of a row, for the epochs that all of them have."""
     seeds = [dict(report.curves.get(trial.key, {}).get(metric, ())) for trial in report.trials if trial.row == row]
     seeds = [values for values in seeds if values]
@@ -147,7 +147,7 @@ def _curve(report: Report, row: str, metric: str) -> list[Point]:
     return points
 
 
-def _labels(report: Report) -> Mapping[str, str]:
+def _labels(report: GridReport) -> Mapping[str, str]:
     """A short label for each row, empty for rows that are not shown."""
     shown = set(report.shown_rows)
     labels: dict[str, str] = {}

@@ -261,7 +261,7 @@ MOST_ROWS = 42
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class GridReport:
     """Everything that a page shows of a grid."""
 
     grid: Grid

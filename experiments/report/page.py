@@ -22,7 +22,7 @@ from experiments.grids.grid import Grid, Trial
 from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
 from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
-from experiments.report.data import Measurement, Report, TableRow, grid_measurements
+from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
 from experiments.report.html import templates
 from experiments.report.plots import Chart
 from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting_columns, value_of
@@ -77,7 +77,7 @@ class Section:
     note: str = ""
 
 
-def page(report: Report) -> str:
+def page(report: GridReport) -> str:
     """Renders the page. All text is escaped."""
     environment = templates()
     environment.filters["svg"] = lambda chart: Markup(plots.svg(chart))
@@ -120,7 +120,7 @@ def page(report: Report) -> str:
     )
 
 
-def _limit_note(report: Report, what: str) -> str:
+def _limit_note(report: GridReport, what: str) -> str:
     """Says which rows have `what` if not all of them do."""
     most, total = report_data.MOST_ROWS, len(report.rows)
     return f" Only the best {most} of the {total} rows, by top-1, have {what}." if total > most else ""
@@ -134,14 +134,14 @@ def _by_classes(confusions: Mapping[str, Confusion]) -> dict[tuple[str, ...], di
     return found
 
 
-def _robustness_section(report: Report) -> Section | None:
+def _robustness_section(report: GridReport) -> Section | None:
     charts = robustness_charts(report) if report.measurements else []
     note = "At the same horizontal position, a higher point is more robust. Hover over a point for details."
     note += _limit_note(report, "labels, where there is room")
     return Section("Accuracy that remains", [charts], _family_styles(report), note) if charts else None
 
 
-def _plot_section(report: Report) -> Section | None:
+def _plot_section(report: GridReport) -> Section | None:
     plot = report.grid.plot
     charts = plot_charts(plot, report.trials, report.rows) if plot else []
     if plot is None or not charts:
@@ -150,21 +150,21 @@ def _plot_section(report: Report) -> Section | None:
     return Section(f"Accuracy by {plot.label.split(',')[0]}", [charts], styles)
 
 
-def _cost_section(report: Report) -> Section | None:
+def _cost_section(report: GridReport) -> Section | None:
     charts = cost_charts(report)
     note = "Up and to the left is better. Intervals without an end mark are cut off. Hover over a point for details."
     note += _limit_note(report, "labels, where there is room")
     return Section("Accuracy and cost", [charts], _family_styles(report), note) if charts else None
 
 
-def _curves_section(report: Report) -> Section | None:
+def _curves_section(report: GridReport) -> Section | None:
     groups = curve_charts(report)
     has_seeds = len({trial.seed for trial in report.trials}) > 1
     note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
     return Section("Training curves", groups, {}, (note + _limit_note(report, "curves")).strip()) if groups else None
 
 
-def _family_styles(report: Report) -> dict[str, int]:
+def _family_styles(report: GridReport) -> dict[str, int]:
     return {name: style for style, name in enumerate(report.families)}
 
 
@@ -178,7 +178,7 @@ def _has(records: Iterable[Any], field: str) -> bool:
     return any(getattr(record, field) is not None for record in records)
 
 
-def _results_table(report: Report) -> HtmlTable:
+def _results_table(report: GridReport) -> HtmlTable:
     """The table of the grid. If the grid names a protocol, this table is the background of the protocol's."""
     rows = report.rows
     paper = {
@@ -221,7 +221,7 @@ def _protocol_table(found: Sequence[Measurement]) -> HtmlTable:
     return HtmlTable("Table of results by condition", caption, titled, bodies, notes, "not measured")
 
 
-def _other_protocols(report: Report) -> dict[str, HtmlTable]:
+def _other_protocols(report: GridReport) -> dict[str, HtmlTable]:
     """Tables of the protocols for which the cells have numbers although the grid names no protocol."""
     if report.grid.robustness:
         return {}
@@ -229,7 +229,7 @@ def _other_protocols(report: Report) -> dict[str, HtmlTable]:
     return {name: _protocol_table(measured) for name, measured in found.items() if _has(measured, "ours")}
 
 
-def _facts(report: Report) -> dict[str, Any]:
+def _facts(report: GridReport) -> dict[str, Any]:
     """Facts that are the same for all finished cells (`same_facts`), and those of each cell (`cell_facts`)."""
 
     def tagged(result: Result, name: str, missing: str = "see environment.txt of the run") -> str:

@@ -322,7 +322,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "address without a cluster": (
         lambda tmp: ["run", str(SMALL_GRID), "--address", "127.0.0.1:9"],
-        ["no Ray cluster answers at '127.0.0.1:9'"],
+        ["cannot join a Ray cluster at '127.0.0.1:9'"],
     ),
     "pages of an empty store": (lambda tmp: ["ui"], ["no runs yet; train a grid with `san run`"]),
     "weights in an unknown format": (

@@ -11,8 +11,8 @@ import pytest
 from experiments.evaluation.attention import look_everywhere, open_image
 from tests.browser import Browser, browser
 from tests.experiments.conftest import San
+from tests.experiments.evaluation.test_attention import files, opened  # noqa: F401
 from tests.experiments.report.page_checks import faults
-from tests.experiments.report.test_attention import files, opened  # noqa: F401
 
 STRONGEST = "[...document.querySelectorAll('figure canvas')].map(tile => tile.ariaLabel)"
 

@@ -12,14 +12,15 @@ import pytest
 import yaml
 from mlflow.entities import Metric
 
+from experiments.cli.show import write_page
 from experiments.evaluation.attention import in_words, look, open_image
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
 from experiments.report import data
-from experiments.report.build import rows_of, write_page
+from experiments.report.build import rows_of
 from experiments.report.charts import CURVES
-from experiments.report.data import Report, shown_rows
+from experiments.report.data import GridReport, shown_rows
 from experiments.report.page import commands_for_row, page
 from experiments.runner.job import Job, known_results, open_job
 from experiments.runs.summary import Confusion
@@ -136,7 +137,7 @@ def test_large_grids_show_only_the_best_rows(
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
-    report = Report(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
+    report = GridReport(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
     text = page(report)
     for element in ("labels, where there is room", "curves", "a command on this page"):
         assert f"Only the best 3 of the 6 rows, by top-1, have {element}." in text

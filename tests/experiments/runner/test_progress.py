@@ -14,8 +14,8 @@ from contextlib import suppress
 import pytest
 
 from cluster.sweep import Outcome
+from experiments.runner import progress as progress_module
 from experiments.runner.progress import Display, Progress, counting
-from experiments.training import progress as progress_module
 
 NAMES = {"a": "pairwise_3", "b": "resnet26_3"}
 EPOCHS = {"a": 4, "b": 4}

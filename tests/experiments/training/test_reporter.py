@@ -14,8 +14,8 @@ from experiments.training import reporter
 from experiments.training.checkpoint import best_in
 from experiments.training.reporter import Throttle
 from tests.experiments.processes import ended, reports, start, weights
+from tests.experiments.runner.test_progress import Clock
 from tests.experiments.samples import without_times
-from tests.experiments.training.test_progress import Clock
 
 
 def test_short_epochs_are_reported_only_at_their_end() -> None:

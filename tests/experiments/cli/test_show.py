@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from experiments.cli.show import show
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
-from experiments.report.build import note, show
+from experiments.report.build import note
 from experiments.runner.job import Job, known_results, open_job
 from experiments.runner.plan import plan, plan_in_words
 from experiments.tracking import Result
