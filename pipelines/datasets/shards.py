@@ -4,11 +4,10 @@ A shard contains pairs of files: `00000042.jpg`, the original image, and `000000
 `<split>.index` in the same folder has the offset of each image, so that images can be read in any order.
 
     # shards 0f3a...                                           hash of all lines below
-    # shard train-00000.tar <bytes> <sha256> <contents>
+    # shard train-00000.tar <bytes> <sha256>
     train/cat/1.jpg<TAB>10342<TAB>0<TAB>512                    path in the original folder, bytes, shard, offset
 """
 
-import errno
 import hashlib
 import os
 from array import array
@@ -24,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.datasets.manifest import Paths, encode, is_number, read_lines, write_whole
-from pipelines.errors import DataError, join_names
+from pipelines.datasets.manifest import Paths, encode, read_lines, write_whole
+from pipelines.errors import DataError
 
 HEADER = "# shards "
 SHARD = "# shard "
@@ -40,8 +39,6 @@ class Shard:
     name: str
     bytes: int
     sha256: str
-    contents: str
-    """16 hexadecimal digits of a hash of the numbers, names, sizes and classes of its images."""
 
 
 class Index(NamedTuple):
@@ -101,9 +98,9 @@ class Shards:
             try:
                 count = os.preadv(file, [content.data[done:]], within + done)
             except OSError as error:
-                raise self._unreadable(number, error) from None
+                raise self._changed(self._shards[number], str(error.strerror)) from None
             if count == 0:
-                raise self._wrong([f"{self._shards[number].name} ({_lengths(os.fstat(file), self._shards[number])})"])
+                raise self._changed(self._shards[number], f"only {os.fstat(file).st_size} bytes")
             done += count
         return content
 
@@ -140,41 +137,25 @@ class Shards:
             try:
                 opened = FileIO(self._folder / self._shards[number].name)
             except OSError as error:
-                raise self._unreadable(number, error) from None
+                raise self._changed(self._shards[number], str(error.strerror)) from None
             found = self._files.setdefault(number, opened)
             if found is not opened:  # Another thread opened it first.
                 opened.close()
         return found
 
-    def _unreadable(self, number: int, error: OSError) -> DataError:
-        path = self._folder / self._shards[number].name
-        if error.errno == errno.EMFILE:
-            return DataError(
-                f"{path}: cannot open this shard ({error.strerror}); "
-                "raise the limit on open files (ulimit -n), or pack with a larger --shard-size"
-            )
-        return self._wrong([f"{path.name} ({error.strerror})"])
-
     def _require_sizes(self) -> None:
-        wrong = []
         for shard in self._shards:
             try:
                 found = (self._folder / shard.name).stat()
             except OSError as error:
-                wrong.append(f"{shard.name} ({error.strerror})")
-            else:
-                wrong += [f"{shard.name} ({_lengths(found, shard)})"] if found.st_size != shard.bytes else []
-        if wrong:
-            raise self._wrong(wrong)
+                raise self._changed(shard, str(error.strerror)) from None
+            if found.st_size != shard.bytes:
+                raise self._changed(shard, f"{found.st_size} bytes instead of {shard.bytes}")
 
-    def _wrong(self, shards: list[str]) -> DataError:
+    def _changed(self, shard: Shard, reason: str) -> DataError:
         return DataError(
-            f"{self._folder}: shards changed since they were packed: {join_names(shards)}; copy or pack these shards again"
+            f"{self._folder}: {shard.name} has changed since it was packed ({reason}); copy or pack the shards again"
         )
-
-
-def _lengths(found: os.stat_result, shard: Shard) -> str:
-    return f"{found.st_size} bytes instead of {shard.bytes}"
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -184,54 +165,40 @@ def index_path(folder: Path, split: str) -> Path:
 
 def write_index(path: Path, shards: Sequence[Shard], rows: Sequence[tuple[str, int, int, int]]) -> None:
     """Writes an index with rows (path, bytes, number of the shard, offset in the shard). Raises DataError."""
-    lines = [*map(shard_line, shards), *("\t".join(map(str, row)) for row in rows)]
+    lines = [*(SHARD + " ".join(map(str, astuple(shard))) for shard in shards), *("\t".join(map(str, row)) for row in rows)]
     write_whole(path, [f"{HEADER}{_checksum(lines)}", *lines])
 
 
 def read_index(path: Path) -> Index:
     """Raises DataError if the file cannot be read or was not written by `write_index`."""
     header, *lines = read_lines(path)
+    damaged = DataError(f"{path}: this index is damaged or was edited by hand; copy the index again, or pack the images again")
     if header != f"{HEADER}{_checksum(lines)}":
-        raise DataError(f"{path}: this index is damaged or was edited by hand; copy the index again, or pack the images again")
-    shards = tuple(shards_in(lines))
-    starts = [0, *accumulate(shard.bytes for shard in shards)]
-    paths, sizes, offsets = [], array("q"), array("q")
-    for line in lines[len(shards) :]:
-        image, *place = line.rsplit("\t", 3)
-        if len(place) < 3 or not all(map(is_number, place)) or not _is_in(shards, *map(int, place)):
-            raise DataError(
-                f"{path}: row {line!r} of this index does not point into its shards; copy the index again, or pack the "
-                "images again"
-            )
-        size, number, offset = map(int, place)
-        paths.append(image)
-        sizes.append(size)
-        offsets.append(starts[number] + offset)
-    return Index(shards, Paths.of(paths), sizes, offsets)
-
-
-def shard_line(shard: Shard) -> str:
-    """The line of a shard in an index."""
-    return SHARD + " ".join(map(str, astuple(shard)))
-
-
-def shards_in(lines: Sequence[str]) -> Iterator[Shard]:
-    """The shards in the lines of an index. Other lines and incomplete lines are skipped."""
-    for line in lines:
-        parts = line.removeprefix(SHARD).rsplit(" ", 3)
-        is_complete = len(parts) == 4 and len(parts[3]) == 16 and is_number(parts[1])
-        if line.startswith(SHARD) and is_complete and "/" not in parts[0]:  # a shard lies next to its index
-            yield Shard(parts[0], int(parts[1]), parts[2], parts[3])
+        raise damaged
+    try:
+        fields = [line.removeprefix(SHARD).rsplit(" ", 2) for line in lines if line.startswith(SHARD)]
+        shards = tuple(Shard(name, int(size), sha256) for name, size, sha256 in fields)
+        rows = [line.rsplit("\t", 3) for line in lines[len(shards) :]]
+        places_N3 = np.array([[int(number) for number in place] for _, *place in rows], np.int64).reshape(-1, 3)
+        sizes_N, shard_N, offset_N = places_N3.T
+        starts = np.cumsum([0, *(shard.bytes for shard in shards)])
+        offsets_N = starts[shard_N] + offset_N
+        # Checked although the checksum is right, because an index from another source must not name other files.
+        if (
+            any("/" in shard.name for shard in shards)
+            or (places_N3 < 0).any()
+            or (offsets_N + sizes_N > starts[shard_N + 1]).any()
+        ):
+            raise damaged
+    except (ValueError, IndexError, OverflowError):
+        raise damaged from None
+    return Index(shards, Paths.of(image for image, *_ in rows), array("q", sizes_N.tobytes()), array("q", offsets_N.tobytes()))
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file as 64 hexadecimal digits. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _is_in(shards: Sequence[Shard], size: int, number: int, offset: int) -> bool:
-    return number < len(shards) and BLOCK <= offset and offset + size <= shards[number].bytes
 
 
 def _checksum(lines: Sequence[str]) -> str:

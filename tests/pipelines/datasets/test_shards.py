@@ -151,9 +151,9 @@ def test_splits_can_share_a_folder(data: Dataset, out: Path) -> None:
 
 
 def test_rejects_shards_of_other_images_or_sizes(data: Dataset, out: Path) -> None:
-    shards = packed(data, out)
+    packed(data, out)
     before = times(out)
-    sentence = f"holds {len(shards)} shards? of train made from other images or with another --shard-size"
+    sentence = "already holds shards of train made from other images or with another --shard-size"
     for other, size in ((data, 20_000), (data.without([0]), 6000)):
         with pytest.raises(DataError, match=sentence):
             packed(other, out, size)
@@ -197,19 +197,6 @@ def test_rejects_line_breaks_in_names_before_packing(data: Dataset, out: Path) -
     assert not out.exists()
 
 
-@pytest.mark.parametrize("row", ["\t".join(map(str, one)) for one in (
-    ("x", 0, 512), ("x", 9, 0), ("x", 9, 0, "abc"), ("x", -9, 0, 512), ("x", 9, 99, 512), ("x", 9, 0, 10**9), ("x", 9, 0, 0),
-)])  # fmt: skip
-def test_rejects_an_index_with_invalid_rows(data: Dataset, out: Path, row: str) -> None:
-    packed(data, out)
-    _, *lines = (out / "train.index").read_text().splitlines()
-    lines[-1] = f"train/c/1.jpg{row}".replace("x", "", 1)
-    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    (out / "train.index").write_text("\n".join([f"# shards {checksum}", *lines, ""]))
-    with pytest.raises(DataError, match=r"train\.index: row 'train/c/1\.jpg.*' of this index does not point into its shards"):
-        Dataset.open_shards(out, "train")
-
-
 def test_rejects_the_index_of_another_split(data: Dataset, out: Path) -> None:
     packed(data, out)
     shutil.copy(out / "train.index", out / "val.index")
@@ -240,9 +227,9 @@ def lost_byte(path: Path) -> None:
         (
             "train-00001.tar",
             Path.unlink,
-            r"shards changed since they were packed: train-00001\.tar \(No such file or directory\); copy or pack",
+            r"train-00001\.tar has changed since it was packed \(No such file or directory\); copy or pack",
         ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar \(\d+ bytes instead of \d+\); copy or pack these shards again"),
+        ("train-00001.tar", lost_byte, r"train-00001\.tar has changed since it was packed \(\d+ bytes instead of \d+\)"),
         ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy the index again"),
         ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
     ],
@@ -251,17 +238,6 @@ def test_rejects_damaged_shards(data: Dataset, out: Path, name: str, damage: Cal
     packed(data, out)
     damage(out / name)
     with pytest.raises(DataError, match=sentence):
-        Dataset.open_shards(out, "train")
-
-
-def test_error_names_all_damaged_shards(data: Dataset, out: Path) -> None:
-    shards = packed(data, out, 1)
-    assert len(shards) == 23
-    for one in shards[2:14]:
-        (out / one.shard.name).write_bytes(b"")
-    with pytest.raises(
-        DataError, match=r"packed: train-00002\.tar \(0 bytes instead of \d+\), .*train-00011.* and 2 more; copy"
-    ):
         Dataset.open_shards(out, "train")
 
 
@@ -274,7 +250,7 @@ def test_error_names_a_shard_that_was_truncated_after_opening(data: Dataset, out
         opened.encoded(0)
     os.truncate(out / "train-00000.tar", length)
     with pytest.raises(
-        DataError, match=rf"{out}: shards changed since .*: train-00000\.tar \({length} bytes instead of \d+\); copy"
+        DataError, match=rf"{out}: train-00000\.tar has changed since it was packed \(only {length} bytes\); copy"
     ):
         opened.encoded(20)
 
@@ -331,19 +307,6 @@ def test_shards_give_the_same_batches_as_the_folder(
             assert torch.equal(folder.labels_N, shards.labels_N)
             seen += len(folder.labels_N)
     assert seen == len(both[0])
-
-
-def test_training_reports_a_truncated_shard(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
-    """With a memory map, this would crash the process."""
-    root = Path(shutil.copytree(both[1].root, tmp_path / "cut"))
-    batches = Loader(Dataset.open_shards(root, "train"), PIXELS, train=True, batch_size=1).epoch(0)
-    next(batches)
-    for shard in root.glob("*.tar"):
-        os.truncate(shard, 100)
-    with pytest.raises(
-        DataError, match=r"shards changed since they were packed: train-0000\d\.tar \(100 bytes instead of \d+\)"
-    ):
-        list(batches)
 
 
 def test_shards_can_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
