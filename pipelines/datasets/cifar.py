@@ -10,7 +10,6 @@ import shutil
 import tarfile
 import urllib.error
 import urllib.request
-import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.datasets.prepared import has_splits, is_prepared, unfinished_folder
 from pipelines.errors import DataError
 
 Counting = Callable[[str, int | None, str], AbstractContextManager[Callable[[int], None]]]
@@ -70,26 +70,18 @@ def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting
     Raises:
         DataError: the folder exists with other content, the download failed or is damaged, or `source` has another content.
     """
-    if root.is_dir() and any(root.iterdir()):
-        if not all((root / split).is_dir() for split in ("train", "val")):
-            raise DataError(f"{root}: exists, but has no folders train and val; remove this folder or choose another one")
+    if is_prepared(root):
         return root
     root.parent.mkdir(parents=True, exist_ok=True)
     archive = source or _downloaded(CIFAR[name], root.parent, counting)
-    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}")
-    try:
+    with unfinished_folder(root) as folder:
         with counting(f"write {root}", None, "images") as count:
             if archive.is_dir():
-                _copy(archive, unfinished, count)
+                _copy(archive, folder, count)
             else:
-                _unpack(archive, unfinished, name, count)
-        if not all((unfinished / split).is_dir() for split in ("train", "val")):
+                _unpack(archive, folder, name, count)
+        if not has_splits(folder):
             raise DataError(f"{archive}: neither the binary version of {name} nor folders train/CLASS and val/CLASS")
-        if root.is_dir():
-            root.rmdir()
-        unfinished.rename(root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     if source is None:
         archive.unlink()
     return root

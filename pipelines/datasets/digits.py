@@ -1,71 +1,32 @@
 """The embedded dataset: scikit-learn's 1797 handwritten digits as small JPEG files, for experiments without a download."""
 
-import json
-import os
-import shutil
-import uuid
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.datasets.dataset import Dataset
-from pipelines.errors import DataError
+from pipelines.datasets.prepared import is_prepared, unfinished_folder
 
 QUALITY = 95
 VALIDATION_PER_CLASS = 36
 SIDE = 32
 """Side of the images in pixels; the originals have 8."""
-MANIFEST = "digits.json"
-"""File that describes the complete dataset."""
 
 
 def prepare_digits(root: Path | str) -> Path:
     """Writes `root/{train,val}/<digit>/<index>.jpg`, 1437 and 360 (36 per class) images, and returns `root`.
 
-    Split and images are always the same. Returns at once if the folder is complete. The folder is created atomically, so
-    several processes may call this at the same time.
+    Split and images are always the same. Returns at once if the folder exists. The folder is created atomically, so several
+    processes may call this at the same time.
 
     Raises:
-        DataError: the folder contains other or changed files, which are not overwritten.
+        DataError: the folder contains other files.
     """
     root = Path(root)
-    if root.is_dir() and any(root.iterdir()):
-        _require_complete(root)
-        return root
-    root.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}")
-    try:
-        _write(unfinished)
-        _publish(unfinished, root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    if not is_prepared(root):
+        with unfinished_folder(root) as folder:
+            _write(folder)
     return root
-
-
-def _publish(unfinished: Path, root: Path) -> None:
-    try:
-        os.rename(unfinished, root)
-    except OSError:
-        # The folder is not empty: another process may have created it.
-        _require_complete(root)
-
-
-def _require_complete(root: Path) -> None:
-    try:
-        complete = json.loads((root / MANIFEST).read_text()).items() >= _manifest(root).items()
-    except (OSError, ValueError):
-        complete = False
-    if not complete:
-        raise DataError(
-            f"{root}: exists, but does not hold the complete digits dataset that {MANIFEST} describes; "
-            "remove this folder or choose another one"
-        )
-
-
-def _manifest(root: Path) -> dict[str, dict[str, int | str]]:
-    splits = [Dataset.scan(root, split) for split in ("train", "val")]
-    return {s.split: {"images": len(s), "digest": s.digest()} for s in splits}
 
 
 def _write(root: Path) -> None:
@@ -76,7 +37,6 @@ def _write(root: Path) -> None:
     for index, (image_HW, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "val" if index in validation else "train"
         _write_image(image_HW, root / split / str(digit) / f"{index:04d}.jpg")
-    (root / MANIFEST).write_text(json.dumps(_manifest(root), indent=2) + "\n")
 
 
 def _validation_indices(targets: NDArray[np.int64]) -> set[int]:
