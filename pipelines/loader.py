@@ -70,11 +70,10 @@ class Loader:
     """The stream that copies batches out of DALI's memory. There is only one, because torch caches memory per stream."""
 
     def __post_init__(self) -> None:
-        integers = all(map(_is_integer, (self.batch_size, self.threads, self.seed, self.rank, self.world_size)))
-        in_range = integers and self.batch_size >= 1 and self.threads >= 1 and 0 <= self.seed < 2**63
-        if not in_range or not 0 <= self.rank < self.world_size:
+        in_range = self.batch_size >= 1 and self.threads >= 1 and self.seed >= 0 and 0 <= self.rank < self.world_size
+        if not in_range:
             raise DataError(
-                "a loader needs integers with batch_size >= 1, threads >= 1, 0 <= seed < 2**63 and 0 <= rank < world_size, not "
+                "a loader needs batch_size >= 1, threads >= 1, seed >= 0 and 0 <= rank < world_size, not "
                 f"batch_size={self.batch_size}, threads={self.threads}, seed={self.seed}, rank={self.rank}, "
                 f"world_size={self.world_size}"
             )
@@ -115,10 +114,8 @@ class Loader:
 
     def _rank_indices(self, number: int, seen: int) -> list[sampler.Indices]:
         count = len(self.dataset)
-        if not _is_integer(number) or number < 0:
-            raise DataError(f"the epoch must be an integer of at least 0, not {number}")
-        if not _is_integer(seen) or not 0 <= seen <= count:
-            raise DataError(f"an epoch of {count} images can resume after 0 to {count} images, not after {seen}")
+        if number < 0 or not 0 <= seen <= count:
+            raise DataError(f"epoch {number} after {seen} images: expected an epoch >= 0 and 0 to {count} images")
         if self.train:
             sampler.require_full_ranks(count - seen, self.batch_size, self.world_size)
             order = sampler.epoch_order(count, self.seed, number)
@@ -294,10 +291,6 @@ class _Pipelines:
 
 
 _NOTHING: Iterator[Any] = iter(())
-
-
-def _is_integer(number: object) -> bool:
-    return isinstance(number, (int, np.integer))
 
 
 def _cuda_index(device: torch.device) -> int | None:

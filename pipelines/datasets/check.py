@@ -6,10 +6,9 @@ time, in other processes.
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -63,7 +62,7 @@ def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
     try:
         while True:
             for piece in islice(pieces, 2 * workers - len(running)):
-                running[_submit(pool, [(index, dataset.source(index)) for index in piece])] = piece
+                running[pool.submit(_check, [(index, dataset.source(index)) for index in piece])] = piece
             if not running:
                 return
             for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -81,17 +80,9 @@ def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, images: list[tuple[int, Source]]) -> Future[list[Broken]]:
-    """Starts processes that ignore Ctrl-C: only this process handles the signal and ends the others."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(_check, images)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _begin() -> None:
     """Prepares a decoding process, which ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Decoders print errors there, which we report ourselves.
     Thread(target=_end_with_parent, daemon=True).start()
 
@@ -104,8 +95,8 @@ def _end_with_parent() -> None:
 
 
 def _check(images: list[tuple[int, Source]]) -> list[Broken]:
-    found = [(index, _decoder().problem(source)) for index, source in images]
-    return [Broken(index, reason) for index, reason in found if reason is not None]
+    problems = [(index, _decoder().problem(source)) for index, source in images]
+    return [Broken(index, reason) for index, reason in problems if reason is not None]
 
 
 @cache
@@ -130,32 +121,13 @@ class _Decoder:
             return "broken symbolic link" if os.path.islink(source.file) else "missing file"
         if not encoded:
             return "empty file"
-        with _buffered_stderr() as discard:
-            try:
-                self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
-                self._pipeline.run()
-                return None
-            except RuntimeError:
-                self._pipeline = _decoding_pipeline()  # A pipeline is unusable after an error.
-            fault = _fault(encoded)
-            if fault is None:  # Show the decoder's own message on stderr.
-                return "DALI cannot decode this image, but Pillow can"
-            discard()
-            return fault
-
-
-@contextmanager
-def _buffered_stderr() -> Iterator[Callable[[], None]]:
-    """Writes this process's stderr, including that of C libraries, at the end of the block, unless the caller discards it."""
-    original, buffer = os.dup(2), os.memfd_create("stderr")
-    os.dup2(buffer, 2)
-    try:
-        yield lambda: os.truncate(buffer, 0)
-    finally:
-        os.dup2(original, 2)
-        os.write(2, os.pread(buffer, os.fstat(buffer).st_size, 0))
-        os.close(original)
-        os.close(buffer)
+        try:
+            self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
+            self._pipeline.run()
+            return None
+        except RuntimeError:
+            self._pipeline = _decoding_pipeline()  # A pipeline is unusable after an error.
+        return _fault(encoded) or "DALI cannot decode this image, but Pillow can"
 
 
 def _decoding_pipeline() -> Any:

@@ -156,8 +156,8 @@ class Dataset:
         classes, labels = _classes_of(path, split, rows.paths)
         with _readable(root):
             folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
-            found = _class_names(folder)
-        gaps = (("the list", set(found) - set(classes)), (folder, set(classes) - set(found)))
+            existing = _class_names(folder)
+        gaps = (("the list", set(existing) - set(classes)), (folder, set(classes) - set(existing)))
         lacks = [f"{where} has no {join_names(lost)}" for where, lost in gaps if lost]
         if lacks:
             raise DataError(
@@ -310,8 +310,8 @@ class Dataset:
         """Raises DataError unless `other` has the same classes."""
         if self.classes == other.classes:
             return
-        mine, theirs = set(self.classes), set(other.classes)
-        gaps = ((other, mine - theirs), (self, theirs - mine))
+        classes, other_classes = set(self.classes), set(other.classes)
+        gaps = ((other, classes - other_classes), (self, other_classes - classes))
         lacks = [f"{data.root / data.split} has no {join_names(lost)}" for data, lost in gaps if lost]
         raise DataError(
             f"both splits must have the same class folders, but {' and '.join(lacks)}; "
@@ -327,11 +327,11 @@ def skipped_files(root: Path, split: str) -> list[str]:
     """
     with _readable(root):
         with os.scandir(root / split) as entries:
-            found = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
+            skipped = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
         for name in _class_names(root / split):
             with os.scandir(root / split / name) as entries:
-                found.append(sorted(f"{split}/{name}/{entry.name}" for entry in entries if not _named_as_image(entry.name)))
-    return [path for paths in found for path in paths]
+                skipped.append(sorted(f"{split}/{name}/{entry.name}" for entry in entries if not _named_as_image(entry.name)))
+    return [path for paths in skipped for path in paths]
 
 
 def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:

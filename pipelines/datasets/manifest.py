@@ -142,25 +142,14 @@ def read_list(path: Path) -> Rows:
     hashed = text.copy()  # `digest` separates names and sizes with null bytes
     if whole:
         hashed[middles] = 0
-    if not whole or (middles < begins).any() or header != encode(HEADER + hashlib.sha256(hashed.data).hexdigest()[:16]):
+    sizes = [rows[middle + 1 : end] for middle, end in zip(middles.tolist(), ends.tolist(), strict=True)] if whole else []
+    right = header == encode(HEADER + hashlib.sha256(hashed.data).hexdigest()[:16])
+    if not whole or (middles < begins).any() or not right or not all(map(bytes.isdigit, sizes)):
         raise DataError(
             f"{path}: damaged or edited by hand, because the digest does not match the rows; "
             "regenerate the list with `san data check` or `san data split`"
         )
-    places = zip(middles.tolist(), ends.tolist(), strict=True)
-    sizes = [rows[middle + 1 : end] for middle, end in places]
-    if not all(map(bytes.isdigit, sizes)):
-        wrong = next(row for row, size in enumerate(sizes) if not size.isdigit())
-        raise DataError(
-            f"{path}: row {decode(rows[begins[wrong] : ends[wrong]])!r} must end with a size in bytes; "
-            "regenerate the list with `san data check` or `san data split`"
-        )
     return Rows(Paths(rows, begins, middles), array("q", map(int, sizes)))
-
-
-def is_number(text: str) -> bool:
-    """Whether a text is a valid size or offset: only digits."""
-    return text.isascii() and text.isdecimal()
 
 
 def write_whole(path: Path, lines: Sequence[str]) -> None:

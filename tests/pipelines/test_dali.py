@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from pipelines import Transform, dali
 
@@ -24,23 +23,6 @@ def test_gpu_graph_can_be_serialized_without_a_driver() -> None:
     assert b"ImageSlice" not in serialized
 
 
-def test_hardware_decoder_preallocates_little() -> None:
-    decoder = dali.GPU_DECODER
-    pixels = decoder["preallocate_width_hint"] * decoder["preallocate_height_hint"]
-    assert 32 * decoder["hw_decoder_load"] * 3 * pixels < 100 * 2**20
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_gpu_graph_needs_a_driver() -> None:
-    with pytest.raises(RuntimeError, match="requires a CUDA-capable GPU"):
-        on_gpu().build()
-
-
 @pytest.mark.parametrize(("size", "batch", "ahead"), [(8, 2, 4), (224, 64, 4), (224, 128, 3), (224, 256, 2), (224, 8192, 2)])
 def test_prefetches_fewer_large_batches(size: int, batch: int, ahead: int) -> None:
     assert dali.prefetch(Transform(size=size, resize=size), batch) == ahead
-
-
-def test_reads_files_with_16_threads() -> None:
-    """Each file of a file server takes milliseconds; see docs/results/performance.md."""
-    assert dali.reading_pipeline(iter([]), packed=True, max_batch=1).num_threads == 16

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageOps
 
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.check import broken_images, check
@@ -149,31 +149,6 @@ def test_check_finds_all_broken_images(dirty: Dataset, workers: int) -> None:
         assert reason.endswith(": ") or found[name] == reason or reason.startswith("damaged"), name
 
 
-def test_broken_images_gives_the_same_reasons_in_order(dirty: Dataset) -> None:
-    indices = range(len(dirty))[::-1]
-    found = list(broken_images(dirty, indices))
-    assert [one.index for one in found] == sorted((one.index for one in found), reverse=True)
-    reasons = {Path(dirty.paths[one.index]).name: one.reason for one in found}
-    assert reasons.keys() | {LINE_BREAK} == BROKEN.keys()
-    assert all(reason.startswith(BROKEN[name][1]) for name, reason in reasons.items())
-    assert list(broken_images(dirty, [])) == []
-
-
-def test_decoders_print_nothing_for_known_problems(dirty: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
-    assert len(list(broken_images(dirty, range(len(dirty))))) == len(BROKEN) - 1  # LINE_BREAK can be decoded
-    assert capfd.readouterr() == ("", "")
-
-
-def test_messages_of_dali_are_shown_if_pillow_can_decode_an_image(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # then only DALI rejects the image
-    truncated("JPEG", 0.95)(tmp_path / "half.jpg")
-    (broken,) = broken_images(Dataset.of_image(tmp_path / "half.jpg"), [0])
-    assert broken.reason == "DALI cannot decode this image, but Pillow can"
-    assert "Input file read error" in capfd.readouterr().err
-
-
 WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 
 
@@ -277,17 +252,4 @@ def test_closing_the_iterator_ends_the_processes(many: Dataset) -> None:
     next(pieces)
     assert len(active_children()) == 2
     pieces.close()
-    assert not active_children()
-
-
-def test_folder_names_may_contain_line_breaks(tmp_path: Path) -> None:
-    (tmp_path / "two\nlines/train/a").mkdir(parents=True)
-    picture().save(tmp_path / "two\nlines/train/a/1.jpg")
-    assert found_in(Dataset.scan(tmp_path / "two\nlines", "train"), 1) == {}
-
-
-def test_error_if_processes_exit_at_start(many: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(DataError, match="a decoding process has crashed or was ended"):
-        list(check(many, 2))
     assert not active_children()
