@@ -3,7 +3,6 @@
 Tune itself would kill the process of a stopped cell. Instead, a cell asks whether to continue, so that it can save its work.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.sweep import DRIVER_RESOURCES
-
-_log = logging.getLogger(__name__)
-
-_SECONDS = 60.0
-"""How long a cell waits for a decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +68,13 @@ class Rungs:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Asks the rungs from any process of the session. If there is no answer, the cell continues."""
+    """Asks the rungs from any process of the session."""
 
     actor: Any
 
     def __call__(self, key: str, scores: Sequence[float]) -> bool:
         """As `Rungs.should_continue`; takes a few milliseconds."""
-        try:
-            return ray.get(self.actor.should_continue.remote(key, list(scores)), timeout=_SECONDS)
-        except (RayActorError, GetTimeoutError) as error:
-            _log.warning("cannot compare %s with the other cells (%s); the cell continues", key, error)
-            return True
+        return ray.get(self.actor.should_continue.remote(key, list(scores)))
 
 
 @contextmanager

@@ -129,8 +129,8 @@ def _private_folder() -> Path:
     """A folder that only this user can open: Ray lets everyone write to its own folder of sockets and logs."""
     folder = Path(tempfile.gettempdir()) / f"san-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700 or not stat.S_ISDIR(status.st_mode):
         return Path(tempfile.mkdtemp(prefix="san-"))  # another user created it
     return folder
 
@@ -144,11 +144,11 @@ def this_machine() -> Resources:
 
 def resources() -> Resources:
     """The current resources of this session's cluster."""
-    found = nodes()
+    members = nodes()
     # `ray up` and KubeRay label each node with its group for Ray's autoscaler; `ray start` does not.
-    grows = any("ray.io/node-group" in node["Labels"] for node in found)
-    has = [node["Resources"] for node in found]
-    return Resources(tuple(Node(int(one.get("CPU", 0)), int(one.get("GPU", 0))) for one in has), grows)
+    grows = any("ray.io/node-group" in node["Labels"] for node in members)
+    amounts = [node["Resources"] for node in members]
+    return Resources(tuple(Node(int(amount.get("CPU", 0)), int(amount.get("GPU", 0))) for amount in amounts), grows)
 
 
 def available_cpus() -> int:

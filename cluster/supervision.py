@@ -69,8 +69,8 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, on_l
 
 def nodes() -> list[dict[str, Any]]:
     """The nodes of this session's cluster that are alive, as Ray describes them."""
-    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node for node in found if node["Alive"]]
+    described: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in described if node["Alive"]]
 
 
 def alive() -> frozenset[str]:
@@ -87,8 +87,8 @@ def exit_lost(message: str) -> NoReturn:
 
 def kill_descendants() -> None:
     """Kills all processes that this process has started, directly or not. Workers whose raylet is gone end by themselves."""
-    found = psutil.Process().children(recursive=True)
-    for process in found:
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(found, timeout=_TIMEOUT)
+    psutil.wait_procs(processes, timeout=_TIMEOUT)

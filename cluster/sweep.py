@@ -109,8 +109,8 @@ def sweep(
     """
     if not values:
         return {}
-    with session() as found, _own_folder(storage) as folder:
-        concurrency(placement, found)
+    with session() as available, _own_folder(storage) as folder:
+        concurrency(placement, available)
         queue = _Queue(values, placement)
         follower = _Follower(observer, queue)
         trainable = _trainable(function, dict(values), placement, folder, non_retryable, fatal)
@@ -138,9 +138,9 @@ def sweep(
 @contextmanager
 def _own_folder(storage: Path | str) -> Iterator[str]:
     """A folder in `storage` for this sweep only."""
-    place, mark, options = str(storage).partition("?")
-    if "://" in place:
-        yield f"{place}/sweep-{uuid.uuid4().hex}{mark}{options}"
+    prefix, mark, query = str(storage).partition("?")
+    if "://" in prefix:
+        yield f"{prefix}/sweep-{uuid.uuid4().hex}{mark}{query}"
         return
     path = Path(storage).resolve()
     path.mkdir(parents=True, exist_ok=True)
@@ -221,12 +221,12 @@ class _Queue(ray.tune.search.Searcher):
         self.waiting, self.placement = deque(keys), placement
         self.running: set[str] = set()
         """Ids of Tune's trials."""
-        self._room, self._checked_at = 0, -math.inf
+        self._limit, self._checked_at = 0, -math.inf
 
     def suggest(self, trial_id: str) -> dict[str, str] | None:
         if not self.waiting:
             return None if self.running else self.FINISHED  # type: ignore[return-value]
-        if len(self.running) >= self._room_now():
+        if len(self.running) >= self._limit_now():
             return None
         self.running.add(trial_id)
         return {"key": self.waiting.popleft()}
@@ -237,20 +237,20 @@ class _Queue(ray.tune.search.Searcher):
     def save(self, checkpoint_path: str) -> None:
         """Does nothing, because sweeps are not restored."""
 
-    def _room_now(self) -> int:
+    def _limit_now(self) -> int:
         """The number of cells that may run or wait; nodes may be added or lost at any time."""
         if time.monotonic() - self._checked_at >= _SECONDS_BETWEEN_CHECKS:
-            self._room, self._checked_at = _room(self.placement, resources()), time.monotonic()
-        return self._room
+            self._limit, self._checked_at = _cells_to_start(self.placement, resources()), time.monotonic()
+        return self._limit
 
 
-def _room(placement: Placement, has: Resources) -> int:
+def _cells_to_start(placement: Placement, available: Resources) -> int:
     """How many cells Ray gets, including those that wait for nodes."""
     try:
-        cells = concurrency(placement, has)
+        cells = concurrency(placement, available)
     except ClusterError:
         return 1  # it waits until a node is available again
-    return cells + max(cells, _AHEAD) if has.grows else cells
+    return cells + max(cells, _AHEAD) if available.grows else cells
 
 
 class _WaitNotice(ray.tune.Callback):
@@ -265,8 +265,8 @@ class _WaitNotice(ray.tune.Callback):
         now = time.monotonic()
         if now - self._checked_at < _SECONDS_BETWEEN_CHECKS:
             return
-        self._checked_at, has = now, resources()
-        fits = workers_that_fit(self._placement, has) >= self._placement.workers
+        self._checked_at, available = now, resources()
+        fits = workers_that_fit(self._placement, available) >= self._placement.workers
         if any(trial.status == "RUNNING" for trial in trials) or not any(trial.status == "PENDING" for trial in trials):
             self._idle_since = None
         elif self._idle_since is None:
@@ -276,7 +276,7 @@ class _WaitNotice(ray.tune.Callback):
             self._told_at = now
             free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             self._observer.waiting(
-                f"a cell needs {self._placement}; the cluster has {has}, of which {free.get('CPU', 0):g} CPUs and "
+                f"a cell needs {self._placement}; the cluster has {available}, of which {free.get('CPU', 0):g} CPUs and "
                 f"{free.get('GPU', 0):g} GPUs are free"
             )
 

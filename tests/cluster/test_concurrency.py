@@ -1,7 +1,7 @@
 import pytest
 
 from cluster import ClusterError, Node, Placement, Resources, concurrency
-from cluster.sweep import _room
+from cluster.sweep import _cells_to_start
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_cells_at_once(placement: Placement, nodes: tuple[Node, ...], cells: int
     ],
 )
 def test_more_cells_wait_in_a_cluster_that_grows(nodes: tuple[Node, ...], grows: bool, cells: int) -> None:
-    assert _room(Placement(), Resources(nodes, grows)) == cells
+    assert _cells_to_start(Placement(), Resources(nodes, grows)) == cells
 
 
 def test_rejects_a_cell_that_does_not_fit() -> None:

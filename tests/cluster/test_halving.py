@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import Placement, Resources
-from cluster.halving import Halving, Judge, Rungs, judge
+from cluster.halving import Halving, Rungs, judge
 from cluster.sweep import sweep
 from tests.cluster import cells
 
@@ -64,4 +64,3 @@ def test_cells_ask_from_worker_processes(workers: int, resources: Resources, tmp
     assert all(outcome.error is None for outcome in outcomes.values())
     assert memory.of("good") == [{"should_continue": 1.0}] * 2
     assert memory.of("bad") == [{"should_continue": 0.0}] * 2
-    assert isinstance(ask, Judge) and ask("bad", [0.0]), "without an answer, a cell continues"
