@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from experiments.training.job import open_job
+from experiments.runner.job import open_job
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
