@@ -1,4 +1,4 @@
-"""Packaging. `pip install .` installs the library `san`, which needs only PyTorch and safetensors; the extra `experiments` adds the system.
+"""Packaging. `pip install .` installs the library `san`; the extra `experiments` adds the system.
 
 The kernels are compiled once, at first use, for the installed PyTorch (see cuda_ext/build.py).
 """

@@ -1,6 +1,6 @@
 """Early stopping by asynchronous successive halving (ASHA, arXiv 1810.05934), with the decisions of Ray Tune's scheduler.
 
-Tune itself would kill the process of a stopped cell. Instead, a cell asks whether to continue, so that it can save its work.
+Tune itself would kill the process of a stopped trial. Instead, a trial asks whether to continue, so that it can save its work.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from cluster.sweep import DRIVER_RESOURCES
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """About the best 1/`reduction` of the cells at a rung continue. Rungs are the epochs `first`, `first * reduction`, ...
+    """About the best 1/`reduction` of the trials at a rung continue. Rungs are the epochs `first`, `first * reduction`, ...
     below `last`."""
 
     first: int
@@ -26,7 +26,7 @@ class Halving:
 
 
 class Rungs:
-    """The scores of the cells at the rungs. `known` contains the scores of finished cells by key."""
+    """The scores of the trials at the rungs. `known` contains the scores of finished trials by key."""
 
     def __init__(self, halving: Halving, known: Mapping[str, Sequence[float]]) -> None:
         self._last = halving.last
@@ -44,9 +44,9 @@ class Rungs:
             self._record(key, scores)
 
     def should_continue(self, key: str, scores: Sequence[float]) -> bool:
-        """Whether a cell with these scores, one per epoch, continues.
+        """Whether a trial with these scores, one per epoch, continues.
 
-        Only the last score is compared, and only at a rung: a resumed cell has passed the earlier rungs. The best cell so far
+        Only the last score is compared, and only at a rung: a resumed trial has passed the earlier rungs. The best trial so far
         continues, and so does the first.
         """
         if self._record(key, scores):
@@ -79,7 +79,7 @@ class Judge:
 
 @contextmanager
 def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Judge]:
-    """Rungs in a process on the head, which all cells of this session can ask."""
+    """Rungs in a process on the head, which all trials of this session can ask."""
     start: Any = ray.remote(Rungs)
     actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(halving, dict(known))
     try:

@@ -1,4 +1,4 @@
-"""Resources of cells and clusters, and how many cells fit. Does not need Ray."""
+"""Resources of trials and clusters, and how many trials fit. Does not need Ray."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Resources:
 
     nodes: tuple[Node, ...]
     grows: bool = False
-    """Whether an autoscaler adds nodes for waiting cells; Ray does not say how many."""
+    """Whether an autoscaler adds nodes for waiting trials; Ray does not say how many."""
 
     def __str__(self) -> str:
         return f"{_count(self.cpus, 'CPU')} and {_count(self.gpus, 'GPU')} on {_count(len(self.nodes), 'node')}"
@@ -37,7 +37,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Resources of one cell: `workers` processes, each with `cpus` CPUs and `gpus` GPUs or a fraction of one."""
+    """Resources of one trial: `workers` processes, each with `cpus` CPUs and `gpus` GPUs or a fraction of one."""
 
     workers: int = 1
     cpus: int = 1
@@ -55,17 +55,17 @@ class Placement:
 
 
 def concurrency(placement: Placement, resources: Resources) -> int:
-    """How many cells run at once. A cell can use several nodes, but a worker cannot.
+    """How many trials run at once. A trial can use several nodes, but a worker cannot.
 
     Raises:
-        ClusterError: no cell fits, and the cluster does not grow.
+        ClusterError: no trial fits, and the cluster does not grow.
     """
     workers = workers_that_fit(placement, resources)
     cells = workers // placement.workers
     if cells == 0 and not resources.grows:
         enough = f"enough for {_count(workers, 'such worker')}" if workers else "not enough for one such worker"
         raise ClusterError(
-            f"a cell needs {placement}, but the cluster has {resources}, {enough}; "
+            f"a trial needs {placement}, but the cluster has {resources}, {enough}; "
             "lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
         )
     return cells

@@ -1,4 +1,4 @@
-"""Sets the variables with which several workers of a cell find each other. Imports torch, so import this file late."""
+"""Sets the variables with which several workers of a trial find each other. Imports torch, so import this file late."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ _SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # no tables from Tune
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C raises KeyboardInterrupt instead of requesting a snapshot
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard copies of every metric
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a cell without GPUs sees none; without this, Ray prints a warning
-    "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # cells start at the same time; the sweep limits their number
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths have the same meaning in cells and in the driver
-    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # a stopped cell cleans up before another cell uses its process
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a trial without GPUs sees none; without this, Ray prints a warning
+    "TUNE_MAX_PENDING_TRIALS_PG": "1000",  # trials start at the same time; the sweep limits their number
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths have the same meaning in trials and in the driver
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # a stopped trial cleans up before another trial uses its process
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # Interval at which Ray collects the reports of several workers, which wait until the previous report was collected. With
-    # Ray's default of 2 s, a cell with short epochs spent most of its time waiting.
+    # Ray's default of 2 s, a trial with short epochs spent most of its time waiting.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
 

@@ -19,7 +19,7 @@ from ray.job_submission import JobSubmissionClient
 from cluster.errors import TOKEN_HINT, ClusterError
 
 STOP_SECONDS = 60
-"""Time in which a stopped job can end its cells and update MLflow, before Ray kills it. Ray's default is 3 s."""
+"""Time in which a stopped job can end its trials and update MLflow, before Ray kills it. Ray's default is 3 s."""
 STARTUP_SECONDS = 90.0
 """Seconds within which a new head must accept jobs; its dashboard responds earlier."""
 NOT_READY = "No available agent"

@@ -1,6 +1,6 @@
 """A sweep calls a function for many values, as many at a time as fit on the cluster.
 
-Ray Tune runs the cells and retries failed ones, and Ray Train starts the workers of a cell. This file decides how many cells
+Ray Tune runs the trials and retries failed ones, and Ray Train starts the workers of a trial. This file decides how many trials
 run, because Tune does not count the resources that Train uses.
 """
 
@@ -33,24 +33,24 @@ from cluster.session import resources, session
 Report = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
 
-# With several workers, a cell's driver computes nothing itself. It asks for a small part of a resource that only the head node
+# With several workers, a trial's driver computes nothing itself. It asks for a small part of a resource that only the head node
 # has, so that all CPUs are left for the workers and the driver does not run on a node that may be preempted.
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
 _AHEAD = 4
-"""Minimum number of cells that wait for new nodes on a cluster that grows."""
+"""Minimum number of trials that wait for new nodes on a cluster that grows."""
 _LONGEST_REASON = 800
 """Maximum length of the reason for a failure, in characters."""
 _SECONDS_BETWEEN_CHECKS = 1.0
 """Interval between two requests for the cluster's resources."""
 _SECONDS_TO_START = 15.0
-"""How long a cell may take to start before the observer is told that it waits."""
+"""How long a trial may take to start before the observer is told that it waits."""
 _SECONDS_BETWEEN_NOTICES = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a cell ended: `error` is one line, or None for success; `traceback` contains the details."""
+    """How a trial ended: `error` is one line, or None for success; `traceback` contains the details."""
 
     key: str
     error: str | None = None
@@ -61,16 +61,16 @@ class Observer(Protocol):
     """Observes a sweep. Its methods are called in the process and thread that called `sweep`."""
 
     def started(self, key: str) -> None:
-        """A cell starts, for the first time or as a retry."""
+        """A trial starts, for the first time or as a retry."""
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        """The first worker of a cell has reported metrics."""
+        """The first worker of a trial has reported metrics."""
 
     def finished(self, outcome: Outcome) -> None:
-        """A cell has ended and will not be retried."""
+        """A trial has ended and will not be retried."""
 
     def waiting(self, reason: str) -> None:
-        """No cell can run, for example because nodes were lost. Called at once, and then every minute."""
+        """No trial can run, for example because nodes were lost. Called at once, and then every minute."""
 
 
 def sweep(
@@ -87,25 +87,25 @@ def sweep(
     """Calls `function(value, report)` for every value, in other processes, and returns how each call ended.
 
     Args:
-        function: runs in every worker of a cell. All workers must call `report(metrics)` equally often, because a report waits
-            for all workers; it takes about 5 ms, or up to 0.2 s with several workers. Cells with one worker share processes,
-            so the function must not leave anything behind that changes the next result. A process in which a cell failed is
+        function: runs in every worker of a trial. All workers must call `report(metrics)` equally often, because a report waits
+            for all workers; it takes about 5 ms, or up to 0.2 s with several workers. Trials with one worker share processes,
+            so the function must not leave anything behind that changes the next result. A process in which a trial failed is
             not used again.
-        values: by key; cells start in this order, limited by the free resources of the cluster. If the cluster grows, a few
+        values: by key; trials start in this order, limited by the free resources of the cluster. If the cluster grows, a few
             more are queued in Ray, because its autoscaler adds nodes for queued work.
-        placement: resources of a cell. Without GPUs, a cell sees none. With several workers, the rank variables of
+        placement: resources of a trial. Without GPUs, a trial sees none. With several workers, the rank variables of
             `torch.distributed` are set.
         storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
-        observer: receives starts, progress and ends of cells.
-        retries: how often a cell that raises, dies or loses a node is called again, from the beginning; the function itself
-            must resume. If there are no nodes left, the cell waits for new ones. Announced losses of nodes do not count.
-        non_retryable: exceptions after which a cell is not retried, because it would raise them again.
-        fatal: exceptions after which no other cell starts, because all cells would raise them.
+        observer: receives starts, progress and ends of trials.
+        retries: how often a trial that raises, dies or loses a node is called again, from the beginning; the function itself
+            must resume. If there are no nodes left, the trial waits for new ones. Announced losses of nodes do not count.
+        non_retryable: exceptions after which a trial is not retried, because it would raise them again.
+        fatal: exceptions after which no other trial starts, because all trials would raise them.
 
     Raises:
-        ClusterError: a cell does not fit on the cluster, or raised a `fatal` exception.
+        ClusterError: a trial does not fit on the cluster, or raised a `fatal` exception.
 
-    A failed cell does not affect the others. Ctrl-C and exceptions of the observer end all cells and the session.
+    A failed trial does not affect the others. Ctrl-C and exceptions of the observer end all trials and the session.
     """
     if not values:
         return {}
@@ -162,7 +162,7 @@ def _trainable(
     non_retryable: tuple[type[Exception], ...],
     fatal: tuple[type[Exception], ...],
 ) -> Callable[[dict[str, str]], None]:
-    """The function that Tune runs once per cell. It contains the values, because Tune would search them for parameters."""
+    """The function that Tune runs once per trial. It contains the values, because Tune would search them for parameters."""
 
     def cell(config: dict[str, str]) -> None:
         key = config["key"]
@@ -182,11 +182,11 @@ def _trainable(
 
 
 def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
-    """Runs one cell inside its Tune trial. Only this function distinguishes one worker from several.
+    """Runs one trial inside its Tune trial. Only this function distinguishes one worker from several.
 
-    A single worker runs in the trial's process, because starting a worker group would take 15 s of CPU time per cell. Ray
+    A single worker runs in the trial's process, because starting a worker group would take 15 s of CPU time per trial. Ray
     does not set RANK and WORLD_SIZE there. Ray Train's local mode would end the process group of torch.distributed with each
-    cell, and DeepSpeed cannot use a second one in the same process.
+    trial, and DeepSpeed cannot use a second one in the same process.
     """
 
     def worker(send: Callable[[dict[str, Any]], None]) -> None:
@@ -214,7 +214,7 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
 
 
 class _Queue(ray.tune.search.Searcher):
-    """The queue of cells, from which Tune gets the next one."""
+    """The queue of trials, from which Tune gets the next one."""
 
     def __init__(self, keys: Iterable[str], placement: Placement) -> None:
         super().__init__()
@@ -238,14 +238,14 @@ class _Queue(ray.tune.search.Searcher):
         """Does nothing, because sweeps are not restored."""
 
     def _limit_now(self) -> int:
-        """The number of cells that may run or wait; nodes may be added or lost at any time."""
+        """The number of trials that may run or wait; nodes may be added or lost at any time."""
         if time.monotonic() - self._checked_at >= _SECONDS_BETWEEN_CHECKS:
-            self._limit, self._checked_at = _cells_to_start(self.placement, resources()), time.monotonic()
+            self._limit, self._checked_at = _trials_to_start(self.placement, resources()), time.monotonic()
         return self._limit
 
 
-def _cells_to_start(placement: Placement, available: Resources) -> int:
-    """How many cells Ray gets, including those that wait for nodes."""
+def _trials_to_start(placement: Placement, available: Resources) -> int:
+    """How many trials Ray gets, including those that wait for nodes."""
     try:
         cells = concurrency(placement, available)
     except ClusterError:
@@ -254,7 +254,7 @@ def _cells_to_start(placement: Placement, available: Resources) -> int:
 
 
 class _WaitNotice(ray.tune.Callback):
-    """Tells the observer every minute if no cell can run."""
+    """Tells the observer every minute if no trial can run."""
 
     def __init__(self, observer: Observer, placement: Placement) -> None:
         self._observer, self._placement = observer, placement
@@ -276,19 +276,19 @@ class _WaitNotice(ray.tune.Callback):
             self._told_at = now
             free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             self._observer.waiting(
-                f"a cell needs {self._placement}; the cluster has {available}, of which {free.get('CPU', 0):g} CPUs and "
+                f"a trial needs {self._placement}; the cluster has {available}, of which {free.get('CPU', 0):g} CPUs and "
                 f"{free.get('GPU', 0):g} GPUs are free"
             )
 
 
 class _Silent(TrialProgressCallback):
-    """Replaces Tune's reporter, which prints a line on stdout for each cell without reports."""
+    """Replaces Tune's reporter, which prints a line on stdout for each trial without reports."""
 
     def _print(self, msg: str) -> None: ...
 
 
 class _Follower(ray.tune.Callback):
-    """Passes Tune's events to the observer, and collects how the cells end."""
+    """Passes Tune's events to the observer, and collects how the trials end."""
 
     def __init__(self, observer: Observer, queue: _Queue) -> None:
         self.observer, self.queue = observer, queue
@@ -296,7 +296,7 @@ class _Follower(ray.tune.Callback):
         self.fatal: str | None = None
         """Message of the fatal exception, if there was one."""
         self._failures: dict[str, Outcome] = {}
-        """Cells that raised an exception after which they are not retried."""
+        """Trials that raised an exception after which they are not retried."""
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.observer.started(trial.config["key"])
@@ -331,7 +331,7 @@ def _reason(error: Exception | None, tracebacks: str) -> str:
     if error is None:
         return _line(tracebacks.strip().splitlines()[-1])
     if "its node has died" in str(error):
-        return "its node was lost; if this happens again and again, check the cell's memory use"
+        return "its node was lost; if this happens again and again, check the trial's memory use"
     if "Worker exit type" in str(error):
         return "a worker process died without an exception; it ran out of memory, was killed, or crashed"
     return _line("".join(traceback.format_exception_only(_cause(error))))

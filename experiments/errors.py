@@ -8,7 +8,7 @@ class UserError(ValueError):
 
 
 class MachineError(UserError):
-    """A machine cannot run this grid, so no other cell should start there."""
+    """A machine cannot run this grid, so no other trial should start there."""
 
 
 class UnavailableError(UserError):

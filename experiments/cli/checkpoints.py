@@ -101,7 +101,7 @@ def evaluate(
     \b
     CHECKPOINT is one of:
       a checkpoint file or folder (a folder means its best epoch), local or s3://bucket/...
-      a cell's key from the output of `san runs`
+      a trial's key from the output of `san runs`
       the id of an MLflow run
       a registered model, models:/NAME/VERSION or models:/NAME@ALIAS
       a network with weights, for example san10_patchwise_cifar10, or a folder in the format of the Hugging Face Hub

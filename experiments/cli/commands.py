@@ -43,7 +43,7 @@ from experiments.errors import UserError
 
 if TYPE_CHECKING:
     from experiments.runner.estimate import Hours
-    from experiments.runner.plan import Cell
+    from experiments.runner.plan import PlannedTrial
     from experiments.tracking.listing import Listed
 
 
@@ -163,9 +163,9 @@ def run(
     only: tuple[str, ...],
     address: str | None,
 ) -> None:
-    """Train a grid's unfinished cells and print the results.
+    """Train a grid's unfinished trials and print the results.
 
-    Rerun the same command to resume after an interruption. Overrides change every cell, for example recipe.epochs=5.
+    Rerun the same command to resume after an interruption. Overrides change every trial, for example recipe.epochs=5.
 
     \b
     Example: san run experiments/grids/footprint.yaml --profile digits
@@ -195,7 +195,7 @@ def plan(
     address: str | None,
     as_json: bool,
 ) -> None:
-    """List a grid's cells, their status and the estimated time.
+    """List a grid's trials, their status and the estimated time.
 
     Trains nothing and writes nothing.
 
@@ -216,7 +216,7 @@ def plan(
     click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
 
 
-def _state(cell: Cell) -> str:
+def _state(cell: PlannedTrial) -> str:
     if cell.stopped_at is not None:
         return f"stopped at epoch {cell.stopped_at}"
     return "finished" if cell.finished else "to train"
@@ -254,9 +254,9 @@ def report(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Print the results of a grid's finished cells.
+    """Print the results of a grid's finished trials.
 
-    Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while cells are
+    Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while trials are
     unfinished.
 
     \b
@@ -297,9 +297,9 @@ def report(
     "--results",
     "kept",
     type=click.Path(path_type=Path),
-    help="CSV file of finished cells, which are not trained again.  [default: docs/results/PROFILE/trials.csv]",
+    help="CSV file of finished trials, which are not trained again.  [default: docs/results/PROFILE/trials.csv]",
 )
-@click.option("--train/--no-train", default=True, help="Train missing cells, or only collect results and write the page.")
+@click.option("--train/--no-train", default=True, help="Train missing trials, or only collect results and write the page.")
 def study(
     profile: str,
     seeds: int,
@@ -421,26 +421,26 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @RUNS
 def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
-    """Delete cells: their runs, checkpoints and logs.
+    """Delete trials: their runs, checkpoints and logs.
 
-    KEY is a cell's key from the output of `san runs`; the name of a GRID means all its cells. Cells that are being trained are
-    not deleted. `san run` trains a deleted cell again.
+    KEY is a trial's key from the output of `san runs`; the name of a GRID means all its trials. Trials that are being trained
+    are not deleted. `san run` trains a deleted trial again.
 
     \b
     Example: san delete 0123456789ab
     """
     from experiments.runs.workspace import open_workspace
-    from experiments.tracking.deletion import delete_cells, find_cells
+    from experiments.tracking.deletion import delete_trials, find_trials
 
     workspace = open_workspace(runs)
-    found = find_cells(workspace.tracking_uri, names)
+    found = find_trials(workspace.tracking_uri, names)
     click.echo("\n".join(f"{cell.key}  {cell.grid}-{cell.profile} {cell.name}" for cell in found), err=True)
     if not yes and not sys.stdin.isatty():
         raise UserError(f"{len(found)} runs would be deleted; add --yes to delete them without a question")
     if not yes and not click.confirm(f"Delete these {len(found)} runs with their checkpoints and logs?", err=True):
         return
-    delete_cells(workspace, found)
-    click.echo(f"deleted {len({cell.key for cell in found})} cells")
+    delete_trials(workspace, found)
+    click.echo(f"deleted {len({cell.key for cell in found})} trials")
 
 
 def _listed(run: Listed) -> str:

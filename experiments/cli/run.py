@@ -1,4 +1,4 @@
-"""`san run` and `san study`: train unfinished cells, measure robustness, print the table."""
+"""`san run` and `san study`: train unfinished trials, measure robustness, print the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from experiments.training.images import open_data
 
 
 def run(job: Job, address: str | None) -> bool:
-    """Trains unfinished cells, prints the table and draws the plot. Returns whether all cells are finished.
+    """Trains unfinished trials, prints the table and draws the plot. Returns whether all trials are finished.
 
     Raises:
         UserError, ClusterError: the grid cannot run here; nothing was written.
@@ -37,8 +37,8 @@ def run(job: Job, address: str | None) -> bool:
     equal = len(job.wanted) - done - stopped - len(missing)
     found = f", {done} already finished" if done else ""
     found += f", {stopped} already stopped early" if stopped else ""
-    found += f", {equal} identical to another cell" if equal else ""
-    say(f"grid {job.name}, profile {job.profile}: {len(job.wanted)} cells{found}, {len(missing)} to train")
+    found += f", {equal} identical to another trial" if equal else ""
+    say(f"grid {job.name}, profile {job.profile}: {len(job.wanted)} trials{found}, {len(missing)} to train")
     if not missing and not missing_measurements(job, results):
         files, complete = show(job, results)
         _refresh(job, results, files, complete)
@@ -60,7 +60,7 @@ def run(job: Job, address: str | None) -> bool:
         retry(lambda: job.tracker.describe(note(job, results)))
     except TrackerError as error:
         raise TrackerError(
-            f"{error}\ntrained cells are kept; run the same command again to resume and to send the missing results"
+            f"{error}\ntrained trials are kept; run the same command again to resume and to send the missing results"
         ) from None
     return complete
 
@@ -68,10 +68,10 @@ def run(job: Job, address: str | None) -> bool:
 def study(
     profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path, kept: Path, trains: bool = True
 ) -> bool:
-    """Trains the paper's ablation grids and writes a page with the results. Returns whether all cells are finished.
+    """Trains the paper's ablation grids and writes a page with the results. Returns whether all trials are finished.
 
-    Results are added to the file `kept` after each grid. Its cells count as finished, wherever they were trained. Without
-    `trains`, nothing is trained: finished cells are added to the file, and the page is written.
+    Results are added to the file `kept` after each grid. Its trials count as finished, wherever they were trained. Without
+    `trains`, nothing is trained: finished trials are added to the file, and the page is written.
 
     Raises:
         UserError: as `open_job` and `run`, before training starts.
@@ -86,7 +86,7 @@ def study(
         results = known_results(job) | read_results(kept)
         missing = {trial.key: trial for trial, _ in to_train(job, results)}
         if missing and trains:
-            say(f"grid {job.name}, profile {job.profile}: {len(missing)} cells to train")
+            say(f"grid {job.name}, profile {job.profile}: {len(missing)} trials to train")
             train(job, missing, address, note(job, results))
             results = retry(functools.partial(known_results, job)) | read_results(kept)
         add_results(kept, job.trials, results)
@@ -99,7 +99,7 @@ def study(
 
 
 def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
-    """Updates MLflow's pages of a finished grid, because another grid or version may have trained its cells.
+    """Updates MLflow's pages of a finished grid, because another grid or version may have trained its trials.
 
     A user without write access still gets the table.
     """

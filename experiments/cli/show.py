@@ -15,7 +15,7 @@ from experiments.report.build import caption, measurements_of, rows_of, setting,
 from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import GridReport, shown_rows
 from experiments.report.page import page
-from experiments.runner.job import Job, finished_cells, is_done, is_finished, say
+from experiments.runner.job import Job, finished_trials, is_done, is_finished, say
 from experiments.runner.plan import missing_measurements
 from experiments.runs.retry import retry
 from experiments.runs.summary import CONFUSION, Confusion
@@ -23,8 +23,8 @@ from experiments.tracking import Result
 
 
 def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
-    """Prints the table and the unfinished cells, and writes table, plot and page if the folder is writable. Returns the files,
-    and whether all cells are finished."""
+    """Prints the table and the unfinished trials, and writes table, plot and page if the folder is writable. Returns the files,
+    and whether all trials are finished."""
     forms = tables(job, results)
     print(f"\n{caption(job)}\n\n{forms['text']}\n", flush=True)
     folder = job.workspace.runs / f"{job.name}-{job.profile}"
@@ -40,10 +40,10 @@ def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
 
 
 def print_unfinished(job: Job, results: Mapping[str, Result]) -> bool:
-    """Prints the names of unfinished cells; returns whether there are none."""
+    """Prints the names of unfinished trials; returns whether there are none."""
     stopped = [trial.name for trial in job.trials if is_done(job, results, trial) and not is_finished(results, trial)]
     if stopped:
-        say(f"stopped early: {', '.join(stopped)}; to train these cells fully, remove early_stopping and run the grid again")
+        say(f"stopped early: {', '.join(stopped)}; to train these trials fully, remove early_stopping and run the grid again")
     unmeasured = missing_measurements(job, results)
     unfinished = [trial.name for trial in job.wanted if not is_done(job, results, trial) or trial.key in unmeasured]
     if unfinished:
@@ -70,7 +70,7 @@ def _write_files(job: Job, results: Mapping[str, Result], forms: Mapping[str, st
 
 
 def write_page(job: Job, results: Mapping[str, Result], path: Path) -> None:
-    """Writes the HTML page. Unfinished cells have curves, too.
+    """Writes the HTML page. Unfinished trials have curves, too.
 
     Raises:
         UserError: the file cannot be written.
@@ -101,7 +101,7 @@ def _collected(job: Job, results: Mapping[str, Result]) -> GridReport:
         rows=rows,
         curves={key: {metric: curve(run_id, metric) for metric in CURVES} for key, run_id in run_ids.items()},
         store=job.workspace.tracking_uri,
-        samples=attention_samples(job.workspace, finished_cells(job.trials, results)),
+        samples=attention_samples(job.workspace, finished_trials(job.trials, results)),
         measurements=measurements_of(job, results),
         profile_option=job.profile_option,
         confusions=_confusions(job, results, shown),
@@ -109,9 +109,9 @@ def _collected(job: Job, results: Mapping[str, Result]) -> GridReport:
 
 
 def _confusions(job: Job, results: Mapping[str, Result], rows: Collection[str]) -> dict[str, Confusion]:
-    """The confusion matrices of the finished cells of some rows. Cells of older versions have none."""
+    """The confusion matrices of the finished trials of some rows. Trials of older versions have none."""
     found: dict[str, Confusion] = {}
-    for trial, _ in finished_cells(job.trials, results):
+    for trial, _ in finished_trials(job.trials, results):
         content = job.workspace.store.read(f"{job.workspace.folder(trial)}/{CONFUSION}") if trial.row in rows else None
         one = Confusion.of_csv(content)
         if one is not None:

@@ -1,4 +1,4 @@
-"""The attention weights that a page shows: those of a few finished cells, for the same pixel."""
+"""The attention weights that a page shows: those of a few finished trials, for the same pixel."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from experiments.training.checkpoint import DAMAGE, last_of
 from san.models.san import SANSpec
 
 MOST_SAMPLES = 4
-"""Cells on a page; each takes a second, and large networks take several."""
+"""Trials on a page; each takes a second, and large networks take several."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSample:
-    """The attention weights of a cell's network for one pixel."""
+    """The attention weights of a trial's network for one pixel."""
 
     trial: Trial
     checkpoint: str
@@ -32,7 +32,7 @@ class AttentionSample:
 
 
 def best_of_each_kind(cells: Sequence[tuple[Trial, Result]]) -> list[Trial]:
-    """The best cell by top-1 of each kind of attention and relation, in order. At most `MOST_SAMPLES`; the best of every kind
+    """The best trial by top-1 of each kind of attention and relation, in order. At most `MOST_SAMPLES`; the best of every kind
     comes before the second best of any."""
     best: dict[tuple[type[SANSpec], str | None], Trial] = {}
     for trial, _ in sorted(cells, key=lambda cell: -cell[1].metrics["val/top1"]):
@@ -49,7 +49,7 @@ def best_of_each_kind(cells: Sequence[tuple[Trial, Result]]) -> list[Trial]:
 
 
 def attention_samples(workspace: Workspace, cells: Sequence[tuple[Trial, Result]]) -> list[AttentionSample]:
-    """Samples of the best finished cells (`best_of_each_kind`), for the center of the middle validation image."""
+    """Samples of the best finished trials (`best_of_each_kind`), for the center of the middle validation image."""
     return [_sample(workspace, trial) for trial in best_of_each_kind(cells)]
 
 

@@ -31,11 +31,11 @@ from san.models.base import BaseModel
 ALLOWED_OVERRIDES = ("recipe.batch_size", "placement.cpus")
 """Allowed besides those of `data`."""
 KEY = "[0-9a-f]{12}"
-"""The content hash of a cell."""
+"""The content hash of a trial."""
 RUN_ID = "[0-9a-f]{32}"
 """The id of an MLflow run."""
 CHECKPOINT = (
-    "a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, models:/NAME/VERSION, or "
+    "a file or folder (local or s3://...), a trial's key (see `san runs`), the id of an MLflow run, models:/NAME/VERSION, or "
     f"a network with weights ({', '.join(pretrained.included())})"
 )
 """What `resolve_checkpoint` accepts, for messages."""
@@ -304,7 +304,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     store, asked = open_runs(runs), name
     if (key := _key_in_mlflow(name, runs)) is not None:
         if store.shared and not (store.folder / "checkpoints" / key).is_dir():
-            raise UserError(f"{name}: the checkpoints of cell {key} are not in {store.folder}; give their folder with --runs")
+            raise UserError(f"{name}: the checkpoints of trial {key} are not in {store.folder}; give their folder with --runs")
         asked = key
     if not store.shared and re.fullmatch(KEY, asked) and not os.path.exists(asked):
         asked = store.uri(f"checkpoints/{asked}")
@@ -342,7 +342,7 @@ def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
 
 
 def checkpoint_path(name: str, runs: Path) -> Path:
-    """The path itself, or the folder of a cell's checkpoints if the name is its key and there is no such file.
+    """The path itself, or the folder of a trial's checkpoints if the name is its key and there is no such file.
 
     Raises:
         UserError: there is neither.
@@ -356,5 +356,5 @@ def checkpoint_path(name: str, runs: Path) -> Path:
         )
     folder = runs / "checkpoints" / name
     if not folder.is_dir():
-        raise UserError(f"{name}: no such file, and no cell with this key in {runs}; run `san runs` to list the keys")
+        raise UserError(f"{name}: no such file, and no trial with this key in {runs}; run `san runs` to list the keys")
     return folder

@@ -174,8 +174,8 @@ class DataConfig(Strict):
 class RecipeConfig(Strict):
     """Training with a cosine learning rate. Without further settings, SGD as in section 5 of the paper, "Implementation".
 
-    Settings with a default go beyond the paper and are off. They are part of a cell's key only if they differ from the default,
-    so new settings do not change the keys of cells. Defaults must never change.
+    Settings with a default go beyond the paper and are off. They are part of a trial's key only if they differ from the
+    default, so new settings do not change the keys of trials. Defaults must never change.
     """
 
     epochs: Annotated[Whole, Field(ge=1, le=9999)]
@@ -218,7 +218,7 @@ class RecipeConfig(Strict):
     init: str | None = None
     """File with the initial weights, for fine-tuning: a checkpoint, a file of `san convert` or `san.save_checkpoint`, or a file
     of the paper's authors. If the number of classes differs, the classifier is new. Relative paths are resolved as for
-    `data.root`. A cell's key contains a digest of the file instead of its path. Null: random weights."""
+    `data.root`. A trial's key contains a digest of the file instead of its path. Null: random weights."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep the weights and BatchNorm statistics of `init`, for example `[stem, stage1]`."""
     layer_decay: Annotated[Real, Field(gt=0, le=1)] = 1.0
@@ -242,7 +242,7 @@ class RecipeConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """How training steps are computed. Affects speed, memory and rounding, and is not part of a cell's key."""
+    """How training steps are computed. Affects speed, memory and rounding, and is not part of a trial's key."""
 
     zero_stage: Annotated[Literal[0, 1, 2], NUMBERS] = 0
     """Stage of DeepSpeed's ZeRO: 1 partitions the momentum across workers, 2 also the gradients."""
@@ -268,14 +268,14 @@ class EngineConfig(Strict):
 
 
 class PlacementConfig(Strict):
-    """Resources of one cell: `workers` processes, each with `cpus` and `gpus`."""
+    """Resources of one trial: `workers` processes, each with `cpus` and `gpus`."""
 
     workers: Count = 1
-    """Number of worker processes of a cell."""
+    """Number of worker processes of a trial."""
     cpus: Count = 1
     """CPUs per worker."""
     gpus: Annotated[Real, Field(ge=0)] = 0
-    """GPUs per worker: a whole number, or a fraction such as 0.25 for cells that share a GPU."""
+    """GPUs per worker: a whole number, or a fraction such as 0.25 for trials that share a GPU."""
 
 
 class ReliabilityConfig(Strict):
@@ -296,7 +296,7 @@ class ReliabilityConfig(Strict):
 
 
 class TrialConfig(Strict):
-    """The configuration of a cell: model, data, training, hardware and failure handling."""
+    """The configuration of a trial: model, data, training, hardware and failure handling."""
 
     model: ModelConfig
     data: DataConfig
@@ -321,7 +321,7 @@ def combination_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     yield from _engine_errors(config)
     workers, gpus = config.placement.workers, config.placement.gpus
     if gpus % 1 and (gpus > 1 or workers > 1):
-        needs = f"must be a whole number if it is above 1 or a cell has several workers, not {gpus:g}"
+        needs = f"must be a whole number if it is above 1 or a trial has several workers, not {gpus:g}"
         yield "placement.gpus", f"{needs} (placement.workers={workers})"
 
 

@@ -75,7 +75,7 @@ def _file(function: Any) -> Path:
         file = None
     if file is None or not Path(file).is_file():
         raise UnknownCodeError(
-            f"cannot read the source of {function.__qualname__}, which is part of the cell's key; "
+            f"cannot read the source of {function.__qualname__}, which is part of the trial's key; "
             "define this function or class in a file"
         )
     return Path(file)

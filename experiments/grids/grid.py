@@ -1,4 +1,4 @@
-"""The schema of a grid file, and a trial, which is one cell of a grid. `expand` reads the files."""
+"""The schema of a grid file, and a trial, which is one trial of a grid. `expand` reads the files."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Plot(Strict):
 
 
 class EarlyStopping(Strict):
-    """Asynchronous successive halving: stops cells whose top-1 is low compared with other cells at the same epoch."""
+    """Asynchronous successive halving: stops trials whose top-1 is low compared with other trials at the same epoch."""
 
     grace_epochs: Count
     """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs."""
     reduction: Annotated[Whole, Field(ge=2)] = 3
-    """About one in `reduction` cells continues after each comparison."""
+    """About one in `reduction` trials continues after each comparison."""
 
 
 ProtocolName = Literal["rotation", "attack"]
@@ -77,10 +77,10 @@ class Grid(Strict):
     plot: Plot | None = None
     """Plot of the results. Null: top-1 against the first numeric key of `product`, or one mark per row if there is none."""
     early_stopping: EarlyStopping | None = None
-    """Early stopping of weak cells. Null: off. Not part of a cell's key, because it does not change the
-    results of finished cells."""
+    """Early stopping of weak trials. Null: off. Not part of a trial's key, because it does not change the
+    results of finished trials."""
     robustness: ProtocolName | None = None
-    """Protocol to measure on each trained cell; the table then shows the results of the protocol instead of accuracy."""
+    """Protocol to measure on each trained trial; the table then shows the results of the protocol instead of accuracy."""
 
 
 LOCATION_FIELDS = (
@@ -92,7 +92,7 @@ LOCATION_FIELDS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One cell of a grid: an immutable value, identified by a hash of everything that affects its results."""
+    """One trial of a grid: an immutable value, identified by a hash of everything that affects its results."""
 
     grid: str
     profile: str

@@ -24,7 +24,7 @@ LONGEST_NOTE = 5000
 
 
 def rows_of(job: Job, results: Mapping[str, Result]) -> list[TableRow]:
-    """The rows of a grid's table, with the numbers of finished cells."""
+    """The rows of a grid's table, with the numbers of finished trials."""
     if job.grid.table is None:
         return table_rows(job.grid, job.trials, results, {}, counts_of_trained(job.trials))
     counts = counts_at_paper_setting(job.full_size)
@@ -73,7 +73,7 @@ def setting(job: Job) -> str:
 
 
 def note(job: Job, results: Mapping[str, Result]) -> str:
-    """The description of the grid in MLflow, as Markdown: links to cells of other grids, and the table without top-5,
+    """The description of the grid in MLflow, as Markdown: links to trials of other grids, and the table without top-5,
     truncated if necessary."""
     if job.grid.robustness:
         table = protocol_table([one for one in measurements_of(job, results) if one.number != "top5"])
@@ -91,7 +91,7 @@ def note(job: Job, results: Mapping[str, Result]) -> str:
 
 
 def _links_elsewhere(job: Job, results: Mapping[str, Result]) -> str:
-    """Links to the experiments of other grids that trained some of the cells; they work on any page of the server."""
+    """Links to the experiments of other grids that trained some of the trials; they work on any page of the server."""
     known = [results[trial.key] for trial in job.trials if trial.key in results]
     places = Counter((result.tags["san.grid"], result.experiment_id) for result in known)
     links = [
@@ -99,4 +99,4 @@ def _links_elsewhere(job: Job, results: Mapping[str, Result]) -> str:
         for (grid, experiment_id), cells in places.items()
         if grid != job.name
     ]
-    return f"Cells: {', '.join(links)}. " if links else ""
+    return f"Trials: {', '.join(links)}. " if links else ""

@@ -15,7 +15,7 @@ from experiments.grids.config import value_at
 from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
 from experiments.report import interval
-from experiments.runner.job import finished_cells
+from experiments.runner.job import finished_trials
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
@@ -291,7 +291,7 @@ class GridReport:
 
     @property
     def finished(self) -> list[tuple[Trial, Result]]:
-        return finished_cells(self.trials, self.results)
+        return finished_trials(self.trials, self.results)
 
     @property
     def families(self) -> dict[str, list[TableRow]]:

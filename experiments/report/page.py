@@ -42,12 +42,12 @@ NO_DIFFERENCE = (
 COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the {} models."
 SAME = {
     "images": "digest of the image lists",
-    "workers": "workers per cell",
+    "workers": "workers per trial",
     "commit": "commit",
     "versions": "versions",
     "machine": "machine",
 }
-"""Facts about cells that are shown only once if they are equal, and their names there."""
+"""Facts about trials that are shown only once if they are equal, and their names there."""
 
 
 Groups = Mapping[str, Sequence[Column]]
@@ -92,10 +92,10 @@ def page(report: GridReport) -> str:
     done, cells = len(report.finished), len(report.trials)
     facts = [
         f"profile {report.profile}",
-        f"all {cells} cells finished" if done == cells else f"{done} of {cells} cells finished",
+        f"all {cells} trials finished" if done == cells else f"{done} of {cells} trials finished",
     ]
     if ended := max((result.ended for _, result in report.finished), default=0):
-        facts.append(datetime.fromtimestamp(ended, UTC).strftime("last cell finished %Y-%m-%d %H:%M UTC"))
+        facts.append(datetime.fromtimestamp(ended, UTC).strftime("last trial finished %Y-%m-%d %H:%M UTC"))
     return environment.get_template("page.html").render(
         report=report,
         colors=plots.COLORS,
@@ -222,7 +222,7 @@ def _protocol_table(found: Sequence[Measurement]) -> HtmlTable:
 
 
 def _other_protocols(report: GridReport) -> dict[str, HtmlTable]:
-    """Tables of the protocols for which the cells have numbers although the grid names no protocol."""
+    """Tables of the protocols for which the trials have numbers although the grid names no protocol."""
     if report.grid.robustness:
         return {}
     found = {name: grid_measurements(protocol, report.trials, report.results, {}) for name, protocol in PROTOCOLS.items()}
@@ -230,7 +230,7 @@ def _other_protocols(report: GridReport) -> dict[str, HtmlTable]:
 
 
 def _facts(report: GridReport) -> dict[str, Any]:
-    """Facts that are the same for all finished cells (`same_facts`), and those of each cell (`cell_facts`)."""
+    """Facts that are the same for all finished trials (`same_facts`), and those of each trial (`trial_facts`)."""
 
     def tagged(result: Result, name: str, missing: str = "see environment.txt of the run") -> str:
         return result.tags.get(f"san.{name}", missing)
@@ -251,11 +251,11 @@ def _facts(report: GridReport) -> dict[str, Any]:
     ]
     same = {name: cells[0][name] for name in SAME if cells and len({cell[name] for cell in cells}) == 1}
     each = [{name: value for name, value in cell.items() if name not in same} for cell in cells]
-    return {"same_facts": {SAME[name]: value for name, value in same.items()}, "cell_facts": each}
+    return {"same_facts": {SAME[name]: value for name, value in same.items()}, "trial_facts": each}
 
 
 def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str], profile: str) -> str:
-    """Shell commands that write a grid with only this row and train its cells, with the same keys."""
+    """Shell commands that write a grid with only this row and train its trials, with the same keys."""
     (mine,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
     seeds = [trial.seed for trial in trials if trial.row == row]

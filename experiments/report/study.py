@@ -18,7 +18,7 @@ from experiments.report.charts import save_plot
 from experiments.report.data import TableRow, finished_metrics, table_rows
 from experiments.report.interval import Interval
 from experiments.report.tables import ACCURACY, Table, grid_table
-from experiments.runner.job import finished_cells
+from experiments.runner.job import finished_trials
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
@@ -67,7 +67,7 @@ def section_of(grid: Grid, trials: Sequence[Trial], results: Mapping[str, Result
     assert grid.table is not None, "the study is made of tables of the paper"
     rows = table_rows(grid, trials, results, paper_rows(grid.table), counts={})
     top1 = {row.id: [metrics["val/top1"] for metrics in finished_metrics(row.id, trials, results)] for row in grid.rows}
-    seconds = {trial.key: result.seconds for trial, result in finished_cells(trials, results)}
+    seconds = {trial.key: result.seconds for trial, result in finished_trials(trials, results)}
     return Section(grid, trials, rows, top1, seconds)
 
 
@@ -111,14 +111,14 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     placement, stages = config.placement, config.model.spec().num_stages or 5
     cpus, gpus = placement.workers * placement.cpus, placement.workers * placement.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
-    missing = f" {len(trials) - done} of {len(trials)} cells have not been trained yet." if done < len(trials) else ""
+    missing = f" {len(trials) - done} of {len(trials)} trials have not been trained yet." if done < len(trials) else ""
     text = f"""\
 This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
-{seeds}` trains the missing cells and rewrites this page.{missing}
+{seeds}` trains the missing trials and rewrites this page.{missing}
 
 The profile `{first.profile}` uses {train_images:,} training and {val_images:,} validation images of
 {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row. Accuracy is that after
-the last epoch. Training the {len(seconds)} distinct cells took {sum(seconds.values()) / 3600:.1f} hours in total; each cell
+the last epoch. Training the {len(seconds)} distinct trials took {sum(seconds.values()) / 3600:.1f} hours in total; each trial
 used {hardware}. Rows with the same model in several tables share their runs.
 
 **How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds, from Student's t

@@ -30,7 +30,7 @@ finished runs. `guess`: its FLOPs, at a guessed rate."""
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Training time of a cell, without validation and without starting its processes."""
+    """Training time of a trial, without validation and without starting its processes."""
 
     wall: float
     cpu: float
@@ -90,7 +90,7 @@ LEAST = (("workers", 1), ("cpus", 1), ("gpus", 0))
 
 
 def _devices(workers: float, cpus: float, gpus: float) -> tuple[str, float]:
-    """Kind and number of devices of a cell; a worker uses one GPU or a part of it."""
+    """Kind and number of devices of a trial; a worker uses one GPU or a part of it."""
     return ("gpu", workers) if gpus else ("cpu", workers * cpus)
 
 

@@ -15,9 +15,9 @@ from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.job import Job, is_done, known_results, say
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
-from experiments.runner.plan import cells_that_fit, room
+from experiments.runner.plan import room, trials_that_fit
 from experiments.runner.progress import Progress, duration
-from experiments.runs.locks import claimed_cells, mlflow_lock
+from experiments.runs.locks import claimed_trials, mlflow_lock
 from experiments.runs.retry import retry
 from experiments.runs.store import Lock, StorageError, Store
 from experiments.runs.summary import read_top1
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def train(job: Job, missing: dict[str, Trial], address: str | None, description: str) -> list[str]:
-    """Trains cells that no other process is training, and describes the grid in MLflow. Returns the keys of the cells that did
-    not fail."""
+    """Trains trials that no other process is training, and describes the grid in MLflow. Returns the keys of the trials that
+    did not fail."""
     from cluster.session import is_local, session  # imports Ray
     from experiments.runner.restart import Restart
 
@@ -42,17 +42,17 @@ def train(job: Job, missing: dict[str, Trial], address: str | None, description:
     on_this_machine = is_local(address)
     restart = Restart(job, missing.values(), on_this_machine)
     with session(address, restart) as resources:
-        if on_this_machine:  # Fail before any cell starts if none can run.
+        if on_this_machine:  # Fail before any trial starts if none can run.
             require_gpu(job.trials[0].config)
-        at_once = min(cells_that_fit(job, resources), len(missing))
+        at_once = min(trials_that_fit(job, resources), len(missing))
         if on_this_machine:
             training_device(job.trials[0].config)
         say(room(job, resources, at_once))
-        with claimed_cells(job.workspace.store, f"{job.name}-{job.profile}", missing) as (claimed, lock):
+        with claimed_trials(job.workspace.store, f"{job.name}-{job.profile}", missing) as (claimed, lock):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
-                say(f"skipped, because another `san run` is training the same cells: {', '.join(others)}")
-            results = known_results(job)  # another run may have finished cells in the meantime
+                say(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
+            results = known_results(job)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as should_continue:
                 outcomes = _sweep(job, claimed, description, lock, should_continue, restart, start)
@@ -67,15 +67,15 @@ def train(job: Job, missing: dict[str, Trial], address: str | None, description:
 
 
 def _summary(done: str, finished: int, failed: Sequence[str], seconds: float) -> str:
-    """A summary such as `trained 3 of 4 cells in 2 min 40 s; failed: footprint9`."""
+    """A summary such as `trained 3 of 4 trials in 2 min 40 s; failed: footprint9`."""
     total = finished + len(failed)
-    text = f"{done} {finished}{f' of {total}' if failed else ''} {'cell' if total == 1 else 'cells'} in {duration(seconds)}"
+    text = f"{done} {finished}{f' of {total}' if failed else ''} {'trial' if total == 1 else 'trials'} in {duration(seconds)}"
     return f"{text}; failed: {', '.join(failed)}" if failed else text
 
 
 @contextmanager
 def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge | None]:
-    """The judge that stops cells early, if the grid enables it. It also knows the results of earlier calls."""
+    """The judge that stops trials early, if the grid enables it. It also knows the results of earlier calls."""
     wanted = job.grid.early_stopping
     if wanted is None:
         yield None
@@ -144,7 +144,7 @@ def _sweep_storage(store: Store, name: str) -> Iterator[str]:
 
 
 def measure(job: Job, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:
-    """Measures the robustness of trained cells and tracks each result at once. The description is as in `train`."""
+    """Measures the robustness of trained trials and tracks each result at once. The description is as in `train`."""
     from cluster.session import is_local, session  # imports Ray
     from cluster.sweep import sweep
     from experiments.runner.restart import Restart
@@ -156,10 +156,10 @@ def measure(job: Job, missing: dict[str, MeasureTask], address: str | None, desc
 
     trials = {key: task.trial for key, task in missing.items()}
     restart = Restart(job, trials.values(), is_local(address))
-    with session(address, restart) as resources, claimed_cells(job.workspace.store, name, trials) as (claimed, lock):
+    with session(address, restart) as resources, claimed_trials(job.workspace.store, name, trials) as (claimed, lock):
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
-        say(f"robustness ({job.grid.robustness}): {len(values)} cells to measure, {at_once} at a time, {placement} per cell")
+        say(f"robustness ({job.grid.robustness}): {len(values)} trials to measure, {at_once} at a time, {placement} per trial")
         prepare(job, description)
         job.tracker.begin()
         watch = MeasureProgress(values, keep, sys.stderr)

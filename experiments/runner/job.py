@@ -48,7 +48,7 @@ class Job:
 
     @property
     def wanted(self) -> tuple[Trial, ...]:
-        """The cells to train."""
+        """The trials to train."""
         return tuple(trial for trial in self.trials if not self.only or trial.row in self.only)
 
     def kept_there(self, command: str) -> str:
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def placement(self) -> Placement:
-        """What each cell takes; a grid cannot change it from row to row."""
+        """What each trial takes; a grid cannot change it from row to row."""
         wanted = self.trials[0].config.placement
         return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
@@ -166,12 +166,12 @@ def finished_results(job: Job) -> dict[str, Result]:
     """What is in the tracker already.
 
     Raises:
-        UserError: no cell is finished.
+        UserError: no trial is finished.
     """
     results = known_results(job)
     if not any(is_finished(results, trial) for trial in job.trials):
         raise UserError(
-            f"no finished cell of grid {job.name} with profile {job.profile} in {job.workspace.tracking_uri}; "
+            f"no finished trial of grid {job.name} with profile {job.profile} in {job.workspace.tracking_uri}; "
             f"train the grid with `{job.kept_there(job.command)}`, or choose another store with --runs"
         )
     return results
@@ -181,7 +181,7 @@ def is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
     return trial.key in results and results[trial.key].finished
 
 
-def finished_cells(trials: Sequence[Trial], results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
+def finished_trials(trials: Sequence[Trial], results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
     """The finished trials with their results, in order."""
     found = [(trial, results[trial.key]) for trial in trials if trial.key in results]
     return [(trial, result) for trial, result in found if result.finished]

@@ -1,4 +1,4 @@
-"""Measures the trained cells of a grid under a protocol, on the machines that trained them."""
+"""Measures the trained trials of a grid under a protocol, on the machines that trained them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Report = Callable[[Mapping[str, float]], None]
 
 @dataclass(frozen=True, slots=True)
 class MeasureTask:
-    """The missing measurements of a cell."""
+    """The missing measurements of a trial."""
 
     workspace: Workspace
     trial: Trial
     run_id: str
-    """The cell's run in the tracker."""
+    """The trial's run in the tracker."""
     protocol: ProtocolName
     missing: tuple[str, ...]
     """Names of the missing conditions."""
@@ -48,7 +48,7 @@ class MeasureTask:
 def pending_tasks(
     workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]
 ) -> dict[str, MeasureTask]:
-    """The missing measurements of trained cells, by key; complete cells are left out."""
+    """The missing measurements of trained trials, by key; complete trials are left out."""
     found = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
@@ -58,7 +58,7 @@ def pending_tasks(
 
 
 def measure_trial(task: MeasureTask, report: Report) -> None:
-    """Measures a cell after its last epoch. Reports contain `condition`, an index into `task.conditions`, and either `done`,
+    """Measures a trial after its last epoch. Reports contain `condition`, an index into `task.conditions`, and either `done`,
     the finished fraction, or the metrics of the finished condition.
 
     Raises:
@@ -90,7 +90,7 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
 
 
 class MeasureProgress:
-    """Observes a sweep of `measure_trial`; `keep` gets the metrics of a cell as they arrive."""
+    """Observes a sweep of `measure_trial`; `keep` gets the metrics of a trial as they arrive."""
 
     def __init__(
         self, tasks: Mapping[str, MeasureTask], keep: Callable[[MeasureTask, dict[str, float]], None], out: TextIO

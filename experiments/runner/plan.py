@@ -1,4 +1,4 @@
-"""`san plan`: which cells a grid would train, in which order, how many at a time, and for how long."""
+"""`san plan`: which trials a grid would train, in which order, how many at a time, and for how long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster import ClusterError, Placement, Resources, concurrency, workers_tha
 from experiments.grids.grid import Trial
 from experiments.paper.tables import note_on_missing_rows
 from experiments.runner.estimate import Basis, Estimator, Hours
-from experiments.runner.job import Job, finished_cells, is_done, known_results
+from experiments.runner.job import Job, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask, pending_tasks
 from experiments.runner.progress import duration
 from experiments.tracking import Result
@@ -19,8 +19,8 @@ from experiments.training.images import open_data
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell of a plan."""
+class PlannedTrial:
+    """A trial of a plan."""
 
     row: str
     seed: int
@@ -32,8 +32,8 @@ class Cell:
     """None if there is nothing to train."""
 
 
-def plan(job: Job) -> list[Cell]:
-    """The finished and stopped cells, then those to train, in the order in which `run` starts them."""
+def plan(job: Job) -> list[PlannedTrial]:
+    """The finished and stopped trials, then those to train, in the order in which `run` starts them."""
     results = known_results(job)
     done = [trial for trial in job.wanted if is_done(job, results, trial)]
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
@@ -42,15 +42,15 @@ def plan(job: Job) -> list[Cell]:
     cells = []
     for trial in done:
         result = results[trial.key]
-        cells.append(Cell(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
+        cells.append(PlannedTrial(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
     for first, hours in to_train(job, results):
-        for trial in alike[first.key]:  # equal cells are trained once
-            cells.append(Cell(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
+        for trial in alike[first.key]:  # equal trials are trained once
+            cells.append(PlannedTrial(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
     return cells
 
 
 def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
-    """The cells that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
+    """The trials that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
 
     In the order in which they start: the shortest first, so that results are available early.
     """
@@ -64,16 +64,18 @@ def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours
 
 
 def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, MeasureTask]:
-    """The measurements of the grid's protocol that finished cells lack."""
-    return pending_tasks(job.workspace, job.grid.robustness, finished_cells(job.wanted, results)) if job.grid.robustness else {}
+    """The measurements of the grid's protocol that finished trials lack."""
+    return (
+        pending_tasks(job.workspace, job.grid.robustness, finished_trials(job.wanted, results)) if job.grid.robustness else {}
+    )
 
 
-def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[str]:
-    """The number of cells to train, how many run at a time, their resources and the training time."""
+def plan_in_words(job: Job, cells: Sequence[PlannedTrial], address: str | None) -> list[str]:
+    """The number of trials to train, how many run at a time, their resources and the training time."""
     from cluster.session import is_local, session, this_machine  # imports Ray
 
     missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
-    first = f"grid {job.name}, profile {job.profile}: {len(cells)} cells, {len(missing)} to train"
+    first = f"grid {job.name}, profile {job.profile}: {len(cells)} trials, {len(missing)} to train"
     lacking = note_on_missing_rows(job.grid.table, (cell.row for cell in cells))
     beside = [f"compared with the paper's table `{job.grid.table}`{lacking}"] if lacking else []
     if not missing:
@@ -82,7 +84,7 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
     here = this_machine if is_local(address) else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
-            at_once = min(cells_that_fit(job, resources), len(missing))
+            at_once = min(trials_that_fit(job, resources), len(missing))
         except ClusterError as error:
             return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     nodes = len(resources.nodes)
@@ -90,8 +92,8 @@ def plan_in_words(job: Job, cells: Sequence[Cell], address: str | None) -> list[
     return [first, *beside, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
 
 
-def cells_that_fit(job: Job, resources: Resources) -> int:
-    """How many cells run at once.
+def trials_that_fit(job: Job, resources: Resources) -> int:
+    """How many trials run at once.
 
     Raises:
         ClusterError: none fits; names the overrides with which one would fit.
@@ -109,7 +111,7 @@ def cells_that_fit(job: Job, resources: Resources) -> int:
 
 
 def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resources) -> list[str]:
-    """Overrides with which a cell fits and BatchNorm sees as many images; empty if there are none."""
+    """Overrides with which a trial fits and BatchNorm sees as many images; empty if there are none."""
     parts = placement.workers * accumulate
     options = []
     for cpus in range(1, placement.cpus + 1):
@@ -125,13 +127,13 @@ def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resour
 
 def room(job: Job, resources: Resources, at_once: int) -> str:
     now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
-    room = f"{at_once} {'cell' if at_once == 1 else 'cells'} at a time, {job.placement} per cell"
+    room = f"{at_once} {'trial' if at_once == 1 else 'trials'} at a time, {job.placement} per trial"
     if resources.grows:
-        return f"{now} now: {room}; the autoscaler may add nodes while cells wait"
+        return f"{now} now: {room}; the autoscaler may add nodes while trials wait"
     return f"{now}: {room}"
 
 
-def _is_settled(cell: Cell) -> bool:
+def _is_settled(cell: PlannedTrial) -> bool:
     return cell.finished or cell.stopped_at is not None
 
 
@@ -142,14 +144,17 @@ BASES: dict[Basis, str] = {
 }
 
 
-def _in_hours(missing: Collection[Cell], at_once: int | None) -> list[str]:
+def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:
     hours = [cell.hours for cell in missing if cell.hours is not None]
     cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
     text = f"CPU time {duration(3600 * cpu)}" + (f", GPU time {duration(3600 * gpu)}" if gpu else "")
     if at_once:
         longest = duration(3600 * max(wall / at_once, max(each.wall for each in hours)))
-        text = f"{longest} with {at_once} {'cell' if at_once == 1 else 'cells'} at a time ({text})"
+        text = f"{longest} with {at_once} {'trial' if at_once == 1 else 'trials'} at a time ({text})"
     counts = Counter(each.basis for each in hours)
     if len(counts) == 1:
         return [f"training time: {text}; {BASES[hours[0].basis]}"]
-    return [f"training time: {text}", *(f"  {counts[basis]} cells: {words}" for basis, words in BASES.items() if counts[basis])]
+    return [
+        f"training time: {text}",
+        *(f"  {counts[basis]} trials: {words}" for basis, words in BASES.items() if counts[basis]),
+    ]

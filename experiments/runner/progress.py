@@ -1,4 +1,4 @@
-"""The progress of long work: a bar and a line per running cell on a terminal, plain lines in a log."""
+"""The progress of long work: a bar and a line per running trial on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.sweep import Outcome
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Between two lines of a log about the same cell, at least."""
+"""Between two lines of a log about the same trial, at least."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 NARROWEST = 50
 """Narrower terminals show plain lines, in columns."""
@@ -109,7 +109,7 @@ def counting(what: str, total: int | None, unit: str) -> Iterator[Count]:
 
 
 @dataclass(slots=True)
-class _Cell:
+class _TrialProgress:
     name: str
     epochs: int
     begun: float
@@ -148,7 +148,7 @@ class _Cell:
 
     @property
     def stopped(self) -> bool:
-        """Whether early stopping ended the cell."""
+        """Whether early stopping ended the trial."""
         return self.latest is not None and "stopped" in self.latest
 
     def text(self, now: float) -> str:
@@ -184,7 +184,7 @@ class Progress:
         start: float | None = None,
     ) -> None:
         self.clock, self.start, self.display = clock, clock() if start is None else start, Display(out)
-        self.cells = {key: _Cell(name, epochs[key], self.start) for key, name in names.items()}
+        self.cells = {key: _TrialProgress(name, epochs[key], self.start) for key, name in names.items()}
         self.ended = 0
 
     def started(self, key: str) -> None:
@@ -225,15 +225,15 @@ class Progress:
         self._say(f"waiting: {reason}")
 
     def has_advanced(self) -> bool:
-        """Whether a cell has finished an epoch."""
+        """Whether a trial has finished an epoch."""
         return any(cell.done_before is not None and int(cell.done) > cell.done_before for cell in self.cells.values())
 
     def close(self) -> None:
         self.display.close()
 
     def seconds_left(self) -> float | None:
-        """For the remaining epochs of the sweep, at the speed of the cells without their starts, if as many cells run at a time
-        as now; None before there is a speed."""
+        """For the remaining epochs of the sweep, at the speed of the trials without their starts, if as many trials run at a
+        time as now; None before there is a speed."""
         paces = [pace for cell in self.cells.values() if (pace := cell.pace) is not None]
         cells = [cell for cell in self.cells.values() if not cell.failed and cell.done < cell.epochs]
         if not paces or not cells:
@@ -250,7 +250,7 @@ class Progress:
     def _show(self) -> None:
         cells, now = self.cells.values(), self.clock()
         failed = sum(cell.failed for cell in cells)
-        before = f"{self.ended}/{len(cells)} cells{f' ({failed} FAILED)' if failed else ''}"
+        before = f"{self.ended}/{len(cells)} trials{f' ({failed} FAILED)' if failed else ''}"
         done, total = sum(cell.done for cell in cells), sum(cell.epochs for cell in cells)
         rows = [(cell.name, cell.text(now)) for cell in cells if cell.running]
         self.display.show(before, done, total, f"{int(done)}/{total} epochs{_left(self.seconds_left())}", rows)

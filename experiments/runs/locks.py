@@ -1,4 +1,4 @@
-"""Which process may train what: a grid and a cell are each trained by one process at a time, on one machine or on all nodes."""
+"""Which process may train what: a grid and a trial are each trained by one process at a time, on all nodes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ def mlflow_lock(store: Store) -> AbstractContextManager[Lock]:
     return store.lock("locks/mlflow", "another process is preparing MLflow", PATIENCE)
 
 
-def cell_lock(store: Store, key: str) -> AbstractContextManager[Lock]:
-    """Held by the first worker of a cell, the only process that writes its checkpoints."""
-    return store.lock(f"locks/cells/{key}", "another process is training this cell", OTHER_ENDS)
+def trial_lock(store: Store, key: str) -> AbstractContextManager[Lock]:
+    """Held by the first worker of a trial, the only process that writes its checkpoints."""
+    return store.lock(f"locks/trials/{key}", "another process is training this trial", OTHER_ENDS)
 
 
 @contextmanager
-def idle_cell(store: Store, key: str) -> Iterator[None]:
-    """Inside the block, no process trains a cell or is about to.
+def idle_trial(store: Store, key: str) -> Iterator[None]:
+    """Inside the block, no process trains a trial or is about to.
 
     Raises:
         LockError: a process does.
     """
-    busy = f"cell {key} is being trained"
+    busy = f"trial {key} is being trained"
     for name in store.names(GRIDS):
         if key in store.notes(name) and store.is_locked(name):
             raise LockError(f"{busy} or waits in a grid ({store.uri(name)}); wait until its `san run` ends, or stop it")
-    with store.lock(f"locks/cells/{key}", busy, wait=1.0):
+    with store.lock(f"locks/trials/{key}", busy, wait=1.0):
         yield
 
 
 @contextmanager
-def claimed_cells(store: Store, grid: str, missing: Mapping[str, Trial]) -> Iterator[tuple[dict[str, Trial], Lock]]:
-    """Claims a grid, and those of its cells that no other `san run` has claimed, until the block ends.
+def claimed_trials(store: Store, grid: str, missing: Mapping[str, Trial]) -> Iterator[tuple[dict[str, Trial], Lock]]:
+    """Claims a grid, and those of its trials that no other `san run` has claimed, until the block ends.
 
-    Yields these cells and the grid's lock. Grids can share cells, so each `san run` publishes its cells with its lock.
+    Yields these trials and the grid's lock. Grids can share trials, so each `san run` publishes its trials with its lock.
 
     Raises:
         LockError: another `san run` is training the grid.
@@ -51,7 +51,7 @@ def claimed_cells(store: Store, grid: str, missing: Mapping[str, Trial]) -> Iter
     own = f"{GRIDS}/{grid}"
     # One second: another process may be testing whether this lock is free.
     with store.lock(own, "another `san run` is training this grid", wait=1.0) as lock:
-        with store.lock("locks/claims", "another `san run` is choosing its cells", PATIENCE):
+        with store.lock("locks/claims", "another `san run` is choosing its trials", PATIENCE):
             claimed = set(missing)
             for name in store.names(GRIDS):
                 theirs = claimed.intersection(store.notes(name)) if name != own else set()

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds for which the end of a cell or of a grid waits for a server that is away."""
+"""Seconds for which the end of a trial or of a grid waits for a server that is away."""
 PAUSE = 2.0
 """Seconds between two attempts."""
 

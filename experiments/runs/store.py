@@ -125,7 +125,7 @@ class Store(Protocol):
 
         Args:
             name: of the lock's file.
-            busy: for messages, for example "another process is training this cell".
+            busy: for messages, for example "another process is training this trial".
             wait: seconds to wait for an owner that is alive.
 
         Raises:
@@ -673,7 +673,7 @@ class _ObjectLock(Lock):
         if self.store.put_if(self.name, self.owner.as_bytes(), None) is not None:
             raise UserError(
                 f"{self.store}: this store ignores the condition of a put (If-None-Match), so two processes could write the "
-                "same cell; choose a store that supports conditional puts"
+                "same trial; choose a store that supports conditional puts"
             )
 
 

@@ -1,4 +1,4 @@
-"""The metrics of an epoch; `summary.csv`, which lists the finished epochs of a cell; `confusion.csv`."""
+"""The metrics of an epoch; `summary.csv`, which lists the finished epochs of a trial; `confusion.csv`."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def _rows(content: bytes | None) -> csv.DictReader[str]:
 
 
 CONFUSION = "confusion.csv"
-"""Name of the file with the confusion matrix of a cell, beside its checkpoints."""
+"""Name of the file with the confusion matrix of a trial, beside its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """The validation images of a cell after its last epoch, by class and by predicted class."""
+    """The validation images of a trial after its last epoch, by class and by predicted class."""
 
     classes: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]

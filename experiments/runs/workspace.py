@@ -27,19 +27,19 @@ class Workspace:
         return self.store.folder
 
     def folder(self, trial: Trial) -> str:
-        """Name of the folder of a cell's checkpoints in the store."""
+        """Name of the folder of a trial's checkpoints in the store."""
         return f"checkpoints/{trial.key}"
 
     def checkpoints(self, trial: Trial) -> Path:
-        """The folder of a cell's checkpoints on this node."""
+        """The folder of a trial's checkpoints on this node."""
         return self.runs / self.folder(trial)
 
     def summary(self, trial: Trial) -> str:
-        """Name of a cell's `summary.csv` in the store."""
+        """Name of a trial's `summary.csv` in the store."""
         return f"{self.folder(trial)}/summary.csv"
 
     def log(self, trial: Trial, node: str | None = None) -> Path:
-        """The log of a cell; if nodes do not share a folder, there is one log per node."""
+        """The log of a trial; if nodes do not share a folder, there is one log per node."""
         suffix = "" if self.store.shared else f"-{node or socket.gethostname()}"
         return self.runs / "logs" / f"{trial.name}-{trial.key}{suffix}.log"
 

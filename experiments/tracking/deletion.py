@@ -1,4 +1,4 @@
-"""Deletes cells: their runs in MLflow, checkpoints and logs."""
+"""Deletes trials: their runs in MLflow, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import re
 from collections.abc import Iterable, Sequence
 
 from experiments.errors import UserError
-from experiments.runs.locks import idle_cell
+from experiments.runs.locks import idle_trial
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import Listed, list_runs
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
 
 
-def find_cells(uri: str, names: Iterable[str]) -> list[Listed]:
-    """The runs of cells with these keys, and all runs of grids with these names.
+def find_trials(uri: str, names: Iterable[str]) -> list[Listed]:
+    """The runs of trials with these keys, and all runs of grids with these names.
 
     Raises:
-        UserError: there is no such cell or grid.
+        UserError: there is no such trial or grid.
     """
     runs = list_runs(uri, None)
     chosen = {name: [run for run in runs if name in (run.key, run.grid)] for name in names}
     unknown = [name for name, found in chosen.items() if not found]
     if unknown:
-        raise UserError(f"{', '.join(unknown)}: no cell or grid with this name in {uri}; list them with `san runs`")
+        raise UserError(f"{', '.join(unknown)}: no trial or grid with this name in {uri}; list them with `san runs`")
     return [run for run in runs if any(run in found for found in chosen.values())]
 
 
-def delete_cells(workspace: Workspace, found: Sequence[Listed]) -> None:
-    """Deletes all runs, the checkpoints and the logs of cells.
+def delete_trials(workspace: Workspace, found: Sequence[Listed]) -> None:
+    """Deletes all runs, the checkpoints and the logs of trials.
 
     Raises:
-        LockError: a cell is being trained; the cells before it are deleted.
+        LockError: a trial is being trained; the trials before it are deleted.
     """
     client, store = Tracker(workspace.tracking_uri, "", "").client, workspace.store
     for key in dict.fromkeys(run.key for run in found):
-        with idle_cell(store, key), usable(workspace.tracking_uri):
+        with idle_trial(store, key), usable(workspace.tracking_uri):
             everywhere = [experiment.experiment_id for experiment in pages(client.search_experiments)]
             for run in pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_run(run.info.run_id)

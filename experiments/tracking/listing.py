@@ -71,7 +71,7 @@ def trial_key(uri: str, run_id: str) -> str:
             key = None
     if key is None:
         raise TrackerError(
-            f"{run_id}: MLflow at {uri} has no run of a cell with this id; use a key from the output of `san runs`"
+            f"{run_id}: MLflow at {uri} has no run of a trial with this id; use a key from the output of `san runs`"
         )
     return key
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a cell, which are its only state: each is written completely or not at all."""
+"""The checkpoints of a trial, which are its only state: each is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a cell: the finished epochs in `history` and the finished steps of the current epoch in `running`."""
+    """The state of a trial: the finished epochs in `history` and the finished steps of the current epoch in `running`."""
 
     key: str
-    """Content hash of the cell."""
+    """Content hash of the trial."""
     origin: Origin
     history: tuple[Epoch, ...]
     running: RunningEpoch
@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def workers(self) -> int:
-        """Number of workers of the cell."""
+        """Number of workers of the trial."""
         return len(self.engine["workers"])
 
     @property
@@ -110,7 +110,7 @@ def file_name(epoch: int, step: int) -> str:
 
 
 def last_of(folder: Path, epochs: int) -> Path:
-    """The file of a finished cell after its last epoch."""
+    """The file of a finished trial after its last epoch."""
     return folder / file_name(epochs, 0)
 
 
@@ -125,12 +125,12 @@ def best_in(store: Store, folder: str = "") -> Checkpoint | None:
 
 
 class Checkpoints:
-    """The checkpoints of one cell: the last `keep` and the best by top-1. Only the owner of `lock` may write them.
+    """The checkpoints of one trial: the last `keep` and the best by top-1. Only the owner of `lock` may write them.
 
     Args:
         store, folder: where they are stored.
-        key: content hash of the cell.
-        lock: the cell's lock.
+        key: content hash of the trial.
+        lock: the trial's lock.
         keep: how many of the last ones are kept.
         seconds: between two checkpoints within an epoch.
     """
@@ -153,7 +153,7 @@ class Checkpoints:
         """Writes a checkpoint; the earlier ones are intact if the process is killed meanwhile.
 
         Raises:
-            LockError: another process has taken over the cell; nothing was written.
+            LockError: another process has taken over the trial; nothing was written.
             StorageError: the store does not accept the checkpoint; the earlier ones are intact.
         """
         self.write(checkpoint.name, checkpoint.as_bytes())
@@ -175,7 +175,7 @@ class Checkpoints:
 
         Raises:
             StorageError: the store cannot be read; nothing was changed.
-            UserError: a checkpoint belongs to another cell or version; nothing was changed.
+            UserError: a checkpoint belongs to another trial or version; nothing was changed.
         """
         self.lock.check()
         self.store.recover(self.folder, self.lock)
@@ -187,7 +187,7 @@ class Checkpoints:
             except (KeyError, TypeError):
                 raise UserError(
                     f"{self.uri(self.newest)}: intact, but written by another version of this project; resume with that "
-                    "version, or move the cell's checkpoints away to train from the start"
+                    "version, or move the trial's checkpoints away to train from the start"
                 ) from None
             except UserError:
                 raise
@@ -203,8 +203,8 @@ class Checkpoints:
         checkpoint = Checkpoint.of_bytes(content)
         if checkpoint.key != self.key:
             raise UserError(
-                f"{self.uri(name)}: a checkpoint of cell {checkpoint.key}, not of {self.key}; move the file to the folder of "
-                f"cell {checkpoint.key}"
+                f"{self.uri(name)}: a checkpoint of trial {checkpoint.key}, not of {self.key}; move the file to the folder of "
+                f"trial {checkpoint.key}"
             )
         return checkpoint
 

@@ -1,7 +1,7 @@
-"""Which device a cell trains on, and clear errors where that device cannot be used.
+"""Which device a trial trains on, and clear errors where that device cannot be used.
 
-`placement.gpus` decides, not what the machine has: a cell that asked for a GPU must not train on the CPU for days while the GPU
-is reserved for it.
+`placement.gpus` decides, not what the machine has: a trial that asked for a GPU must not train on the CPU for days while the
+GPU is reserved for it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def available_device() -> torch.device:
 
 
 def training_device(config: TrialConfig) -> torch.device:
-    """The CPU for a cell without GPUs, else this worker's GPU.
+    """The CPU for a trial without GPUs, else this worker's GPU.
 
     Raises:
-        MachineError: the cell needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
+        MachineError: the trial needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
     """
     if config.placement.gpus == 0:
         return torch.device("cpu")
@@ -68,7 +68,7 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
 
 
 def require_gpu(config: TrialConfig) -> None:
-    """Raises MachineError if the cell needs a GPU, but torch cannot use one on this machine."""
+    """Raises MachineError if the trial needs a GPU, but torch cannot use one on this machine."""
     gpus = config.placement.gpus
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own words on an old driver, which `gpu_problem` has too
@@ -78,7 +78,7 @@ def require_gpu(config: TrialConfig) -> None:
 
 
 def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
-    """The device, operators and precision of a cell, for its log and the tags of its run."""
+    """The device, operators and precision of a trial, for its log and the tags of its run."""
     missing, settings = library.missing(device.type), config.on(device.type)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

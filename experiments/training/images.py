@@ -1,4 +1,4 @@
-"""The images of a cell: opens the datasets and creates the loaders."""
+"""The images of a trial: opens the datasets and creates the loaders."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def _folders(config: DataConfig) -> tuple[Path, Path | None]:
 
 
 def open_split(config: DataConfig, name: str | None = None) -> Dataset:
-    """A split to evaluate on; by default, the one that a cell with this config validates on.
+    """A split to evaluate on; by default, the one that a trial with this config validates on.
 
-    `train` is the split that such a cell trains on, and `val-split` the one held out of it. Any other name, such as `val`,
+    `train` is the split that such a trial trains on, and `val-split` the one held out of it. Any other name, such as `val`,
     is a folder, a list or shards in `root`; the other splits need not exist.
 
     Raises:

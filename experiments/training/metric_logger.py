@@ -1,4 +1,4 @@
-"""Sends a cell's metrics to MLflow without letting the training wait."""
+"""Sends a trial's metrics to MLflow without letting the training wait."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from san import CheckpointError, Complexity
 _log = logging.getLogger(__name__)
 
 LONGEST_PAUSE = 15
-"""Times `PAUSE`: half a minute, so that the end of a cell, which waits two minutes, includes a few more attempts."""
+"""Times `PAUSE`: half a minute, so that the end of a trial, which waits two minutes, includes a few more attempts."""
 
 
 class AsyncMetricLogger:
-    """Sends a cell's metrics to its MLflow run from a thread.
+    """Sends a trial's metrics to its MLflow run from a thread.
 
     The checkpoint holds the metrics of all epochs, so nothing else has to be stored. At the start, at the end and after a
     failed request, the thread asks MLflow which epochs it has, and sends the others. MLflow stores a value only once per step
@@ -33,10 +33,10 @@ class AsyncMetricLogger:
 
     Args:
         tracker: opens the tracker; called in the thread.
-        trial: the cell.
+        trial: the trial.
         complexity, tags: parameters, FLOPs and tags of the run.
         images: number of images in a training epoch.
-        resumed: whether the cell resumes from a checkpoint, whose run may belong to another grid.
+        resumed: whether the trial resumes from a checkpoint, whose run may belong to another grid.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AsyncMetricLogger:
         self._ended: Mapping[int, int] = {}
         self._best: Checkpoint | None = None
         self._stopped_by: str | None = None
-        self._requests: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the cell has ended; None: close
+        self._requests: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial has ended; None: close
         self._gave_up = threading.Event()
         self._complete = False
         self._warned = False
@@ -71,9 +71,9 @@ class AsyncMetricLogger:
 
     def finish(self, best: Checkpoint | None, stopped_by: str | None = None, seconds: float | None = None) -> bool:
         """Registers the best weights and ends the run. Returns whether MLflow accepted everything within `seconds` (default:
-        `PATIENCE`); otherwise, the next start of the cell sends the rest.
+        `PATIENCE`); otherwise, the next start of the trial sends the rest.
 
-        `stopped_by` names the grid whose early stopping ends the cell.
+        `stopped_by` names the grid whose early stopping ends the trial.
         """
         self._best, self._stopped_by = best, stopped_by
         self._requests.put(True)
@@ -91,7 +91,7 @@ class AsyncMetricLogger:
             for at_end in iter(self._requests.get, None):
                 pause = PAUSE
                 while not self._send(at_end):
-                    # Random and growing pauses, so that the cells do not keep a slow server busy.
+                    # Random and growing pauses, so that the trials do not keep a slow server busy.
                     if self._gave_up.wait(pause * random.uniform(0.5, 1)):
                         return
                     pause = min(2 * pause, LONGEST_PAUSE * PAUSE)

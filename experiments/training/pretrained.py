@@ -1,4 +1,4 @@
-"""The initial weights of a cell that fine-tunes: those of the file `recipe.init`."""
+"""The initial weights of a trial that fine-tunes: those of the file `recipe.init`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from san.models import checkpoint, released
 from san.models.base import BaseModel, ModelSpec
 
 FREE = ("name", "footprint")
-"""Fields of a spec in which a cell may differ from its file."""
+"""Fields of a spec in which a trial may differ from its file."""
 
 
 def init_digest(path: str | None) -> str:
@@ -40,7 +40,7 @@ def initialize(model: BaseModel, path: str, digest: str) -> str:
         UserError: the file has another digest, contains no weights, or weights of another model.
     """
     if init_digest(path) != digest:
-        raise UserError(f"recipe.init={path}: changed since the cell was started; restore the file, or start the grid again")
+        raise UserError(f"recipe.init={path}: changed since the trial was started; restore the file, or start the grid again")
     try:
         source = _read(base_folder() / path, model.spec)
         _require_same_function(model.spec, source.spec)
@@ -76,6 +76,6 @@ def _require_same_function(mine: ModelSpec, theirs: ModelSpec) -> None:
     for field in ours if type(mine) is type(theirs) else ():
         if field not in FREE and ours[field] != found[field]:
             raise ValueError(
-                f"the file contains {theirs.name} with {field}={found[field]}, but the cell's model has {field}={ours[field]}; "
-                f"set model.{field} to the value of the file, or use another file"
+                f"the file contains {theirs.name} with {field}={found[field]}, but the trial's model has "
+                f"{field}={ours[field]}; set model.{field} to the value of the file, or use another file"
             )

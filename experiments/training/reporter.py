@@ -1,4 +1,4 @@
-"""Reports the progress of a cell, and puts reports into words."""
+"""Reports the progress of a trial, and puts reports into words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Report = Callable[[Mapping[str, float]], None]
 SECONDS_BETWEEN_REPORTS = 10.0
 """Within an epoch; the end of an epoch is always reported."""
 SECONDS_BETWEEN_LOG_LINES = 60.0
-"""The same, in the cell's log."""
+"""The same, in the trial's log."""
 
 
 class Throttle:
@@ -42,14 +42,14 @@ class Throttle:
 
 
 class ProgressReporter:
-    """Reports the progress of a cell: with `report` on all workers together, and in the log on the first one.
+    """Reports the progress of a trial: with `report` on all workers together, and in the log on the first one.
 
     At the end of an epoch, a report has its metrics, and `epoch` of `epochs`. Within an epoch, it has `step` of `steps`, the
     mean loss, images per second and waiting share, and the top-1 of the epoch before. `epoch` counts finished epochs.
 
     Args:
         report: waits for all workers; only the values of the first one count.
-        epochs: of the cell.
+        epochs: of the trial.
         train: the training images.
     """
 
@@ -88,10 +88,10 @@ class ProgressReporter:
         self._lines.epoch_done()
 
     def report_stopped(self, history: Sequence[Epoch]) -> None:
-        """Reports that early stopping has ended the cell."""
+        """Reports that early stopping has ended the trial."""
         self.report({"epoch": len(history), "epochs": self.epochs, "stopped": 1, **history[-1].metrics()})
         if dist.get_rank() == 0:
-            _log.info("%s: other cells had a higher top-1 at this epoch", stopped(len(history), self.epochs))
+            _log.info("%s: other trials had a higher top-1 at this epoch", stopped(len(history), self.epochs))
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:
@@ -99,7 +99,7 @@ class ProgressReporter:
 
 
 def stopped(epoch: int, epochs: int) -> str:
-    """How reports call a cell that early stopping has ended."""
+    """How reports call a trial that early stopping has ended."""
     return f"stopped at epoch {epoch} of {epochs} by early stopping"
 
 

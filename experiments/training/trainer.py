@@ -1,4 +1,4 @@
-"""Trains one cell: `run_trial` prepares a worker, `Trainer.fit` is the training. Runs with or without Ray."""
+"""Trains one trial: `run_trial` prepares a worker, `Trainer.fit` is the training. Runs with or without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import san
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.grids.grid import Trial
-from experiments.runs.locks import cell_lock
+from experiments.runs.locks import trial_lock
 from experiments.runs.retry import PATIENCE
 from experiments.runs.store import Lock, StorageError
 from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ShouldContinue = Callable[[str, Sequence[float]], bool]
-"""Called with a cell's key and the top-1 of its epochs; False ends the cell early."""
+"""Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
 
 
 def run_trial(workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None = None) -> nn.Module:
-    """Trains one cell, or the rest of it. The results are in MLflow, the weights in the checkpoints.
+    """Trains one trial, or the rest of it. The results are in MLflow, the weights in the checkpoints.
 
-    Every worker of the cell calls this function and returns the same model, the one that was validated. `report` is called on
+    Every worker of the trial calls this function and returns the same model, the one that was validated. `report` is called on
     all workers after the same steps; `ProgressReporter` documents the values. After each epoch but the last, the first worker
     calls `should_continue`.
 
     Raises:
-        UserError: the store, a checkpoint, the GPU or its memory cannot be used, or another process trains the cell.
+        UserError: the store, a checkpoint, the GPU or its memory cannot be used, or another process trains the trial.
         DataError: an image cannot be used.
         FloatingPointError: a loss or a weight is not finite.
     """
@@ -66,7 +66,7 @@ def run_trial(workspace: Workspace, trial: Trial, report: Report, should_continu
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
-        cell_lock(store, trial.key) if rank == 0 else nullcontext(Lock()) as lock,
+        trial_lock(store, trial.key) if rank == 0 else nullcontext(Lock()) as lock,
         Watchdog(hang_timeout.total_seconds(), log) as watchdog,
         arithmetic(config.engine, device),
         enough_memory(config, device),
@@ -133,7 +133,7 @@ class _Clock:
 
 @dataclass
 class Trainer:
-    """The training of one cell, on one of its workers."""
+    """The training of one trial, on one of its workers."""
 
     workspace: Workspace
     trial: Trial
@@ -329,7 +329,7 @@ def _seconds_away(config: TrialConfig) -> float:
 
 @contextmanager
 def kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
-    """A cell's log on this node; in a bucket, it is continued at the start and stored at the end."""
+    """A trial's log on this node; in a bucket, it is continued at the start and stored at the end."""
     path = workspace.log(trial)
     with suppress(StorageError):  # reported by whoever needs the bucket for more
         workspace.store.download(path)
@@ -342,7 +342,7 @@ def kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
 
 @contextmanager
 def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
-    """Adds what this package logs to a file, which all workers of a cell on a node share.
+    """Adds what this package logs to a file, which all workers of a trial on a node share.
 
     Raises:
         UserError: the file cannot be written.

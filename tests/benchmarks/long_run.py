@@ -30,7 +30,7 @@ T_95 = 2.101
 
 
 def memory(minutes: float, runs: Path) -> None:
-    """Trains one cell with epochs of two steps, and samples the memory of its processes every second."""
+    """Trains one trial with epochs of two steps, and samples the memory of its processes every second."""
     settings = ["recipe.epochs=9999", "recipe.batch_size=300", "data.train_per_class=60"]
     command = [sys.executable, "-m", "experiments", "run", str(GRID), *settings, "--runs", str(runs)]
     driver = subprocess.Popen(command, cwd=PROJECT_DIR, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -113,7 +113,7 @@ def workers(number: int, folder: Path, cells: float = 8) -> Iterator[dict[str, f
     """Runs cells of `number` workers, one after another, on a node that claims to have as many CPUs: measures their start."""
     with several_nodes(head_cpus=number) as several:
         for line in _joined(several.address, int(cells), number, folder):
-            if "all_cells" in line:
+            if "all_trials" in line:
                 each = (line["last_after"] - line["first_after"]) / (cells - 1)
                 yield {"workers": number, "seconds_each": each, **line}
 
@@ -148,7 +148,7 @@ def _sweep_of_nothing(number: int, at_once: int, folder: Path, placement: Placem
             "driver_megabytes": clock.megabytes[last - 1] - before,
         }
     yield {
-        "all_cells": number,
+        "all_trials": number,
         "at_once": at_once,
         "first_after": clock.ends[0] - began,
         "last_after": clock.ends[-1] - began,

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.workers --folder DIR [--seeds 5] [--counts 1 2 4] [--minutes 4]
 
-Trains the row `pairwise_7` of the footprint grid with the profile `digits` and one CPU per worker. No cell starts after
-`--minutes`; repeat the command to continue, which keeps finished cells. Prints mean and standard deviation over seeds, and the
+Trains the row `pairwise_7` of the footprint grid with the profile `digits` and one CPU per worker. No trial starts after
+`--minutes`; repeat the command to continue, which keeps finished trials. Prints mean and standard deviation over seeds, and the
 difference of means to the first count with its 95 % interval (Welch's t).
 """
 
@@ -24,7 +24,7 @@ GRID = Path(__file__).parent / "workers.yaml"
 
 
 def top1(folder: Path, workers: int, seed: int) -> float:
-    """Returns the top-1 in percent after the last epoch; trains the cell first if needed."""
+    """Returns the top-1 in percent after the last epoch; trains the trial first if needed."""
     runs = folder / f"{workers}-workers"
     job = open_job(GRID, "digits", (f"placement.workers={workers}",), runs, seed + 1)
     (trial,) = (trial for trial in job.trials if trial.seed == seed)
@@ -51,7 +51,7 @@ def main() -> None:
     for seed in range(options.seeds):
         for count in options.counts:
             if time.monotonic() > limit:
-                sys.exit("some cells are not trained yet; repeat the command to continue")
+                sys.exit("some trials are not trained yet; repeat the command to continue")
             found[count].append(top1(options.folder.resolve(), count, seed))
             print(f"seed {seed}, {count} workers: {found[count][-1]:.2f} %", flush=True)
     print("\n| workers | images per worker and step | top-1, mean | sd | difference to the first (95 %) |")

@@ -71,7 +71,7 @@ def placed(seconds: float, report: Report) -> None:
 
 
 def main(storage: str, address: str) -> None:
-    """Runs four cells on a cluster without CPUs, then waits until the added nodes are removed."""
+    """Runs four trials on a cluster without CPUs, then waits until the added nodes are removed."""
     memory = Memory()
     with session(address) as found:
         print(json.dumps({"cpus": found.cpus, "grows": found.grows}), flush=True)
@@ -86,7 +86,7 @@ def main(storage: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    # The cells must be able to import their function: not from __main__.
+    # The trials must be able to import their function: not from __main__.
     from tests.cluster import autoscaling
 
     autoscaling.main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Functions for the cells of tests, and an observer that records events. Workers import them from here."""
+"""Functions for the trials of tests, and an observer that records events. Workers import them from here."""
 
 import os
 import signal
@@ -126,7 +126,7 @@ def silent(value: int, report: Report) -> None:
 
 
 def main(storage: str) -> None:
-    """A driver for the tests of signals, with two cells that sleep. It treats SIGTERM like Ctrl-C."""
+    """A driver for the tests of signals, with two trials that sleep. It treats SIGTERM like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with session():

@@ -206,11 +206,11 @@ def outliving(folder: str, report: Report) -> None:
 
 
 def outlive(folder: str, address: str) -> None:
-    """A driver for a cell that loses two nodes."""
+    """A driver for a trial that loses two nodes."""
     memory = Shouting()
     with session(address):
-        outcomes = sweep(outliving, {"cell": folder}, Placement(), storage=f"{folder}/sweep", observer=memory)
-    print(f"{len(memory.starts)} starts, error {outcomes['cell'].error}")
+        outcomes = sweep(outliving, {"trial": folder}, Placement(), storage=f"{folder}/sweep", observer=memory)
+    print(f"{len(memory.starts)} starts, error {outcomes['trial'].error}")
 
 
 def placed(file: str, report: Report) -> None:
@@ -221,7 +221,7 @@ def placed(file: str, report: Report) -> None:
 
 
 def place(folder: str, address: str) -> None:
-    """A driver of two cells with two workers each."""
+    """A driver of two trials with two workers each."""
     with session(address):
         values = {name: f"{folder}/{name}" for name in "ab"}
         sweep(placed, values, Placement(workers=2), storage=f"{folder}/sweep", observer=Shouting())

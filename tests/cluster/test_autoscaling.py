@@ -16,8 +16,8 @@ from tests.experiments.drivers import PATIENCE
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_autoscaler_adds_nodes_for_waiting_cells_and_removes_them(tmp_path: Path) -> None:
-    """At most three nodes for four cells."""
+def test_autoscaler_adds_nodes_for_waiting_trials_and_removes_them(tmp_path: Path) -> None:
+    """At most three nodes for four trials."""
     with autoscaling_head(most=3, idle_minutes=0.05, folder=tmp_path) as address:
         began = time.monotonic()
         command = [sys.executable, "-m", "tests.cluster.autoscaling", str(tmp_path / "s"), address]

@@ -1,7 +1,7 @@
 import pytest
 
 from cluster import ClusterError, Node, Placement, Resources, concurrency
-from cluster.sweep import _cells_to_start
+from cluster.sweep import _trials_to_start
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from cluster.sweep import _cells_to_start
         (Placement(cpus=2), (Node(0, 0), Node(4, 0)), 2),  # the head has no CPUs
     ],
 )
-def test_cells_at_once(placement: Placement, nodes: tuple[Node, ...], cells: int) -> None:
+def test_trials_at_once(placement: Placement, nodes: tuple[Node, ...], cells: int) -> None:
     assert concurrency(placement, Resources(nodes)) == cells
 
 
@@ -34,15 +34,15 @@ def test_cells_at_once(placement: Placement, nodes: tuple[Node, ...], cells: int
         ((Node(0, 0), *(Node(8, 0),) * 8), True, 128),
     ],
 )
-def test_more_cells_wait_in_a_cluster_that_grows(nodes: tuple[Node, ...], grows: bool, cells: int) -> None:
-    assert _cells_to_start(Placement(), Resources(nodes, grows)) == cells
+def test_more_trials_wait_in_a_cluster_that_grows(nodes: tuple[Node, ...], grows: bool, cells: int) -> None:
+    assert _trials_to_start(Placement(), Resources(nodes, grows)) == cells
 
 
-def test_rejects_a_cell_that_does_not_fit() -> None:
+def test_rejects_a_trial_that_does_not_fit() -> None:
     with pytest.raises(ClusterError) as caught:
         concurrency(Placement(workers=4), Resources((Node(2, 0),)))
     assert str(caught.value) == (
-        "a cell needs 4 workers with 1 CPU each, but the cluster has 2 CPUs and 0 GPUs on 1 node, "
+        "a trial needs 4 workers with 1 CPU each, but the cluster has 2 CPUs and 0 GPUs on 1 node, "
         "enough for 2 such workers; lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
     )
 

@@ -1,4 +1,4 @@
-"""Successive halving: which cells continue, and the process that decides for all cells."""
+"""Successive halving: which trials continue, and the process that decides for all trials."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ HISTORIES = st.lists(st.lists(st.integers(0, 5).map(float), min_size=1, max_size
 
 
 def test_rungs_are_at_powers_of_the_reduction() -> None:
-    """At epochs 2 and 6 of 12, a cell continues if it is not worse than two thirds of the cells before it."""
+    """At epochs 2 and 6 of 12, a trial continues if it is not worse than two thirds of the trials before it."""
     rungs = Rungs(Halving(2, 3, 12), {})
     assert rungs.should_continue("first", [9.0]) and rungs.should_continue("first", [9.0, 50.0])
     assert rungs.should_continue("better", [0.0, 60.0])
@@ -27,8 +27,8 @@ def test_rungs_are_at_powers_of_the_reduction() -> None:
 
 
 @given(HISTORIES, st.integers(1, 4), st.integers(2, 4))
-def test_best_cell_so_far_continues(histories: list[list[float]], first: int, reduction: int) -> None:
-    """A stopped cell is worse than another cell at that rung, and stays stopped."""
+def test_best_trial_so_far_continues(histories: list[list[float]], first: int, reduction: int) -> None:
+    """A stopped trial is worse than another trial at that rung, and stays stopped."""
     rungs = Rungs(Halving(first, reduction, 40), {})
     at: dict[int, list[float]] = {}
     for key, scores in enumerate(histories):
@@ -44,7 +44,7 @@ def test_best_cell_so_far_continues(histories: list[list[float]], first: int, re
                 break
 
 
-def test_known_results_of_other_cells_count() -> None:
+def test_known_results_of_other_trials_count() -> None:
     rungs = Rungs(Halving(2, 3, 12), {"finished": [10.0] * 12, "stopped": [1.0, 1.0], "never": []})
     assert not rungs.should_continue("worse", [9.0, 5.0])
     assert rungs.should_continue("as_good", [0.0, 10.0])
@@ -54,7 +54,7 @@ def test_known_results_of_other_cells_count() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_cells_ask_from_worker_processes(workers: int, resources: Resources, tmp_path: Path) -> None:
+def test_trials_ask_from_worker_processes(workers: int, resources: Resources, tmp_path: Path) -> None:
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")
     memory = cells.Memory()

@@ -31,12 +31,12 @@ import sys
 from cluster import Placement
 from cluster.session import session
 from cluster.sweep import sweep
-from tests.cluster import cells
+from tests.cluster import trials
 memory = cells.Memory()
 placement = Placement(int(sys.argv[3]))
 with session(sys.argv[1]):
-    outcomes = sweep(cells.describing, {"cell": ""}, placement, storage=sys.argv[2], observer=memory)
-print(outcomes["cell"].error, [report["sees_gpus"] for report in memory.of("cell")])
+    outcomes = sweep(cells.describing, {"trial": ""}, placement, storage=sys.argv[2], observer=memory)
+print(outcomes["trial"].error, [report["sees_gpus"] for report in memory.of("trial")])
 """
 
 
@@ -76,8 +76,8 @@ def test_token_is_ignored_by_a_cluster_without_tokens(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_cells_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
-    """On a cluster that others started, Ray hides GPUs from cells only with a setting of that cluster."""
+def test_trials_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
+    """On a cluster that others started, Ray hides GPUs from trials only with a setting of that cluster."""
     with nodes(head_cpus=1) as cluster:
         cluster.add(cpus=workers, environment={"CUDA_VISIBLE_DEVICES": "0,1"})
         assert run_script(SWEEP, cluster.address, str(tmp_path), str(workers)) == "None [0.0]"

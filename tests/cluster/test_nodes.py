@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
 @pytest.mark.parametrize("announced", [False, True])
-def test_cell_survives_two_lost_nodes_and_waits_for_a_third(announced: bool, tmp_path: Path) -> None:
+def test_trial_survives_two_lost_nodes_and_waits_for_a_third(announced: bool, tmp_path: Path) -> None:
     with nodes(head_cpus=0) as cluster:
         node = cluster.add()
         command = [sys.executable, "-m", "tests.cluster.nodes", "outlive", str(tmp_path), cluster.address]
@@ -32,7 +32,7 @@ def test_cell_survives_two_lost_nodes_and_waits_for_a_third(announced: bool, tmp
     assert output.splitlines()[-1] == "3 starts, error None"
 
 
-def test_workers_of_a_cell_share_a_node_and_cells_spread(tmp_path: Path) -> None:
+def test_workers_of_a_trial_share_a_node_and_trials_spread(tmp_path: Path) -> None:
     with nodes(head_cpus=0) as cluster:
         for _ in range(2):
             cluster.add(cpus=2)

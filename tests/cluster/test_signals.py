@@ -40,7 +40,7 @@ def wait_until_gone(mark: str, besides: tuple[bytes, ...] = ()) -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A driver whose first cell has started. Kills the remaining processes at the end."""
+    """A driver whose first trial has started. Kills the remaining processes at the end."""
     environment = os.environ | {MARK: str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "tests.cluster.cells", str(tmp_path)]
@@ -59,7 +59,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_cells_end_with_the_driver(driver: subprocess.Popen[str], tmp_path: Path, name: str) -> None:
+def test_trials_end_with_the_driver(driver: subprocess.Popen[str], tmp_path: Path, name: str) -> None:
     assert len(marked(str(tmp_path))) > 3
     if name == "SIGINT":
         os.killpg(driver.pid, signal.SIGINT)  # like Ctrl-C in a terminal

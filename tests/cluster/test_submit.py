@@ -153,9 +153,9 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
     assert process.stdout is not None
     output = process.stdout.read()
     assert process.returncode == 0, output
-    assert "1 cells, 1 to train" in output and "ray job stop it-s-touch-gotcha-x-y-digits-" in output
+    assert "1 trials, 1 to train" in output and "ray job stop it-s-touch-gotcha-x-y-digits-" in output
     assert re.search(r"\nonly +\d+\.\d", output)
-    assert any("ImplicitFunc" in name for name in environments), f"no cell's process has the variable, only {environments}"
+    assert any("ImplicitFunc" in name for name in environments), f"no trial's process has the variable, only {environments}"
     # Ray itself passes the environment of the job as an argument of the process that sets up a worker.
     assert [command for command in commands if "setup_worker.py" not in command] == [] and secret not in output
     leaks = [
@@ -167,7 +167,7 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
 
     second_run = san("submit", *arguments[:-2])
     assert second_run.returncode == 0, second_run.stdout + second_run.stderr
-    assert "1 cells, 1 already finished, 0 to train" in second_run.stdout
+    assert "1 trials, 1 already finished, 0 to train" in second_run.stdout
     assert runs_of(tmp_path / "runs" / "mlflow.db") == ["FINISHED"]
     assert commits_of(tmp_path / "runs" / "mlflow.db") == {git_commit()}, "the commit of the job's copy of the project"
     client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
@@ -185,7 +185,7 @@ def holds(path: Path, secret: str) -> bool:
 
 
 @pytest.mark.slow
-def test_ray_job_stop_ends_the_cells(head: Head, san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_job_stop_ends_the_trials(head: Head, san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "long.yaml").write_text(GRID)
     runs = tmp_path / "runs"
     arguments = ("submit", "long.yaml", "--runs", str(runs), "recipe.epochs=1000")

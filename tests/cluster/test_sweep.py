@@ -17,7 +17,7 @@ def test_empty_sweep(tmp_path: Path) -> None:
     assert sweep(cells.timed, {}, Placement(), storage=tmp_path, observer=cells.Memory()) == {}
 
 
-def test_two_cells_at_a_time(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_two_trials_at_a_time(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
     # Each takes half of the CPUs, so that two run at a time.
@@ -31,7 +31,7 @@ def test_two_cells_at_a_time(resources: Resources, memory: cells.Memory, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_no_cell_starts_after_a_fatal_error(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_no_trial_starts_after_a_fatal_error(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     values = {"good": "well", "bad": "raises a final error", "never": "well"}
     alone = Placement(cpus=resources.cpus)
     with pytest.raises(ClusterError, match=r"^it is wrong$"):
@@ -40,7 +40,7 @@ def test_no_cell_starts_after_a_fatal_error(resources: Resources, memory: cells.
     assert [(outcome.key, outcome.error) for outcome in memory.outcomes] == [("good", None), ("bad", "it is wrong")]
 
 
-def test_reports_arrive_in_order_also_if_another_cell_fails(memory: cells.Memory, tmp_path: Path) -> None:
+def test_reports_arrive_in_order_also_if_another_trial_fails(memory: cells.Memory, tmp_path: Path) -> None:
     values = {"good": 3, "bad": 0}
     outcomes = sweep(cells.counting, values, Placement(), storage=tmp_path, observer=memory, retries=0)
     assert memory.of("good") == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
@@ -61,17 +61,17 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_cell_without_reports_prints_nothing(memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_trial_without_reports_prints_nothing(memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes = sweep(cells.silent, {"silent": 0}, Placement(), storage=tmp_path, observer=memory)
     assert outcomes["silent"].error is None
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
-def test_process_is_reused_unless_a_cell_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_process_is_reused_unless_a_trial_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     ways = ["well", "well", "raises", "well", "raises a final error", "well", "dies", "well", "well"]
     values = {f"{number}": way for number, way in enumerate(ways)}
-    alone = Placement(cpus=resources.cpus)  # one cell at a time
+    alone = Placement(cpus=resources.cpus)  # one trial at a time
     outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, non_retryable=(ValueError,))
     assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
     pids = [reports[0]["pid"] for reports in map(memory.of, values)]
@@ -94,8 +94,8 @@ def test_non_retryable_error_is_not_retried(workers: int, resources: Resources, 
 
 
 def test_environment_of_a_single_worker(memory: cells.Memory, tmp_path: Path) -> None:
-    sweep(cells.describing, {"cell": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
-    assert memory.of("cell") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
+    sweep(cells.describing, {"trial": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
+    assert memory.of("trial") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory,
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
     pair = Placement(workers=2)
-    outcomes = sweep(cells.reducing, {"cell": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
-    sums, *waited = memory.of("cell")
+    outcomes = sweep(cells.reducing, {"trial": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
+    sums, *waited = memory.of("trial")
     assert sums == {"sum": 3.0, "workers": 2.0}
     assert waited[-1]["seconds"] < 20, "workers wait until Ray has received their reports"
-    assert outcomes["cell"].error == "RuntimeError: rank one gives up"
+    assert outcomes["trial"].error == "RuntimeError: rank one gives up"

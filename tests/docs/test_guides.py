@@ -1,7 +1,7 @@
 """The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
 
 Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
-`KEY`, and a key after `san show` or `--compare`, become that of a cell that was trained before. A block after
+`KEY`, and a key after `san show` or `--compare`, become that of a trial that was trained before. A block after
 `<!-- not run: REASON -->` is only checked: its commands and options exist, and its overrides are valid.
 """
 
@@ -94,7 +94,7 @@ class Reader:
                 self.run(self.arguments(command))
 
     def with_key(self, text: str) -> str:
-        """The text with the key of the page's latest cell, else of the first of all, in place of the guide's."""
+        """The text with the key of the page's latest trial, else of the first of all, in place of the guide's."""
         cells = sorted((self.folder / "runs").resolve().glob("checkpoints/*"), key=lambda cell: cell.stat().st_mtime)
         own = [cell for cell in cells if cell not in self.before]
         return KEY.sub((own[-1:] or cells)[0].name, text) if cells else text
@@ -159,7 +159,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of runs for all pages, with one cell of the footprint grid."""
+    """A folder of runs for all pages, with one trial of the footprint grid."""
     with pytest.MonkeyPatch.context() as patch:
         runs = tmp_path_factory.mktemp("runs")
         patch.setenv("SAN_RUNS", str(runs))

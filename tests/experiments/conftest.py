@@ -1,4 +1,4 @@
-"""Shared fixtures: the `san` command, small grids, an MLflow database, a process group and a trained cell."""
+"""Shared fixtures: the `san` command, small grids, an MLflow database, a process group and a trained trial."""
 
 from __future__ import annotations
 
@@ -88,22 +88,22 @@ def runs(tmp_path: Path, empty_database: Path) -> Path:
     return folder
 
 
-TrainCell = Callable[[Any, Any, Any], None]
+TrainTrial = Callable[[Any, Any, Any], None]
 
 
 @pytest.fixture
-def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainCell], None]:
-    """Replaces Ray: calls a function with the callable, the value and the observer of each cell instead."""
+def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainTrial], None]:
+    """Replaces Ray: calls a function with the callable, the value and the observer of each trial instead."""
 
     @contextmanager
     def session(address: str | None, on_lost: OnLost | None = None) -> Iterator[Resources]:
         yield Resources((Node(cpus=2, gpus=0),))
 
-    def replace(train_cell: TrainCell) -> None:
+    def replace(train_trial: TrainTrial) -> None:
         def sweep(function: Any, values: Mapping[str, Any], *_: Any, observer: Observer, **__: Any) -> dict[str, Outcome]:
             for key, value in values.items():
                 observer.started(key)
-                train_cell(function, value, observer)
+                train_trial(function, value, observer)
                 observer.finished(Outcome(key))
             return {key: Outcome(key) for key in values}
 

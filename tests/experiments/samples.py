@@ -1,4 +1,4 @@
-"""Small values for several tests: the metrics of an epoch, finished cells and checkpoints."""
+"""Small values for several tests: the metrics of an epoch, finished trials and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ALWAYS = ("reliability.check_every_n_steps=1", "reliability.checkpoint_every_n_m
 """A checkpoint after every step."""
 
 
-def finish_cell(job: Job, trial: Trial, top1: float) -> None:
-    """Creates the finished MLflow run of a cell with one epoch."""
+def finish_trial(job: Job, trial: Trial, top1: float) -> None:
+    """Creates the finished MLflow run of a trial with one epoch."""
     tracked = job.tracker.open(trial)
     tracked.describe(trial, Complexity(1, 2, 3, ()))
     tracked.log([replace(EPOCH, top1=top1)], {0: 1000})
@@ -43,7 +43,7 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
 
 
 def opened_checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
-    """The checkpoints of a cell, opened as by a new attempt."""
+    """The checkpoints of a trial, opened as by a new attempt."""
     checkpoints = Checkpoints(LocalStore(folder), "checkpoints/abc", "abc", Lock(), keep, 600)
     checkpoints.load()
     return checkpoints

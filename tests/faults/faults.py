@@ -2,7 +2,7 @@
 
     make faults, or python -m tests.faults.faults [--only TEXT] [--folder DIR] [--page docs/results/faults.md]
 
-Each row trains a small cell on digits, disturbs it, and runs the same command again unless the cell recovers by itself. A row
+Each row trains a small trial on digits, disturbs it, and runs the same command again unless the trial recovers by itself. A row
 passes if no more steps were repeated than lie between two checkpoints (three, if one is damaged), MLflow has one run with
 each epoch once, and the table equals that of an undisturbed `san run`; with one worker the weights must be bit-identical too.
 The command fails if a row fails. Finished rows are kept in the folder and not run again; the page is written once all rows
@@ -58,7 +58,7 @@ class Row:
     runs: int
     epochs: str
     same: str
-    """What is equal to the undisturbed cell's."""
+    """What is equal to the undisturbed trial's."""
     seconds: float
 
 
@@ -113,7 +113,7 @@ class Scene:
     def newest(self) -> Path:
         return max(self.runs.glob("checkpoints/*/epoch-*.pt"))
 
-    def cell_log(self) -> str:
+    def trial_log(self) -> str:
         return "".join(path.read_text() for path in self.runs.glob("logs/*.log"))
 
     def job(self) -> Job:
@@ -139,7 +139,7 @@ def worker_killed(scene: Scene) -> str:
     scene.start()
     os.kill(scene.step(133).pid, signal.SIGKILL)
     assert "resumes after a failure" in scene.finish()
-    return "the worker gets SIGKILL at step 133; `san run` retries the cell, without being restarted itself"
+    return "the worker gets SIGKILL at step 133; `san run` retries the trial, without being restarted itself"
 
 
 def driver_killed(scene: Scene) -> str:
@@ -147,7 +147,7 @@ def driver_killed(scene: Scene) -> str:
     scene.step(133)
     scene.drivers[-1].process.kill()
     scene.drivers[-1].process.wait()
-    scene.start()  # at once, while the old cell may still be there
+    scene.start()  # at once, while the old trial may still be there
     gone = scene.wait(lambda: len({step.pid for step in steps_of(scene.runs)}) > 1)
     scene.finish()
     _no_two_at_once(steps_of(scene.runs))
@@ -172,7 +172,7 @@ def killed_in_a_write(scene: Scene) -> str:
     scene.finish()
     assert (scene.runs / "killed").exists()
     return (
-        "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the cell, without "
+        "the worker gets SIGKILL when half of the 26th checkpoint is written; `san run` retries the trial, without "
         "being restarted itself"
     )
 
@@ -235,8 +235,8 @@ def _damaged(scene: Scene, how: Callable[[bytes], bytes]) -> None:
     newest.write_bytes(how(newest.read_bytes()))
     scene.damaged = 1
     scene.go_on()
-    assert f"{newest.name}: damaged" in scene.cell_log(), scene.cell_log()
-    assert "resuming from epoch-" in scene.cell_log()
+    assert f"{newest.name}: damaged" in scene.trial_log(), scene.trial_log()
+    assert "resuming from epoch-" in scene.trial_log()
 
 
 def a_bit_flipped(scene: Scene) -> str:
@@ -313,7 +313,7 @@ def hung(scene: Scene) -> str:
     seconds = scene.wait(lambda: "resumes after a failure" in scene.drivers[-1].said, 100)
     scene.finish()
     return (
-        "the worker gets SIGSTOP at step 133, with `hang_timeout_minutes=0.3`; `san run` retries the cell "
+        "the worker gets SIGSTOP at step 133, with `hang_timeout_minutes=0.3`; `san run` retries the trial "
         f"after {seconds:.0f} s, without being restarted itself"
     )
 
@@ -322,15 +322,15 @@ def _no_two_at_once(steps: Sequence[Step]) -> None:
     """Once a process has begun, none that began before it does a step."""
     order = list(dict.fromkeys(step.pid for step in steps))
     places = [order.index(step.pid) for step in steps]
-    assert places == sorted(places), "two processes trained the same cell at once"
+    assert places == sorted(places), "two processes trained the same trial at once"
 
 
 FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
-    "a cell's only worker is killed": (worker_killed, ()),
+    "a trial's only worker is killed": (worker_killed, ()),
     "one of two workers is killed": (worker_killed, ("placement.workers=2",)),
     "`san run` is killed and restarted immediately": (driver_killed, ()),
     "`san run` is killed and restarted later": (driver_killed_and_left, ()),
-    "a cell is killed while it writes a checkpoint": (killed_in_a_write, ()),
+    "a trial is killed while it writes a checkpoint": (killed_in_a_write, ()),
     "the tracking server is down for 60 s": (server_stopped, ()),
     "the disk is full": (disk_full, ()),
     "the last checkpoint has a flipped bit": (a_bit_flipped, ()),
@@ -340,11 +340,11 @@ FAULTS: dict[str, tuple[Callable[[Scene], str], tuple[str, ...]]] = {
     "`san run` is interrupted with Ctrl-C": (interrupted, ()),
     "Ray's raylet is killed": (partial(ray_killed, process="raylet"), ("recipe.epochs=40",)),
     "Ray's head (GCS) is killed": (partial(ray_killed, process="gcs_server"), ("recipe.epochs=40",)),
-    "Ray's raylet is killed while a cell has two workers": (
+    "Ray's raylet is killed while a trial has two workers": (
         partial(ray_killed, process="raylet"),
         ("placement.workers=2", "recipe.epochs=40"),
     ),
-    "a cell's only worker hangs": (hung, ("reliability.hang_timeout_minutes=0.3",)),
+    "a trial's only worker hangs": (hung, ("reliability.hang_timeout_minutes=0.3",)),
     "one of two workers hangs": (hung, ("reliability.hang_timeout_minutes=0.3", "placement.workers=2")),
 }
 
@@ -398,7 +398,7 @@ def _judged(name: str, done: str, scene: Scene, whole: Scene) -> Row:
 
 
 def _tracked(scene: Scene) -> tuple[int, list[int]]:
-    """How many runs MLflow has of the cell, and the epochs of all of them."""
+    """How many runs MLflow has of the trial, and the epochs of all of them."""
     if scene.server is not None:
         os.environ["MLFLOW_TRACKING_URI"] = scene.server.uri
     try:

@@ -2,7 +2,7 @@
 
     make soak [SOAK_MINUTES=30] [SOAK_SEED=1], or python -m tests.faults.soak --minutes 30 --seed 1 [--folder DIR] [--only N]
 
-An episode trains one small cell, injects one to four faults at random times, removes them, and reruns the command until the
+An episode trains one small trial, injects one to four faults at random times, removes them, and reruns the command until the
 grid is complete. It passes if no command hangs, prints a traceback or leaves processes or shared memory behind; MLflow has one
 run with each epoch once; the table equals that of an undisturbed run, and with one worker the weights are bit-identical; and
 the home folder and the project did not change. The same seed gives the same schedule. Results are appended to soak.jsonl in

@@ -1,8 +1,8 @@
 """`python -m tests.faults.witness run ...` is `san run ...` with a record of training steps.
 
-Each training step appends a line `rank pid step cell seconds` to `runs/steps.txt`: steps count from 1 over all epochs, the cell
-is its key, and the time is `time.monotonic()`. If runs are stored in a bucket, the file is in the scratch folder of the driver.
-With WITNESS_KILL_AT_WRITE=n in the environment, the cell is killed once, in the middle of its n-th checkpoint. With
+Each training step appends a line `rank pid step trial seconds` to `runs/steps.txt`: steps count from 1 over all epochs, the
+trial is its key, and the time is `time.monotonic()`. If runs are stored in a bucket, the file is in the scratch folder of the
+driver. With WITNESS_KILL_AT_WRITE=n in the environment, the trial is killed once, in the middle of its n-th checkpoint. With
 WITNESS_PAUSE=s, it waits for s seconds after each step.
 """
 
@@ -54,7 +54,7 @@ def steps_of(runs: os.PathLike[str]) -> list[Step]:
 def watched_trial(
     runs: Path, workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None
 ) -> nn.Module:
-    """`run_trial` with a record. Patches its process permanently, which only runs cells of this grid."""
+    """`run_trial` with a record. Patches its process permanently, which only runs trials of this grid."""
     rank = os.environ.get("RANK", "0")
     record = open(runs / "steps.txt", "a", buffering=1)
     pause = float(os.environ.get("WITNESS_PAUSE", "0"))

@@ -1,4 +1,4 @@
-"""Whole cells and grids whose runs are stored in a bucket."""
+"""Whole trials and grids whose runs are stored in a bucket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def on_node(folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_killed_cell_resumes_on_another_node(
+def test_killed_trial_resumes_on_another_node(
     world: int, bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each worker has a separate scratch folder. `san evaluate` reads the result from the bucket."""
@@ -89,9 +89,9 @@ def test_grid_runs_without_a_shared_folder(
     grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
     job = (str(grid), *SHORT[1:], "recipe.epochs=1")
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
-    finished = "1 cells, 1 already finished"
+    finished = "1 trials, 1 already finished"
     for command, expected in (
-        (("run", *job), "trained 1 cell in "),
+        (("run", *job), "trained 1 trial in "),
         (("run", *job), finished),
         (("report", *job), f"report: {bucket.uri('small-digits/report.html')}\n"),
         (("plan", *job), "finished"),

@@ -122,7 +122,7 @@ assert not [name for name in {heavy} if name in sys.modules]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT_DIR)
 
 
-def test_plan_lists_the_cheapest_cells_first_and_writes_nothing(run_san: San, tmp_path: Path) -> None:
+def test_plan_lists_the_cheapest_trials_first_and_writes_nothing(run_san: San, tmp_path: Path) -> None:
     code, out, _ = run_san("plan", SMALL_GRID, "--seeds", "2", "--json")
     assert code == 0
     cells = json.loads(out)
@@ -156,7 +156,7 @@ def test_plan_leaves_no_file_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments", "plan", str(SMALL_GRID), f"data.root={tmp_path / 'imagnet'}"]
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "3 cells, 3 to train" in done.stdout
+    assert "3 trials, 3 to train" in done.stdout
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than CPUs": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=20"],
-        ["a cell needs 20 workers with 1 CPU each", ". To fit this", "set `placement.workers=2 recipe.grad_accum_steps=10`"],
+        ["a trial needs 20 workers with 1 CPU each", ". To fit this", "set `placement.workers=2 recipe.grad_accum_steps=10`"],
     ),
     "more workers than images in a batch": (
         lambda tmp: ["run", str(SMALL_GRID), "placement.workers=2", "recipe.batch_size=1"],
@@ -360,7 +360,7 @@ def test_rejects(mistake: str, run_san: San, tmp_path: Path) -> None:
 
 
 ACCEPTED = (
-    "not a checkpoint; give a file or folder (local or s3://...), a cell's key (see `san runs`), the id of an MLflow run, "
+    "not a checkpoint; give a file or folder (local or s3://...), a trial's key (see `san runs`), the id of an MLflow run, "
     "or models:/NAME/VERSION"
 )
 

@@ -1,4 +1,4 @@
-"""Early stopping: its settings, how a stopped cell ends, and how it resumes."""
+"""Early stopping: its settings, how a stopped trial ends, and how it resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.runs.summary import Epoch, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
-from tests.experiments.conftest import TrainCell
+from tests.experiments.conftest import TrainTrial
 from tests.experiments.drivers import Driver
 from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.processes import ended, reports, start
@@ -84,10 +84,10 @@ def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_stopped_cell_resumes_without_early_stopping(
+def test_stopped_trial_resumes_without_early_stopping(
     world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
-    """A stopped cell has its run and checkpoints, and frees its lock. Without early stopping, it trains the other epochs."""
+    """A stopped trial has its run and checkpoints, and frees its lock. Without early stopping, it trains the other epochs."""
     trial = open_small_job(*SHORT, f"placement.workers={world}").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
@@ -104,7 +104,7 @@ def test_stopped_cell_resumes_without_early_stopping(
     folder = workspace.checkpoints(trial)
     assert sorted(path.name for path in folder.glob("*.pt")) == [f"epoch-000{n}-step-0000000.pt" for n in (1, 2)]
     assert "stopped at epoch 2 of 3 by early stopping" in workspace.log(trial).read_text()
-    with workspace.store.lock(f"locks/cells/{trial.key}", "busy", wait=0):
+    with workspace.store.lock(f"locks/trials/{trial.key}", "busy", wait=0):
         pass
 
     assert ended(start(workspace, trial, world)) == [0] * world
@@ -119,15 +119,15 @@ TOP1 = {"good": 60.0, "bad": 20.0, "fair": 55.0}
 
 
 @pytest.fixture
-def trained(replace_cluster: Callable[[TrainCell], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces training: each cell has its top-1 from `TOP1` after each epoch. Lists the cells that were trained."""
+def trained(replace_cluster: Callable[[TrainTrial], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces training: each trial has its top-1 from `TOP1` after each epoch. Lists the trials that were trained."""
     names: list[str] = []
 
     @contextmanager
     def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Callable[..., bool]]:
         yield Rungs(halving, known).should_continue
 
-    def train_cell(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
+    def train_trial(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
         (workspace,), should_continue = train.args, train.keywords["should_continue"]
         names.append(trial.name)
         run = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
@@ -148,12 +148,12 @@ def trained(replace_cluster: Callable[[TrainCell], None], monkeypatch: pytest.Mo
             run.finish()
 
     monkeypatch.setattr("cluster.halving.judge", judge)
-    replace_cluster(train_cell)
+    replace_cluster(train_trial)
     return names
 
 
 @pytest.mark.slow
-def test_stopped_cells_are_trained_again_only_without_early_stopping(
+def test_stopped_trials_are_trained_again_only_without_early_stopping(
     write_grid: Callable[..., Path], runs: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_it(last: str, name: str = "which.yaml") -> Job:
@@ -164,24 +164,24 @@ def test_stopped_cells_are_trained_again_only_without_early_stopping(
     assert trained == ["good", "bad", "fair"]  # the smallest first
     out, err = capsys.readouterr()
     assert "bad stopped at epoch 1 of 9 by early stopping, top-1 20.0 %, after " in err
-    assert "trained 3 cells" in err
-    assert "stopped early: bad, fair; to train these cells fully, remove early_stopping and run the grid again" in err
+    assert "trained 3 trials" in err
+    assert "stopped early: bad, fair; to train these trials fully, remove early_stopping and run the grid again" in err
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("good", "bad", "fair"))}
     assert lines["bad"].split()[1] == "-" and lines["bad"].endswith("  stopped at epoch 1 of 9 by early stopping")
     assert lines["good"].split()[1] == "60.0" and lines["good"].endswith("  -")
 
     assert run(stopping, None)
     assert len(trained) == 3
-    assert "3 cells, 1 already finished, 2 already stopped early, 0 to train" in capsys.readouterr().err
+    assert "3 trials, 1 already finished, 2 already stopped early, 0 to train" in capsys.readouterr().err
     cells = plan(stopping)
     assert {cell.row: (cell.finished, cell.stopped_at) for cell in cells} == {
         "good": (True, None),
         "bad": (False, 1),
         "fair": (False, 3),
     }
-    assert plan_in_words(stopping, cells, None) == ["grid which, profile digits: 3 cells, 0 to train"]
+    assert plan_in_words(stopping, cells, None) == ["grid which, profile digits: 3 trials, 0 to train"]
 
-    other = open_it(STOPPING, "other.yaml")  # another grid judges the stopped cells itself
+    other = open_it(STOPPING, "other.yaml")  # another grid judges the stopped trials itself
     assert run(other, None)
     assert trained[3:] == ["bad", "fair"]
     assert known_results(stopping)[stopping.trials[1].key].stopped_at == 1
@@ -193,8 +193,8 @@ def test_stopped_cells_are_trained_again_only_without_early_stopping(
 
 
 @pytest.mark.slow
-def test_grid_stops_the_cells_that_do_not_learn(write_grid: Callable[..., Path], tmp_path: Path) -> None:
-    """Trains four cells, two at a time: two that learn, then two that do not."""
+def test_grid_stops_the_trials_that_do_not_learn(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+    """Trains four trials, two at a time: two that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?
         base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
@@ -211,4 +211,4 @@ def test_grid_stops_the_cells_that_do_not_learn(write_grid: Callable[..., Path],
     assert f"stopped early: {', '.join(sorted(stopped))}" in first.said
     again = Driver(path, tmp_path / "runs", given)
     assert again.finish() == 0, again.said
-    assert f"4 cells, {4 - len(stopped)} already finished, {len(stopped)} already stopped early, 0 to train" in again.said
+    assert f"4 trials, {4 - len(stopped)} already finished, {len(stopped)} already stopped early, 0 to train" in again.said

@@ -53,14 +53,14 @@ def logged_epochs(job: Job) -> dict[str, list[int]]:
 def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_path: Path) -> None:
     killed = start()
     killed.wait_for("pairwise_3 starts")
-    killed.wait_for("resnet26_3 starts")  # two cells at the same time
+    killed.wait_for("resnet26_3 starts")  # two trials at the same time
     killed.wait_for("finished in")
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.finish()
 
     interrupted = start()
     interrupted.wait_for(r"\w+ starts")
-    assert re.search(r"3 cells, [12] already finished", interrupted.said)
+    assert re.search(r"3 trials, [12] already finished", interrupted.said)
     os.killpg(interrupted.process.pid, signal.SIGINT)
     assert interrupted.finish() == 1
     assert "interrupted; finished work is kept. Run the same command again to resume" in interrupted.said
@@ -76,7 +76,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
 
     again = start()
     assert again.finish() == 0, again.said
-    assert "3 cells, 3 already finished, 0 to train" in again.said
+    assert "3 trials, 3 already finished, 0 to train" in again.said
     assert again.said.count("top-1 paper") == 1
     assert logged_epochs(job) == epochs
 
@@ -89,7 +89,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
 
 
 THREE_SETTINGS = """
-question: Does the result of a cell depend on the cells before it?
+question: Does the result of a trial depend on the trials before it?
 base: {recipe: {epochs: 1, batch_size: 64}, data: {train_per_class: 30}}
 rows:
   - {id: pairwise, model: {name: san10_pairwise, footprint: 3}, recipe: {precision: bfloat16, mixup_alpha: 0.2}}
@@ -99,13 +99,13 @@ rows:
 
 
 def train_and_save(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> None:
-    """Trains a cell and saves its weights and the ID of its process."""
+    """Trains a trial and saves its weights and the ID of its process."""
     state = run_trial(workspace, trial, report).state_dict()
     torch.save({"state": state, "pid": os.getpid()}, workspace.runs / f"{trial.row}.pt")
 
 
 @pytest.mark.slow
-def test_result_does_not_depend_on_earlier_cells_of_the_process(
+def test_result_does_not_depend_on_earlier_trials_of_the_process(
     write_grid: Callable[[str], Path], tmp_path: Path, empty_database: Path
 ) -> None:
     saved: list[dict[str, Any]] = []

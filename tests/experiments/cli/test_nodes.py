@@ -1,4 +1,4 @@
-"""Grids on three nodes. One node fails during a cell."""
+"""Grids on three nodes. One node fails during a trial."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None
 
 
 def _assert_complete(job: Job) -> None:
-    """Checks that every cell is finished, and that MLflow has one run for it, with each epoch once."""
+    """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
     results, client = job.tracker.results(), job.tracker.client
     assert [results[trial.key].finished for trial in job.trials] == [True] * len(job.trials)
     experiment = client.get_experiment_by_name(job.name)
@@ -107,7 +107,7 @@ def _bucket_and_tracker(folder: Path, host: str) -> Iterator[tuple[S3Store, Serv
 
 @pytest.mark.slow
 @needs_proc
-def test_cell_of_a_lost_node_resumes_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_of_a_lost_node_resumes_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nodes and the driver share no folder. The weights equal those of an undisturbed grid in a shared folder."""
     grid, undisturbed = tmp_path / "three.yaml", tmp_path / "undisturbed"
     grid.write_text(THREE_CELLS)
@@ -155,13 +155,13 @@ def test_cell_of_a_lost_node_resumes_from_the_bucket(tmp_path: Path, monkeypatch
                 assert without_times(here.history) == without_times(there.history)
                 model = here.engine["model"]
                 assert all(torch.equal(value, there.engine["model"][part]) for part, value in model.items())
-            assert [bucket.names(f"locks{folder}") for folder in ("", "/cells", "/grids")] == [[], [], []]
+            assert [bucket.names(f"locks{folder}") for folder in ("", "/trials", "/grids")] == [[], [], []]
 
 
 @pytest.mark.slow
 @needs_proc
-def test_node_without_a_network_releases_its_cell(tmp_path: Path) -> None:
-    """Its processes keep the lock of the cell's folder, which all nodes share, so two nodes never train the cell at once."""
+def test_node_without_a_network_releases_its_trial(tmp_path: Path) -> None:
+    """Its processes keep the lock of the trial's folder, which all nodes share, so two nodes never train the trial at once."""
     runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
     grid.write_text(TWO_CELLS)
     with separate_addresses() as network:

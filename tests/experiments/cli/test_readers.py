@@ -17,7 +17,7 @@ import pytest
 from experiments.grids.config import PROJECT_DIR
 from experiments.runner.job import open_job
 from tests.experiments.drivers import PATIENCE
-from tests.experiments.samples import finish_cell
+from tests.experiments.samples import finish_trial
 
 GRID = """
 question: Does anybody read it?
@@ -30,7 +30,7 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 @pytest.fixture
 def runs(tmp_path: Path, empty_database: Path) -> Iterator[Path]:
-    """A read-only folder with a grid of two cells, one of them finished."""
+    """A read-only folder with a grid of two trials, one of them finished."""
     runs = tmp_path / "runs"
     runs.mkdir()
     shutil.copy(empty_database, runs / "mlflow.db")
@@ -51,7 +51,7 @@ def allow(runs: Path, writing: bool) -> None:
 def finish(runs: Path, row: str) -> None:
     job = open_job(runs.parent / "read.yaml", "digits", (), runs)
     (trial,) = (trial for trial in job.trials if trial.row == row)
-    finish_cell(job, trial, 91.5)
+    finish_trial(job, trial, 91.5)
 
 
 def without_root_rights() -> None:
@@ -85,7 +85,7 @@ def test_report_prints_the_table_if_nothing_can_be_written(prepare: Callable[[],
     allow(runs, prepare is on_a_full_disk)
     done = san(prepare, "report", runs)
     assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 1  # a cell is missing
+    assert done.returncode == 1  # a trial is missing
     assert "Does anybody read it?" in done.stdout and "91.5" in done.stdout
     assert f"{runs / 'read-digits'}: cannot write the table, plot and page ({reason})\n" in done.stderr
     assert re.search(f"browse the runs: .*san ui --runs {runs}\n", done.stderr)

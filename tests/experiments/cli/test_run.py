@@ -29,7 +29,7 @@ from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
 from experiments.runs import retry
 from experiments.tracking.tracker import Tracker
-from tests.experiments.conftest import TrainCell
+from tests.experiments.conftest import TrainTrial
 from tests.experiments.samples import EPOCH
 
 EQUAL_ROWS = """
@@ -52,18 +52,18 @@ def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..
 
 
 @pytest.fixture
-def trained(replace_cluster: Callable[[TrainCell], None]) -> list[str]:
-    """Replaces training: each cell is finished at once, with its number as top-1. Lists the cells as `grid/name`."""
+def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
+    """Replaces training: each trial is finished at once, with its number as top-1. Lists the trials as `grid/name`."""
     names: list[str] = []
 
-    def train_cell(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
+    def train_trial(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
         (workspace,) = train.args
         names.append(f"{trial.grid}/{trial.name}")
         tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
         tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
         tracked.finish()
 
-    replace_cluster(train_cell)
+    replace_cluster(train_trial)
     return names
 
 
@@ -74,8 +74,8 @@ def test_equal_rows_are_trained_once_and_shown_twice(
     assert run(job, None)
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
-    assert "grid first, profile digits: 3 cells, 1 identical to another cell, 2 to train" in err
-    assert "trained 2 cells" in err
+    assert "grid first, profile digits: 3 trials, 1 identical to another trial, 2 to train" in err
+    assert "trained 2 trials" in err
     assert [line.top1 for line in rows_of(job, known_results(job))] == [2.0, 1.0, 2.0]
     assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
         ["plain", "2.0"],
@@ -83,10 +83,10 @@ def test_equal_rows_are_trained_once_and_shown_twice(
         ["written_out", "2.0"],
     ]
     assert run(job, None)
-    assert "3 cells, 3 already finished, 0 to train" in capsys.readouterr().err
+    assert "3 trials, 3 already finished, 0 to train" in capsys.readouterr().err
 
 
-def test_cell_of_another_grid_is_not_trained_again(
+def test_trial_of_another_grid_is_not_trained_again(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(open_text(EQUAL_ROWS), None)
@@ -94,7 +94,7 @@ def test_cell_of_another_grid_is_not_trained_again(
     assert [cell.finished for cell in plan(job)] == [True, False]
     assert run(job, None)
     assert trained == ["first/other", "first/plain", "second/namesan10_pairwise-footprint3"]
-    assert "grid second, profile digits: 2 cells, 1 already finished, 1 to train" in capsys.readouterr().err
+    assert "grid second, profile digits: 2 trials, 1 already finished, 1 to train" in capsys.readouterr().err
     assert [line.top1 for line in rows_of(job, known_results(job))] == [1.0, 3.0]
 
 
@@ -110,7 +110,7 @@ def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
     return experiment.tags["mlflow.note.content"].replace("&nbsp;", ""), parent, kept
 
 
-def test_mlflow_page_shows_finished_cells_while_others_train(
+def test_mlflow_page_shows_finished_trials_while_others_train(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
@@ -178,13 +178,13 @@ def test_mlflow_pages_are_written_only_after_a_change(
     assert "77.0" in files["table.md"] and "77.0" in files["report.html"] != kept["report.html"]
 
 
-def test_page_of_a_grid_links_to_the_grids_that_trained_its_cells(open_text: Callable[..., Job], trained: list[str]) -> None:
-    """Also if the grid has trained no cell itself."""
+def test_page_of_a_grid_links_to_the_grids_that_trained_its_trials(open_text: Callable[..., Job], trained: list[str]) -> None:
+    """Also if the grid has trained no trial itself."""
     first = open_text(EQUAL_ROWS)
     second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
     assert run(first, None) and run(second, None)
     for job in (first, second):
-        assert "Cells: " not in shown_by_mlflow(job)[0]
+        assert "Trials: " not in shown_by_mlflow(job)[0]
     third = open_text(EQUAL_ROWS + "      - {id: mine, model: {name: resnet26}}\n", "third")
     assert run(third, None)
     assert len(trained) == 3
@@ -195,7 +195,7 @@ def test_page_of_a_grid_links_to_the_grids_that_trained_its_cells(open_text: Cal
         assert experiment is not None
         place = f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
         links.append(f"{cells} of 4 in [{job.name}]({place})")
-    assert note.startswith(f"Cells: {', '.join(links)}. **Is it the same?** Ours: ")
+    assert note.startswith(f"Trials: {', '.join(links)}. **Is it the same?** Ours: ")
     assert "| mine | 3.0 |" in note
     assert parent.info.status == "FINISHED"
     assert files.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
@@ -212,13 +212,13 @@ def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[.
 
 
 def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[..., Job]) -> None:
-    first = open_text("{question: q, rows: [{id: cell, model: {name: san10_pairwise}}]}")
+    first = open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}")
     (trial,) = first.trials
     first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
     finish(first, trial, **{"summary/images_per_second": 100.0})
 
     rows = [
-        "{id: cell}",
+        "{id: trial}",
         "{id: longer, recipe: {epochs: 36, lr: 0.1}}",
         "{id: equal, recipe: {epochs: 36, lr: 0.1}}",
         "{id: other, model: {footprint: 5}}",
@@ -227,7 +227,7 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
     cells = plan(job)
     assert [cell.finished for cell in cells] == [True, False, False, False]
     hours = {cell.row: cell.hours for cell in cells}
-    done, longer, equal, other = (hours[row] for row in ("cell", "longer", "equal", "other"))
+    done, longer, equal, other = (hours[row] for row in ("trial", "longer", "equal", "other"))
     assert longer is not None
     assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
     assert (longer.cpu, longer.gpu, longer.basis) == (longer.wall, 0, "like")
@@ -235,13 +235,13 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
     assert done is equal is None
 
     said = plan_in_words(job, cells, None)
-    assert said[0] == "grid second, profile digits: 4 cells, 2 to train in the order above"
-    assert said[1].endswith("cells at a time, 1 worker with 1 CPU per cell")
+    assert said[0] == "grid second, profile digits: 4 trials, 2 to train in the order above"
+    assert said[1].endswith("trials at a time, 1 worker with 1 CPU per trial")
     cpu, wall = longer.cpu + other.cpu, max((longer.wall + other.wall) / 2, longer.wall, other.wall)
-    assert said[2] == f"training time: {duration(3600 * wall)} with 2 cells at a time (CPU time {duration(3600 * cpu)})"
+    assert said[2] == f"training time: {duration(3600 * wall)} with 2 trials at a time (CPU time {duration(3600 * cpu)})"
     assert said[3:] == [
-        "  1 cells: estimated from finished runs with the same model and settings",
-        "  1 cells: rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
+        "  1 trials: estimated from finished runs with the same model and settings",
+        "  1 trials: rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
     ]
 
 
@@ -253,7 +253,7 @@ def finish(job: Job, trial: Trial, **metrics: float) -> None:
     run.finish()
 
 
-def test_cheapest_cells_start_first(open_text: Callable[..., Job], trained: list[str]) -> None:
+def test_cheapest_trials_start_first(open_text: Callable[..., Job], trained: list[str]) -> None:
     """The cost is estimated from FLOPs, images and epochs, or from measured speeds."""
     rows = [
         "{id: large}",
@@ -267,7 +267,7 @@ def test_cheapest_cells_start_first(open_text: Callable[..., Job], trained: list
     planned = [cell.row for cell in plan(job)]
     assert planned == ["few_images", "small", "as_small", "large", "small_and_long"]
 
-    # A finished run shows that small cells are slow; the speed of the others is scaled by their FLOPs.
+    # A finished run shows that small trials are slow; the speed of the others is scaled by their FLOPs.
     small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
     measured = open_text(f"{{question: q, rows: [{small}]}}", "measured")
     measured.tracker.prepare(measured.grid, measured.workspace.runs / "artifacts")
@@ -294,16 +294,16 @@ def test_plan_builds_each_model_once(open_text: Callable[..., Job], monkeypatch:
     assert (len(job.trials), len(built)) == (100, 2)
 
 
-def test_cell_that_another_process_trains_is_skipped(
+def test_trial_that_another_process_trains_is_skipped(
     open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = open_text(EQUAL_ROWS)
     claim = """
 import sys
 from pathlib import Path
-from experiments.runs.locks import claimed_cells
+from experiments.runs.locks import claimed_trials
 from experiments.runs.store import LocalStore
-with claimed_cells(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]: None}):
+with claimed_trials(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]: None}):
     print("claimed", flush=True)
     sys.stdin.read()
 """
@@ -314,8 +314,8 @@ with claimed_cells(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]: 
         assert trained == ["first/other"]
         other.communicate("")
     err = capsys.readouterr().err
-    assert "skipped, because another `san run` is training the same cells: plain" in err
-    assert "trained 1 cell in " in err
+    assert "skipped, because another `san run` is training the same trials: plain" in err
+    assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
     assert run(job, None)
     assert trained == ["first/other", "first/plain"]
@@ -346,11 +346,11 @@ def test_reports_results_that_mlflow_did_not_accept(
         said = "other, plain: trained, but MLflow did not accept all results; run the same command again to send the rest"
         assert said in capsys.readouterr().err
         return
-    with pytest.raises(UserError, match=r"cannot use MLflow at .*\ntrained cells are kept; run the same command again"):
+    with pytest.raises(UserError, match=r"cannot use MLflow at .*\ntrained trials are kept; run the same command again"):
         run(job, None)
 
 
-def test_failed_cells_are_not_counted_as_trained(
+def test_failed_trials_are_not_counted_as_trained(
     open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
@@ -359,7 +359,7 @@ def test_failed_cells_are_not_counted_as_trained(
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
     assert not run(open_text(EQUAL_ROWS), None)
-    assert "trained 1 of 2 cells in " in capsys.readouterr().err
+    assert "trained 1 of 2 trials in " in capsys.readouterr().err
 
 
 def test_grid_without_a_table_shows_no_numbers_of_the_paper(
@@ -385,14 +385,14 @@ def test_seeds_option_replaces_the_seeds_of_the_grid(open_text: Callable[..., Jo
 
 
 @pytest.mark.slow
-def test_study_trains_every_cell_once_and_writes_its_page(trained: list[str], runs: Path, tmp_path: Path) -> None:
+def test_study_trains_every_trial_once_and_writes_its_page(trained: list[str], runs: Path, tmp_path: Path) -> None:
     page, kept = tmp_path / "docs" / "page.md", tmp_path / "docs" / "kept.csv"
     assert not study("digits", 2, runs, None, page, kept, train=False) and not trained
     assert study("digits", 2, runs, None, page, kept)
     assert len(trained) == len(set(trained)) == 2 * (37 - 8)  # 8 of the 37 rows are models of other rows
     text = " ".join(page.read_text().split())
     assert "1,437 training and 360 validation images of" in text
-    assert "Training the 58 distinct cells took" in text
+    assert "Training the 58 distinct trials took" in text
     assert {path.name for path in page.parent.iterdir()} == {
         "page.md",
         "kept.csv",

@@ -55,7 +55,7 @@ def test_report_command_rejects(finished_job: Callable[..., Job], tmp_path: Path
     assert "(Is a directory); choose another file" in error("--html", str(tmp_path))
     for form in (["--format", "latex"], ["--html", str(tmp_path / "page.html")]):
         err = error("recipe.lr=0.01", *form)
-        assert "san: no finished cell of grid invented with profile digits in sqlite:///" in err
+        assert "san: no finished trial of grid invented with profile digits in sqlite:///" in err
         assert "train the grid with `san run " in err and f"recipe.lr=0.01 --runs {tmp_path / 'runs'}`, or choose" in err
     assert not (tmp_path / "page.html").exists()
     assert "'word' is not one of 'text', 'markdown', 'latex', 'csv'" in error("--format", "word")
@@ -81,7 +81,7 @@ def test_prints_every_table_format(
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
-    """For the grids of the paper with several seeds, whose cells another grid has trained."""
+    """For the grids of the paper with several seeds, whose trials another grid has trained."""
     job = open_job(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
     names = [
         metric

@@ -25,7 +25,7 @@ from experiments.runner.job import Job, open_job
 from tests.browser import browser
 from tests.experiments.conftest import San
 from tests.experiments.drivers import LEFT_OUT, PATIENCE
-from tests.experiments.samples import finish_cell
+from tests.experiments.samples import finish_trial
 from tests.experiments.servers import free_port
 
 pytestmark = pytest.mark.slow  # starts servers
@@ -43,7 +43,7 @@ rows:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Job:
-    """A finished grid of two cells, and another grid with the same cells, each with its page in MLflow."""
+    """A finished grid of two trials, and another grid with the same trials, each with its page in MLflow."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "runs").mkdir()
     shutil.copy(empty_database, folder / "runs" / "mlflow.db")
@@ -52,7 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> 
     first, again = (open_job(folder / f"{name}.yaml", "digits", (), folder / "runs") for name in ("first", "again"))
     first.tracker.prepare(first.grid, folder / "runs" / "artifacts")
     for number, trial in enumerate(first.trials):
-        finish_cell(first, trial, 90.0 + number)
+        finish_trial(first, trial, 90.0 + number)
     assert run(first, None) and run(again, None)
     return first
 
@@ -170,13 +170,13 @@ def test_reports_a_server_that_cannot_be_reached(run_ui: San, monkeypatch: pytes
     assert err.startswith(f"san: cannot use MLflow at {uri}: ")
 
 
-def test_mlflows_page_links_to_the_grid_that_trained_the_cells(finished: Job, server: Server, tmp_path: Path) -> None:
+def test_mlflows_page_links_to_the_grid_that_trained_the_trials(finished: Job, server: Server, tmp_path: Path) -> None:
     with browser(tmp_path) as page:
         page.show(1280, dark=False)
         page.open(server.page_address("again"))
         link = "[...document.querySelectorAll('a')].find(a => a.innerText === 'first' && a.hash.includes('/runs?'))"
         page.wait_for(f"Boolean({link}) && document.body.innerText.includes('again-digits')")
-        assert "Cells: 2 of 2 in first." in page.text()
+        assert "Trials: 2 of 2 in first." in page.text()
         page.open(page.evaluate(f"{link}.href"))
         page.wait_for("document.body.innerText.includes('first-digits') && document.body.innerText.includes('pairwise_3')")
         foreign = [address for address in page.requests if not address.startswith((server.address, "blob:"))]

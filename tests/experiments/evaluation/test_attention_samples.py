@@ -1,4 +1,4 @@
-"""The attention samples of a page: the selection of cells, and errors."""
+"""The attention samples of a page: the selection of trials, and errors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tests.experiments.report.conftest import GRID, save_untrained
     ],
     ids=["convolutions", "depths", "relations"],
 )
-def test_samples_the_best_cell_of_each_kind_of_attention(
+def test_samples_the_best_trial_of_each_kind_of_attention(
     rows: dict[str, dict[str, str]], chosen: list[str], write_grid: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Later cells are better in this test."""
+    """Later trials are better in this test."""
     content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
     job = open_job(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2)
     finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(job.trials)]

@@ -186,7 +186,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
     "missing file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
     "unknown key": (
         lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
-        "0123456789ab: no such file, and no cell with this key in ",
+        "0123456789ab: no such file, and no trial with this key in ",
     ),
     "not a key": (lambda *_: ["ac2f"], "ac2f: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs`"),
     "unknown run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
@@ -274,7 +274,7 @@ def test_rejects_runs_whose_checkpoints_are_elsewhere(
 ) -> None:
     name, key = named(trained), trained.job.trials[0].key
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.job.workspace.tracking_uri)
-    message = f"san: {name}: the checkpoints of cell {key} are not in {tmp_path}; give their folder with --runs\n"
+    message = f"san: {name}: the checkpoints of trial {key} are not in {tmp_path}; give their folder with --runs\n"
     assert run_san("evaluate", name, "--runs", tmp_path) == (2, "", message)
 
 

@@ -30,7 +30,7 @@ from experiments.runner.measure import MeasureTask, measure_trial
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from pipelines.transform import MANIPULATIONS
-from tests.experiments.conftest import San, TrainCell, Trained
+from tests.experiments.conftest import San, Trained, TrainTrial
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 
 GRIDS = PROJECT_DIR / "experiments" / "grids"
@@ -111,8 +111,8 @@ GRID = """
 
 
 @pytest.fixture
-def started(replace_cluster: Callable[[TrainCell], None], process_group: None) -> list[tuple[str, object]]:
-    """Runs cells in this process instead of a cluster. Lists their keys and values."""
+def started(replace_cluster: Callable[[TrainTrial], None], process_group: None) -> list[tuple[str, object]]:
+    """Runs trials in this process instead of a cluster. Lists their keys and values."""
     cells: list[tuple[str, object]] = []
 
     def run_cell(function: Callable[..., object], value: Trial | MeasureTask, observer: Observer) -> None:
@@ -156,7 +156,7 @@ def test_grid_measures_only_missing_conditions(
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.missing == ("cw180", "cw270", "upside_down")
     out, err = capsys.readouterr()
-    assert "robustness (rotation): 1 cells to measure, 1 at a time, 1 worker with 1 CPU per cell" in err
+    assert "robustness (rotation): 1 trials to measure, 1 at a time, 1 worker with 1 CPU per trial" in err
     assert "] not_in_the_paper cw180: top-1 " in err
     results = known_results(job)
     metrics = {trial.row: results[trial.key].metrics for trial in job.trials}

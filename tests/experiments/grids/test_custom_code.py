@@ -1,4 +1,4 @@
-"""The key of a cell depends on the files of relations that a user has added."""
+"""The key of a trial depends on the files of relations that a user has added."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_edit_of_the_file_changes_the_key(
 
     first = key(FILE)
     assert key(FILE.replace("2 *", "3 *")) != first
-    assert key(FILE) == first  # its finished cells are found again
+    assert key(FILE) == first  # its finished trials are found again
 
 
 def test_operators_of_the_paper_need_no_source() -> None:

@@ -88,7 +88,7 @@ def test_equal_models_have_equal_keys(one: str, other: str, write_grid: Callable
     assert a.record["model"] == b.record["model"]
 
 
-def test_tables_share_their_cells() -> None:
+def test_tables_share_their_trials() -> None:
     keys = {f"{path.stem}/{row}": trial.key for path in GRIDS for row, trial in expand(path).items()}
     for shared in (
         ["comparison/san10_pairwise", "relation/pairwise_subtraction", "mapping/pairwise_LRL", "position/pairwise_relative"],
@@ -478,7 +478,7 @@ def test_rejects_a_profile_file_with_the_name_of_ours(small_grid: Path, tmp_path
     assert text == f"{tmp_path / 'digits.yaml'}: the project has a profile with this name; rename the file"
 
 
-def test_a_changed_init_file_is_another_cell_and_a_moved_one_is_not(small_grid: Path) -> None:
+def test_a_changed_init_file_is_another_trial_and_a_moved_one_is_not(small_grid: Path) -> None:
     config = expand(small_grid, "recipe.init=/a.pt")["pairwise_3"].config
     moved = expand(small_grid, "recipe.init=/b.pt")["pairwise_3"].config
     random = expand(small_grid)["pairwise_3"]

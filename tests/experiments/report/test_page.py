@@ -80,7 +80,9 @@ def test_page_in_a_browser(finished_job: Callable[..., Job], shown: Browser, tmp
     assert shown.evaluate("document.title") == f"invented: {QUESTION}"
     assert shown.evaluate("document.querySelectorAll('script, h1 b').length") == 0
     ended = max(result.ended for result in known_results(job).values())
-    assert f"7 of 10 cells finished\nlast cell finished {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
+    assert (
+        f"7 of 10 trials finished\nlast trial finished {datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC" in shown.text()
+    )
 
     assert cells(shown, "resnet26_3") == ["76.0", "90.5 (90.0, 91.0)", "100.0", "13.7", "13.7", "2.4", "2.4"]
     assert cells(shown, "pairwise_5")[:2] == ["76.6", "94.0 1 of 2 seeds"]
@@ -298,7 +300,7 @@ def test_links_runs_on_a_server(finished_job: Callable[..., Job], tmp_path: Path
     assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()
 
 
-def test_commands_for_a_row_train_the_same_cells(finished_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_commands_for_a_row_train_the_same_trials(finished_job: Callable[..., Job], tmp_path: Path) -> None:
     job = finished_job("recipe.lr=0.05")
     for row in ("pairwise_5", "resnet26_3"):
         found = re.fullmatch(

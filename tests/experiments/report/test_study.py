@@ -91,7 +91,7 @@ def test_page_has_every_table(tmp_path: Path) -> None:
     cells = sum(len(job.trials) for job in jobs)
     words = " ".join(page.split())
     assert "600 training and 360 validation images" in words
-    assert f"3 of {cells} cells have not been trained yet" in words
+    assert f"3 of {cells} trials have not been trained yet" in words
     assert "`san study --profile digits --seeds 3`" in words
     assert "have only 2 of the paper's five stages" in words and "The last feature map is 6 pixels wide" in words
     for job, section in zip(jobs, sections, strict=True):
@@ -100,8 +100,8 @@ def test_page_has_every_table(tmp_path: Path) -> None:
         for row in job.grid.rows:
             assert f"| {row.id} | {paper_rows(section.table)[row.id].top1} | " in page
         for finding in findings(section):
-            cells_of_row = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
-            assert f"| {' | '.join(cells_of_row)} | " in page
+            trials_of_row = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
+            assert f"| {' | '.join(trials_of_row)} | " in page
             assert finding.verdict == "open" or f"- {section.table}: {finding.claim.claim} (" in page
     found = [finding.verdict for section in sections for finding in findings(section)]
     text = sum(claim.source == "text" for claims in paper_claims().values() for claim in claims)
@@ -117,7 +117,7 @@ def test_page_without_results(tmp_path: Path) -> None:
     path = tmp_path / "study.md"
     assert write_study([invented(job, {})], path, 600, 360) == [path]
     page = path.read_text()
-    assert "9 of 9 cells have not been trained yet." in " ".join(page.split())
+    assert "9 of 9 trials have not been trained yet." in " ".join(page.split())
     assert "Open: 3." in page
     assert page.count("not enough seeds") == 3
     assert "| pairwise_none | 72.3 |" in page

@@ -84,7 +84,7 @@ def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         os.close(found.reader)
 
 
-def test_terminal_shows_a_bar_and_a_row_per_running_cell(terminal: Terminal) -> None:
+def test_terminal_shows_a_bar_and_a_row_per_running_trial(terminal: Terminal) -> None:
     clock = Clock()
     progress = Progress(NAMES, EPOCHS, terminal.out, clock)
     progress.started("a")
@@ -94,11 +94,11 @@ def test_terminal_shows_a_bar_and_a_row_per_running_cell(terminal: Terminal) -> 
         progress.progress("a", inside(0, step))
     assert terminal.seen()[:2] == ["[   0 s, 0/2 done] pairwise_3 starts", "[   0 s, 0/2 done] resnet26_3 starts"]
     bar, *rows = terminal.seen()[2:]
-    assert re.fullmatch("0/2 cells  [━╸╺]{20}  0/8 epochs, 80 s left", bar)
+    assert re.fullmatch("0/2 trials  [━╸╺]{20}  0/8 epochs, 80 s left", bar)
     assert rows == [f"pairwise_3  epoch 1/4, step 60/100, 68 s left, {SAID}", "resnet26_3  starts"]
     progress.finished(Outcome("b", "ValueError: no"))
     assert terminal.seen()[2] == "[  20 s, 1/2 done, 68 s left] resnet26_3 FAILED after 20 s: ValueError: no"
-    assert terminal.seen()[3].startswith("1/2 cells (1 FAILED)")
+    assert terminal.seen()[3].startswith("1/2 trials (1 FAILED)")
     progress.close()
     assert len(terminal.seen()) == 3  # the bar is gone, the messages stay
 
@@ -156,7 +156,7 @@ def test_display_can_be_pickled(terminal: Terminal) -> None:
     display.close()
 
 
-def test_log_has_fewer_lines_as_a_cell_goes_on() -> None:
+def test_log_has_fewer_lines_as_a_trial_goes_on() -> None:
     out, clock = io.StringIO(), Clock()
     progress = Progress(NAMES, EPOCHS, out, clock)
     clock.now += 5
@@ -173,7 +173,7 @@ def test_log_has_fewer_lines_as_a_cell_goes_on() -> None:
     assert lines[:3] == [
         "[   5 s, 0/2 done] pairwise_3 starts",
         f"[  15 s, 0/2 done] pairwise_3 epoch 1/4, step 1/100, {SAID}",
-        # 0.01 epochs in 10 s; the other cell is not running yet
+        # 0.01 epochs in 10 s; the other trial is not running yet
         f"[  25 s, 0/2 done, 2 h 13 min left] pairwise_3 epoch 1/4, step 2/100, 66 min left, {SAID}",
     ]
     *at, end = (int(line[1:5]) for line in lines)
@@ -210,7 +210,7 @@ def test_last_validation_shows_no_time_left() -> None:
     assert out.getvalue().splitlines()[-1] == f"[  20 s, 0/1 done] a epoch 4/4, validating, {SAID}"
 
 
-def test_complete_cell_shows_no_speed() -> None:
+def test_complete_trial_shows_no_speed() -> None:
     out = io.StringIO()
     progress = Progress(NAMES, EPOCHS, out, Clock())
     progress.started("a")
@@ -252,7 +252,7 @@ def test_first_estimate_does_not_count_the_start() -> None:
     clock.now += 10
     for key in "ab":
         progress.progress(key, inside(0, 51))  # 20 s per epoch
-    # Two cells with 3.49 epochs left and one with 4, two at a time.
+    # Two trials with 3.49 epochs left and one with 4, two at a time.
     assert progress.seconds_left() == pytest.approx((2 * 3.49 + 4) * 20 / 2)
 
 

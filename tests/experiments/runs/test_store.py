@@ -18,7 +18,7 @@ from experiments.cli import submit
 from experiments.errors import UserError
 from experiments.runner.job import open_job
 from experiments.runs import store as stores
-from experiments.runs.locks import cell_lock, claimed_cells
+from experiments.runs.locks import claimed_trials, trial_lock
 from experiments.runs.store import OPTIONS, LocalStore, LockError, S3Store, StorageError, Store, _client
 from experiments.runs.workspace import open_workspace
 from experiments.training.checkpoint import Checkpoints
@@ -27,8 +27,8 @@ from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import flip_a_bit, of_step
 from tests.experiments.servers import ObjectStore, free_port
 
-NAME = "locks/cells/abc"
-BUSY = "another process is training this cell"
+NAME = "locks/trials/abc"
+BUSY = "another process is training this trial"
 NODE = Callable[[str], S3Store]
 
 
@@ -323,29 +323,29 @@ def test_rejects_a_store_that_ignores_conditions(bucket: S3Store, monkeypatch: p
             pass
 
 
-def test_two_grids_do_not_train_the_same_cell(store: Store, tmp_path: Path, short_locks: None) -> None:
-    """The same grid is an error. Another grid gets the remaining cells, also after a `san run` was killed."""
+def test_two_grids_do_not_train_the_same_trial(store: Store, tmp_path: Path, short_locks: None) -> None:
+    """The same grid is an error. Another grid gets the remaining trials, also after a `san run` was killed."""
     cells = {trial.key: trial for trial in open_job(SMALL_GRID, "digits", (), tmp_path / "job").trials}
     first, *others = cells
-    with claimed_cells(store, "small-digits", {first: cells[first]}) as (claimed, lock):
+    with claimed_trials(store, "small-digits", {first: cells[first]}) as (claimed, lock):
         assert list(claimed) == [first]
         lock.raise_if_lost()
         with pytest.raises(LockError, match=r"locks/grids/small-digits.*: another `san run` is training this grid \("):
-            with claimed_cells(store, "small-digits", cells):
+            with claimed_trials(store, "small-digits", cells):
                 pass
-        with claimed_cells(store, "other-digits", cells) as (claimed, _):
+        with claimed_trials(store, "other-digits", cells) as (claimed, _):
             assert list(claimed) == others
         killed = store.read("locks/grids/small-digits")
     store.write("locks/grids/small-digits", killed or b"")
-    with claimed_cells(store, "other-digits", cells) as (claimed, _):
+    with claimed_trials(store, "other-digits", cells) as (claimed, _):
         assert claimed == cells
 
 
 @contextmanager
 def checkpoints_on(store: Store) -> Iterator[Checkpoints]:
-    """The checkpoints of a cell, opened as by its next attempt."""
+    """The checkpoints of a trial, opened as by its next attempt."""
     store = store.patient(PATIENCE)
-    with cell_lock(store, "abc") as lock:
+    with trial_lock(store, "abc") as lock:
         yield Checkpoints(store, "checkpoints/abc", "abc", lock, 2, 600)
 
 

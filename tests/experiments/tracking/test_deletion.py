@@ -1,4 +1,4 @@
-"""`san delete`: runs, checkpoints and logs of cells."""
+"""`san delete`: runs, checkpoints and logs of trials."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from experiments.grids.grid import Trial
 from experiments.runner.job import Job, known_results
-from experiments.runs.locks import cell_lock, claimed_cells
+from experiments.runs.locks import claimed_trials, trial_lock
 from tests.experiments.conftest import San
-from tests.experiments.samples import finish_cell
+from tests.experiments.samples import finish_trial
 
 
 def trained(job: Job, trial: Trial) -> list[Path]:
-    """A finished cell; returns its files."""
-    finish_cell(job, trial, 50.0)
+    """A finished trial; returns its files."""
+    finish_trial(job, trial, 50.0)
     files = [job.workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt", job.workspace.log(trial)]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def trained(job: Job, trial: Trial) -> list[Path]:
     return files
 
 
-def test_deletes_one_cell_and_nothing_else(open_small_job: Callable[..., Job], run_san: San) -> None:
+def test_deletes_one_trial_and_nothing_else(open_small_job: Callable[..., Job], run_san: San) -> None:
     job = open_small_job()
     first, second = job.trials[:2]
     files, kept = trained(job, first), trained(job, second)
@@ -31,29 +31,29 @@ def test_deletes_one_cell_and_nothing_else(open_small_job: Callable[..., Job], r
     assert "1 runs would be deleted; add --yes" in err
     assert known_results(job).keys() == {first.key, second.key}
     code, out, _ = run_san("delete", first.key, "--yes", "--runs", job.workspace.runs)
-    assert (code, out) == (0, "deleted 1 cells\n")
+    assert (code, out) == (0, "deleted 1 trials\n")
     assert known_results(job).keys() == {second.key}
     assert not any(file.exists() for file in files)
     assert all(file.exists() for file in kept)
 
 
-def test_deletes_all_cells_of_a_grid(open_small_job: Callable[..., Job], run_san: San) -> None:
+def test_deletes_all_trials_of_a_grid(open_small_job: Callable[..., Job], run_san: San) -> None:
     job = open_small_job()
     for trial in job.trials:
         trained(job, trial)
-    assert run_san("delete", "small", "--yes", "--runs", job.workspace.runs)[:2] == (0, "deleted 3 cells\n")
+    assert run_san("delete", "small", "--yes", "--runs", job.workspace.runs)[:2] == (0, "deleted 3 trials\n")
     assert known_results(job) == {}
 
 
-def test_refuses_cells_that_are_trained_or_wait(open_small_job: Callable[..., Job], run_san: San) -> None:
+def test_refuses_trials_that_are_trained_or_wait(open_small_job: Callable[..., Job], run_san: San) -> None:
     job = open_small_job()
     trial = job.trials[0]
     files = trained(job, trial)
     arguments = ("delete", trial.key, "--yes", "--runs", job.workspace.runs)
-    with cell_lock(job.workspace.store, trial.key):
+    with trial_lock(job.workspace.store, trial.key):
         code, _, err = run_san(*arguments)
-        assert code == 2 and f"cell {trial.key} is being trained" in err
-    with claimed_cells(job.workspace.store, "small-digits", {trial.key: trial}):
+        assert code == 2 and f"trial {trial.key} is being trained" in err
+    with claimed_trials(job.workspace.store, "small-digits", {trial.key: trial}):
         code, _, err = run_san(*arguments)
         assert code == 2 and "waits in a grid" in err
     assert all(file.exists() for file in files)
@@ -63,4 +63,4 @@ def test_refuses_cells_that_are_trained_or_wait(open_small_job: Callable[..., Jo
 def test_rejects_an_unknown_name(open_small_job: Callable[..., Job], run_san: San) -> None:
     job = open_small_job()
     _, _, err = run_san("delete", "nothing", "--yes", "--runs", job.workspace.runs)
-    assert "nothing: no cell or grid with this name" in err
+    assert "nothing: no trial or grid with this name" in err

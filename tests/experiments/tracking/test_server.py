@@ -1,4 +1,4 @@
-"""A tracking server with basic authentication and PostgreSQL, to which several cells write at once."""
+"""A tracking server with basic authentication and PostgreSQL, to which several trials write at once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_rejects_a_wrong_password(
     )
 
 
-def test_two_cells_write_at_once_and_no_file_contains_a_secret(
+def test_two_trials_write_at_once_and_no_file_contains_a_secret(
     guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
     uri, runs = guarded.server.uri, tmp_path / "runs"

@@ -59,7 +59,7 @@ def of_another_cell(path: Path) -> None:
     [
         (unreadable, r"cannot read \(Too many levels of symbolic links\); check the disk"),
         (of_another_version, "intact, but written by another version"),
-        (of_another_cell, "a checkpoint of cell other, not of abc; move the file to the folder of cell other"),
+        (of_another_cell, "a checkpoint of trial other, not of abc; move the file to the folder of trial other"),
     ],
 )
 def test_rejects_a_foreign_or_unreadable_checkpoint(create: Callable[[Path], None], reason: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The device of a cell, and the error messages if it is not available. Torch and the driver are fakes, so no GPU is needed."""
+"""The device of a trial, and the error messages if it is not available. Torch and the driver are fakes, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "missing", lambda device: None)
 
 
-def test_cell_without_gpus_trains_on_the_cpu(gpu: None) -> None:
+def test_trial_without_gpus_trains_on_the_cpu(gpu: None) -> None:
     assert training_device(config()) == torch.device("cpu")
     assert available_device() == torch.device("cuda", 0)
 

@@ -123,7 +123,7 @@ def test_deepspeed_compiles_nothing_at_start(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_several_models_can_be_compiled_in_one_process(process_group: None) -> None:
-    """A process may train many cells, and torch counts how often it compiles the same code."""
+    """A process may train many trials, and torch counts how often it compiles the same code."""
     x, labels = batches()[0]
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for model in (network(), nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 4))):

@@ -52,7 +52,7 @@ def steps(job: Job) -> list[tuple[str, list[int]]]:
 def test_outage_of_the_server_loses_no_epoch(
     server: Server, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server is killed in epoch 2, back in epoch 4, and killed again in epoch 6 until after the end of the cell.
+    """The server is killed in epoch 2, back in epoch 4, and killed again in epoch 6 until after the end of the trial.
 
     Training must continue meanwhile: the server is restarted by this process at the end of an epoch.
     """

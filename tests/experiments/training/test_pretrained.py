@@ -46,7 +46,7 @@ def test_takes_weights_from_our_files_and_from_those_of_the_authors(
     assert equal(mine, theirs)
 
 
-def test_takes_weights_from_the_checkpoint_of_a_cell(trained: Trained) -> None:
+def test_takes_weights_from_the_checkpoint_of_a_trial(trained: Trained) -> None:
     mine = network(2)
     started(mine, trained.folder / trained.best.name)
     assert equal(mine, trained.best.model())
@@ -65,11 +65,11 @@ def test_classifier_is_new_if_the_number_of_classes_differs(tmp_path: Path) -> N
     [
         (
             {"width_mult": 1.0},
-            "the file contains san10_pairwise with width_mult=0.5, but the cell's model has width_mult=1.0",
+            "the file contains san10_pairwise with width_mult=0.5, but the trial's model has width_mult=1.0",
         ),
         (
             {"relation": "summation"},
-            "with relation=subtraction, but the cell's model has relation=summation; set model.relation",
+            "with relation=subtraction, but the trial's model has relation=summation; set model.relation",
         ),
         ({"name": "resnet26"}, "does not match the model resnet26; "),
     ],
@@ -86,7 +86,7 @@ def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> N
     torch.save({"state_dict": network}, tmp_path / "code.pt")
     with pytest.raises(UserError, match=r"recipe\.init: .*code\.pt: rejected because loading this file would run code"):
         started(network(2), tmp_path / "code.pt")
-    with pytest.raises(UserError, match="changed since the cell was started"):
+    with pytest.raises(UserError, match="changed since the trial was started"):
         initialize(network(2), str(tmp_path / "code.pt"), "another digest")
 
 
@@ -108,4 +108,4 @@ def test_frozen_parts_keep_weights_and_statistics(
     (saved,) = job.workspace.checkpoints(trial).glob("epoch-0001-*.pt")
     groups = Checkpoint.read(saved).engine["optimizer"]["param_groups"]
     assert [group["initial_lr"] for group in groups] == [trial.config.recipe.lr_used * scale for scale in (1, 0.5)]
-    run_trial(job.workspace, trial, silent)  # a finished cell loads its state again
+    run_trial(job.workspace, trial, silent)  # a finished trial loads its state again

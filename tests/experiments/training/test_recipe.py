@@ -206,7 +206,7 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
         ),
         (
             ["placement.gpus=1.5"],
-            "placement.gpus: must be a whole number if it is above 1 or a cell has several workers, not 1.5",
+            "placement.gpus: must be a whole number if it is above 1 or a trial has several workers, not 1.5",
         ),
         (["engine.zero_stage=3"], "engine.zero_stage: should be 0, 1 or 2, not 3"),
         (

@@ -1,4 +1,4 @@
-"""Reports of a cell's progress."""
+"""Reports of a trial's progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole cells; those that are killed run in separate processes."""
+"""Whole trials; those that are killed run in separate processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ONE_WORKER = ("recipe.warmup_epochs=0.5", "recipe.precision=bfloat16", "placemen
     ],
     ids=["one worker", "one worker, first and last step", "two workers"],
 )
-def test_killed_cell_resumes_with_identical_weights(
+def test_killed_trial_resumes_with_identical_weights(
     world: int,
     kills: list[Kill],
     options: tuple[str, ...],
@@ -76,7 +76,7 @@ def test_killed_cell_resumes_with_identical_weights(
 
 
 @pytest.mark.slow
-def test_cell_resumes_with_another_number_of_workers_and_zero_stage(
+def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
     open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
     trial, alone = (resnet(open_small_job(*SHORT, *ALWAYS, f"engine.zero_stage={stage}")) for stage in (2, 0))
@@ -94,7 +94,7 @@ def test_cell_resumes_with_another_number_of_workers_and_zero_stage(
     assert (finished.workers, len(finished.history)) == (1, 2)
 
 
-def test_non_finite_loss_stops_the_cell(open_small_job: Callable[..., Job], process_group: None) -> None:
+def test_non_finite_loss_stops_the_trial(open_small_job: Callable[..., Job], process_group: None) -> None:
     """It is found at the next check. The message names the step."""
     job = open_small_job(
         *SHORT, "recipe.lr=1e30", "reliability.check_every_n_steps=3", "reliability.checkpoint_every_n_minutes=1e-9"
