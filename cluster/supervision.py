@@ -33,12 +33,14 @@ def supervised(local: bool, on_lost: OnLost | None) -> Iterator[threading.Event]
     The block connects to Ray and then sets the event. On this machine, Ray is lost if that takes too long.
     """
     connected, ended = threading.Event(), threading.Event()
-    threading.Thread(target=_watch, args=(local, connected, ended, on_lost or exit_lost), daemon=True).start()
+    watch = threading.Thread(target=_watch, args=(local, connected, ended, on_lost or exit_lost), daemon=True)
+    watch.start()
     try:
         yield connected
     finally:
         ended.set()
         connected.set()
+        watch.join(_TIMEOUT)  # `ray.shutdown` during `ray.nodes` would crash the process
 
 
 def _watch(local: bool, connected: threading.Event, ended: threading.Event, on_lost: OnLost) -> None:

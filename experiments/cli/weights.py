@@ -34,13 +34,14 @@ model.pretrained_cfg  # size, mean and std of the images, names of the classes
 @click.command()
 @RUNS
 def main(runs: Path | str | None) -> None:
-    """Writes a folder for each row of the grid."""
+    """Writes a folder for each trained row of the grid."""
     job = open_job(GRID, PROFILE, (), runs)
     for trial in job.trials:
         # The last epoch, because choosing the best one would use the test images.
         file = last_of(job.workspace.checkpoints(trial), trial.config.recipe.epochs)
         if not file.exists():
-            raise click.ClickException(f"{file}: not trained yet; run `{job.command}` first")
+            click.echo(f"{trial.row}: not trained yet; run `{job.command}`", err=True)
+            continue
         opened = open_checkpoint(file)
         train, val = open_data(trial.config.data)[0], open_images(opened)
         with counting(trial.row, -(-len(val) // opened.config.recipe.batch_size), "batches") as count:

@@ -124,7 +124,7 @@ def test_gray_images_and_odd_sizes() -> None:
 
 
 def test_pretrained_networks() -> None:
-    with pytest.raises(ValueError, match=r"no weights, but .*san10_pairwise_cifar10.*; for the authors' files, use"):
+    with pytest.raises(ValueError, match=r"no weights, but .*san10_patchwise_cifar10.*; for the authors' files, use"):
         timm.create_model("san10_pairwise", pretrained=True)
     for name, ours in san.timm.VARIANTS.items():
         if ours in san.list_models(pretrained=True):
