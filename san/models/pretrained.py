@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def included() -> list[str]:
 
 def is_folder(path: str | Path) -> bool:
     """Whether `save_folder` wrote this folder."""
-    return (Path(path) / CONFIG).is_file()
+    return os.path.isfile(os.path.join(path, CONFIG))
 
 
 def save_folder(

@@ -361,7 +361,7 @@ def test_rejects(mistake: str, run_san: San, tmp_path: Path) -> None:
 
 ACCEPTED = (
     "not a checkpoint; give a file or folder (local or s3://...), a trial's key (see `san runs`), the id of an MLflow run, "
-    "or models:/NAME/VERSION"
+    f"models:/NAME/VERSION, or a network with weights ({', '.join(list_models(pretrained=True))})"
 )
 
 
