@@ -25,7 +25,9 @@ def _config(variant: str) -> dict[str, Any]:
     trained: dict[str, Any] = {}
     if variant in INCLUDED:
         folder = WEIGHTS_DIR / variant
-        trained = read_config(folder)["pretrained_cfg"] | {"file": str(folder / WEIGHTS)}
+        settings = read_config(folder)["pretrained_cfg"].items()
+        trained = {key: tuple(value) if isinstance(value, list) else value for key, value in settings}
+        trained["file"] = str(folder / WEIGHTS)
     return {
         "input_size": (3, 224, 224),
         "pool_size": (7, 7),
