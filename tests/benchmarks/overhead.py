@@ -6,7 +6,7 @@ Both train the same model with the same loader, SGD, cosine schedule, label smoo
 `bare_epochs`. `run_trial` includes DeepSpeed, checkpoints, logs, `summary.csv`, and MLflow on SQLite with system metrics.
 They take turns in one process: one epoch of the trial, two of the loop, two of the trial, and so on, each after a short rest,
 so each one comes first equally often. The CPU time of the MLflow thread during a rest is added to the epoch before, as on a
-single core. The first pair is printed separately. The results are the median ratios of wall time and of the CPU time of all
+single core. The first pair is left out. The results are the median ratios of wall time and of the CPU time of all
 threads over pairs, with 95 % intervals from 10 000 resamples.
 """
 
@@ -16,13 +16,11 @@ import argparse
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy
 import torch
@@ -33,7 +31,6 @@ from torch.nn.functional import cross_entropy
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
 from experiments.runner.job import open_job
-from experiments.training.checkpoint import Checkpoints
 from experiments.training.device import training_device
 from experiments.training.images import loaders
 from experiments.training.trainer import run_trial
@@ -114,10 +111,6 @@ class Turns:
         self.bare = bare
         self.trial_epochs: list[Spent] = []
         self.bare_epochs: list[Spent] = []
-        self.tracking: list[float] = []
-        """Seconds of each trial epoch after its report."""
-        self.saving: list[float] = []
-        """Seconds of each trial epoch for its checkpoint, which do not depend on the length of the epoch."""
         self.began = Spent.so_far()
 
     def report(self, metrics: Mapping[str, float]) -> None:
@@ -127,7 +120,6 @@ class Turns:
         after = Spent.so_far()
         time.sleep(REST)
         tracking = Spent.so_far().since(after).cpu
-        self.tracking.append(tracking)
         self.trial_epochs.append(Spent(mine.wall + tracking, mine.cpu + tracking))
         if len(self.trial_epochs) % 2:
             for _ in range(2):
@@ -138,15 +130,6 @@ class Turns:
         self.began = Spent.so_far()
 
 
-def timed(function: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
-    def call(*arguments: object) -> None:
-        began = time.perf_counter()
-        function(*arguments)
-        seconds.append(time.perf_counter() - began)
-
-    return call
-
-
 def measure_trial(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Trial, Turns]:
     """Trains the trial and the plain loop in turn; every worker calls this. The number of epochs must be even."""
     job = open_job(GRID, profile, overrides, runs)
@@ -154,20 +137,8 @@ def measure_trial(profile: str, overrides: Sequence[str], runs: Path) -> tuple[T
         job.tracker.prepare(job.grid, runs / "artifacts")
     trial = next(trial for trial in job.trials if trial.row == ROW)
     turns = Turns(bare_epochs(trial))
-    with patch.object(Checkpoints, "save", timed(Checkpoints.save, turns.saving)):
-        run_trial(job.workspace, trial, turns.report)
+    run_trial(job.workspace, trial, turns.report)
     return trial, turns
-
-
-def measured(setting: str, runs: Path) -> Turns:
-    _, turns = measure_trial(*SETTINGS[setting], runs)
-    print(
-        f"{setting}: to the end of the first epoch {turns.trial_epochs[0].wall:.2f} s, bare {turns.bare_epochs[0].wall:.2f} s; "
-        f"after the last report {time.perf_counter() - turns.began.wall:.2f} s",
-        file=sys.stderr,
-        flush=True,
-    )
-    return turns
 
 
 def overhead(trial: Sequence[float], bare: Sequence[float]) -> str:
@@ -183,7 +154,7 @@ def line(setting: str, turns: Turns) -> str:
     pairs = list(zip(turns.trial_epochs[1:], turns.bare_epochs[1:], strict=True))
     walls = [trial.wall for trial, _ in pairs], [bare.wall for _, bare in pairs]
     cpus = [trial.cpu for trial, _ in pairs], [bare.cpu for _, bare in pairs]
-    medians = (f"{statistics.median(each):.3f}" for each in (*reversed(walls), turns.saving[1:], turns.tracking[1:]))
+    medians = (f"{statistics.median(each):.3f}" for each in reversed(walls))
     return f"| {setting} | {len(pairs)} | {' | '.join(medians)} | {overhead(*walls)} | {overhead(*cpus)} |"
 
 
@@ -194,9 +165,9 @@ def main() -> None:
     lines = []
     for setting in options.setting or SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            lines.append(line(setting, measured(setting, Path(folder))))
+            lines.append(line(setting, measure_trial(*SETTINGS[setting], Path(folder))[1]))
     print(f"torch {torch.__version__}; seconds of an epoch, medians; overhead: median over pairs of epochs (95 % interval)\n")
-    columns = ("setting", "pairs", "bare", "run_trial", "of it saving", "of it tracking", "overhead", "in CPU time")
+    columns = ("setting", "pairs", "bare", "run_trial", "overhead", "in CPU time")
     print(f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}", *lines, sep="\n")
 
 

@@ -3,9 +3,8 @@
     python -m tests.benchmarks.robustness [--setting digits] [--attack n2] [--rounds 15]
 
 `passes` runs only the passes of the network on normalized batches in memory. `attack` is this project's attack on batches of
-pixels in memory, `foolbox` the one of that library if it is installed, and `with loading` the whole condition as `san run`
-measures it. They take turns. Overheads compare times of the same round: the median (range) and the fastest rounds by wall time,
-and the median by the CPU time of all threads, which other processes disturb less.
+pixels in memory, and `foolbox` the one of that library if it is installed. They take turns. Overheads compare times of the same
+round: median (range).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from experiments.evaluation.attack import Attack, OnPixels, predictions, targets
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.transform import transform
+from tests.benchmarks.tables import spread
 
 SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4", "placement.cpus=2")
 SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {
@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {
     "san10 patchwise": ("san10_patchwise", "imagenet", SYNTHETIC, "val", 16),
 }
 """Variant, profile, overrides, split and batch size. The larger split of digits is the training split."""
-COLUMNS = ("attack", "with loading", "foolbox")
+COLUMNS = ("attack", "foolbox")
 ATTACKS = {c.name: c.measure for c in PROTOCOLS["attack"].conditions if isinstance(c.measure, Attack)}
 
 
@@ -88,20 +88,16 @@ def by_foolbox(opened: LoadedModel, attack: Attack, batches: list[Tensor], wante
     return run
 
 
-def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Returns the wall time and the CPU time of all threads in seconds."""
-    began = time.perf_counter(), time.process_time()
+def timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
     run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began[0], time.process_time() - began[1]
+    return time.perf_counter() - began
 
 
-def overhead(rounds: list[dict[str, tuple[float, float]]], what: str) -> str:
-    clock, cpu = ([100 * (times[what][k] / times["passes"][k] - 1) for times in rounds] for k in (0, 1))
-    fastest = 100 * (min(times[what][0] for times in rounds) / min(times["passes"][0] for times in rounds) - 1)
-    median = f"{statistics.median(clock):+.1f} ({min(clock):+.1f} to {max(clock):+.1f})"
-    return f"{median}, {fastest:+.1f}; {statistics.median(cpu):+.1f}"
+def overhead(rounds: list[dict[str, float]], what: str) -> str:
+    return spread([100 * (times[what] / times["passes"] - 1) for times in rounds])
 
 
 def line(setting: str, name: str, rounds: int) -> str:
@@ -114,7 +110,6 @@ def line(setting: str, name: str, rounds: int) -> str:
     contenders: dict[str, Callable[[], object]] = {
         "passes": lambda: passes(opened, normalized, attack.steps),
         "attack": ours(opened, attack, pixels, wanted),
-        "with loading": lambda: attack(opened, images, batch, lambda: None),
     }
     if importlib.util.find_spec("foolbox"):
         contenders["foolbox"] = by_foolbox(opened, attack, pixels, wanted)
@@ -124,7 +119,7 @@ def line(setting: str, name: str, rounds: int) -> str:
     for first in range(rounds):  # each contender is first in turn
         order = names[first % len(names) :] + names[: first % len(names)]
         found.append({what: timed(contenders[what]) for what in order})
-    passing = 1000 * statistics.median(times["passes"][0] for times in found) / len(images)
+    passing = 1000 * statistics.median(times["passes"] for times in found) / len(images)
     overheads = [overhead(found, what) if what in contenders else "-" for what in COLUMNS]
     return " | ".join([f"| {setting}", name, str(rounds), f"{passing:.3g}", *overheads]) + " |"
 
@@ -136,7 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"torch {torch.__version__}, {device}; overheads in %: median (range), fastest; by CPU time\n")
+    print(f"torch {torch.__version__}, {device}; overheads in %: median (range)\n")
     columns = ("setting", "condition", "rounds", "passes, ms per image", *COLUMNS)
     print(f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}", sep="\n")
     for setting in options.setting or SETTINGS:

@@ -55,28 +55,16 @@ class Core:
             self.attention.attend(self.phi, self.psi, self.beta)
 
     def flops(self, training: bool) -> int:
-        """Returns the FLOPs of the fused kernels' products, two per multiply-accumulate (docs/explanation/operators.md).
+        """Returns the FLOPs of gamma and the aggregation, two per multiply-accumulate, without recomputation.
 
-        Pairwise training computes the hidden layer twice and the covariance of a1, of which forward needs only one triangle.
-        Patchwise training recomputes nothing.
+        Each product counts once in forward and twice in backward.
         """
-        if not training or not isinstance(self.attention, PairwiseAttention):
-            return self.least_flops(training)
-        d, d_to_E = self.attention.gamma[2].weight.shape[1], self._products()[0]
-        pairs = self.batch * self.side**2 * self.footprint**2
-        return self.least_flops(training) + pairs * (d_to_E + d * (d + 1) + 2 * d**2)
-
-    def least_flops(self, training: bool) -> int:
-        """Returns the FLOPs without recomputation: each product once in forward and twice in backward."""
         pixels, K = self.batch * self.side**2, self.footprint**2
-        d_to_E, E_to_G, M = self._products()
+        d_to_E, E_to_G = (2 * self.attention.gamma[i].weight.numel() for i in (2, 5))
+        M = 2 * self.attention.value_channels
         pairwise = isinstance(self.attention, PairwiseAttention)
         once = K * (d_to_E + E_to_G + M) if pairwise else d_to_E + E_to_G + K * M
         return pixels * once * (3 if training else 1)
-
-    def _products(self) -> tuple[int, int, int]:
-        d_to_E, E_to_G = (2 * self.attention.gamma[i].weight.numel() for i in (2, 5))
-        return d_to_E, E_to_G, 2 * self.attention.value_channels
 
     def bytes(self, training: bool) -> int:
         """Returns the minimum traffic: each map and, in training, its gradient is read or written once."""
