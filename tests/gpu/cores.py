@@ -22,12 +22,11 @@ from tests.benchmarks.stages import KINDS, MODES, STAGES, Core
 from tests.gpu import authors
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
-from tests.gpu.timing import PRECISIONS, Call, measure, peaks, precision, prepare, summary, under, with_state
+from tests.gpu.timing import PRECISIONS, Call, measure, peaks, precision, prepare, summary, under
 
 BACKENDS: dict[str, ops.Backend] = {"fused": "auto", "unfused": "unfused", "reference": "reference"}
 
 
-@with_state
 def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: Settings) -> Iterator[Row]:
     """Measures training and evaluation of each stage. With `compiled`, only the fused kernels and the compiled reference."""
     kernels(settings)
@@ -42,8 +41,8 @@ def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: 
             ready, left_out = prepare(calls, settings, graph=True)
             row: Row = {"core": kind, "stage": stage, "mode": mode, "precision": how, "batch": batch, "side": core.side}
             training = mode == "train"
-            times = core.bytes(training) / peak["bytes_per_s"], core.least_flops(training) / peak["flops"][how]
-            row |= {"MB": core.bytes(training) / 1e6, "GFLOP": core.least_flops(training) / 1e9, "left_out": left_out}
+            times = core.bytes(training) / peak["bytes_per_s"], core.flops(training) / peak["flops"][how]
+            row |= {"MB": core.bytes(training) / 1e6, "GFLOP": core.flops(training) / 1e9, "left_out": left_out}
             samples = measure(ready, settings, 9)
             yield row | {"roofline_ms": 1000 * max(times), "passed": "fused" in ready} | summary(samples, "fused")
             del ready, calls

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from tests.gpu.case import Case, Row, Settings
-from tests.gpu.timing import spread, with_state
+from tests.gpu.timing import spread
 
 THREADS = (1, 2, 4, 8, 16)
 
 
-@with_state
 def loading(mode: str, settings: Settings) -> Iterator[Row]:
     """Measures images per second of whole epochs, from files in the page cache to normalized batches on the device."""
     # Imported here, because a machine for kernel tests lacks the packages for these modules.

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 import san
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
-from tests.gpu.timing import PRECISIONS, Call, measure, prepare, spread, under, with_state
+from tests.gpu.timing import PRECISIONS, Call, measure, prepare, spread, under
 
 YARDSTICK = "resnet26"
 NAMES = (
@@ -76,7 +76,6 @@ class Network:
             self.run(self.images)
 
 
-@with_state
 def network(name: str, setting: Setting, modes: Sequence[str], settings: Settings) -> Iterator[Row]:
     """Measures images per second and peak memory; running out of memory is a result."""
     kernels(settings)

@@ -1,8 +1,8 @@
 """Turns results of the GPU check into Markdown.
 
-    python -m tests.gpu.report RESULTS.jsonl [...] [--write docs/results/performance.md]
+    python -m tests.gpu.report RESULTS.jsonl [--write docs/results/performance.md]
 
-`--write` replaces the text between the markers of the page. It accepts only full-size results from one GPU machine.
+`--write` replaces the text between the markers of the page. It accepts only full-size results from a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def report(records: Sequence[Row]) -> str:
     title = "" if on_gpu and not facts.get("small") else "**Small test sizes: not a measurement.**\n\n"
     described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
     timings = *_cores(records), *_models(records), _loader(records), _training(records)
-    parts = _status(records), _states(records), *timings, _troubles(records)
+    parts = _status(records), *timings, _troubles(records)
     return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
 
 
@@ -65,17 +65,6 @@ def _status(records: Sequence[Row]) -> str:
         of_checks = f"{sum(row['passed'] for row in checks)} of {len(checks)}" if checks else "-"
         lines.append([part, ", ".join(f"{n} {status}" for status, n in counts.items()), of_checks])
     return table("Cases", ["part", "cases", "checks passed"], lines)
-
-
-def _states(records: Sequence[Row]) -> str:
-    """Tells how the clocks and the power of the GPU changed."""
-    states = [row["state"] for record in records for row in record["rows"] if row.get("state")]
-    lines = []
-    for field in states[0] if states else ():
-        values = [state[field] for state in states if field in state]
-        numbers = [float(value) for value in values if value.replace(".", "", 1).isdigit()]
-        lines.append([field, f"{min(numbers):g}-{max(numbers):g}" if numbers else ", ".join(sorted(set(values)))])
-    return table("GPU before and after timings", ["nvidia-smi", "MHz, W, degrees Celsius"], lines)
 
 
 def _cores(records: Sequence[Row]) -> Iterator[str]:
@@ -138,8 +127,8 @@ def _training(records: Sequence[Row]) -> str:
 
 def _troubles(records: Sequence[Row]) -> str:
     bad = [record for record in records if record["status"] in ("failed", "crashed", "timeout")]
-    lines = [[f"{r['part']}/{r['name']}", r["status"], r.get("kernel") or "-", _one_line(r["error"])] for r in bad]
-    return table("Failed cases", ["case", "status", "kernel", "error"], lines)
+    lines = [[f"{r['part']}/{r['name']}", r["status"], _one_line(r["error"])] for r in bad]
+    return table("Failed cases", ["case", "status", "error"], lines)
 
 
 def _one_line(text: str) -> str:
@@ -155,20 +144,17 @@ def write(page: Path, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("results", type=Path)
     parser.add_argument("--write", type=Path, help="page whose part between the markers is replaced")
     options = parser.parse_args()
-    runs = [[json.loads(line) for line in path.read_text().splitlines()] for path in options.results]
-    machines = [machine(run) for run in runs]
-    if len({(facts.get("device"), facts.get("gpu"), facts.get("torch")) for facts in machines}) > 1:
-        sys.exit("The results come from different machines or torch versions; report them one by one.")
-    text = report([record for run in runs for record in run])
+    records = [json.loads(line) for line in options.results.read_text().splitlines()]
+    facts = machine(records)
     if options.write is None:
-        print(text)
-    elif any(facts.get("device") != "cuda" or facts.get("small") for facts in machines):
-        sys.exit(f"{options.write} takes only results from a GPU at full size; these are from {machines[0].get('device')}.")
+        print(report(records))
+    elif facts.get("device") != "cuda" or facts.get("small"):
+        sys.exit(f"{options.write} takes only results from a GPU at full size; these are from {facts.get('device')}.")
     else:
-        write(options.write, text)
+        write(options.write, report(records))
 
 
 if __name__ == "__main__":

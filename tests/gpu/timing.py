@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec
 
 import torch
 
 from san import ops
 from tests.gpu.case import Row, Settings
 
-P = ParamSpec("P")
 Call = Callable[[], object]
 PRECISIONS = ("tf32", "bfloat16", "float32")
 SAMPLE_MS = 20.0
 """Approximate duration of a sample, which repeats a call."""
-STATE = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu", "clocks_event_reasons.active")
-"""Fields of nvidia-smi. The last one is a bit mask of the reasons for a low clock, such as 4 for the power limit."""
 
 
 @contextmanager
@@ -145,25 +139,3 @@ def peaks(settings: Settings) -> Row:
         calls[name] = under("auto", name, settings.device, functools.partial(torch.mm, a, b))
     best = {name: min(times) / 1000 for name, times in measure(calls, settings, 5).items()}
     return {"bytes_per_s": 8 * elements / best["copy"], "flops": {n: 2 * size**3 / best[n] for n in PRECISIONS}}
-
-
-def with_state(run: Callable[P, Iterator[Row]]) -> Callable[P, Iterator[Row]]:
-    """Makes a case record the state of the GPU before and after its timings."""
-
-    @functools.wraps(run)
-    def recorded(*args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
-        yield {"state": gpu_state()}
-        yield from run(*args, **kwargs)
-        yield {"state": gpu_state()}
-
-    return recorded
-
-
-def gpu_state() -> Row:
-    """Returns clocks in MHz, power in W and temperature in degrees Celsius; nothing without a GPU or nvidia-smi."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        gpu = [f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"] if torch.cuda.is_available() else []
-        command = ["nvidia-smi", *gpu, f"--query-gpu={','.join(STATE)}", "--format=csv,noheader,nounits"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return dict(zip(STATE, output.strip().split(", "), strict=False))
-    return {}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu.case import Case, Row, Settings, SkipCase
-from tests.gpu.timing import spread, with_state
+from tests.gpu.timing import spread
 
 
 def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[str]:
@@ -32,7 +32,6 @@ def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[
     return [*keys, f"placement.workers={workers}", *(f"engine.{key}={value}" for key, value in engine.items())]
 
 
-@with_state
 def training(several: bool, engine: dict[str, str], settings: Settings) -> Iterator[Row]:
     # Imported here, because a machine for kernel tests lacks these packages.
     import deepspeed  # noqa: F401
