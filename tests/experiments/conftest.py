@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from cluster import Node, Resources
 from cluster.supervision import OnLost
 from cluster.sweep import Observer, Outcome
 from experiments.cli import main
+from experiments.grids.config import DataConfig
 from experiments.runner.job import Job, open_job
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
@@ -143,6 +145,23 @@ def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str],
 def process_group() -> None:
     """A torch.distributed group of only this process. One for all tests, because DeepSpeed cannot use a second one."""
     join_process_group(torch.device("cpu"))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """7 images of cat, 5 of dog in train, one of each in val."""
+    root = tmp_path / "images"
+    for split, name, count in (("train", "cat", 7), ("train", "dog", 5), ("val", "cat", 1), ("val", "dog", 1)):
+        (root / split / name).mkdir(parents=True)
+        for index in range(count):
+            Image.new("RGB", (20, 15), (30 * index, 90, 20)).save(root / split / name / f"{index}.jpg")
+    return root
+
+
+def image_data(folder: Path, **fields: Any) -> DataConfig:
+    """Settings of images in a folder, whose side is 8 pixels in the model's input."""
+    defaults = {"source": "folder", "root": str(folder), "size": 8, "resize": 8, "crop_area": (0.5, 1), "crop_ratio": (1, 1)}
+    return DataConfig.model_validate(defaults | {"flip": True, "mean": (0, 0, 0), "std": (1, 1, 1)} | fields)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,26 @@ def ended(workers: list[BaseProcess], seconds: float = PATIENCE) -> list[int | N
     for worker in workers:
         worker.join()
     return [worker.exitcode for worker in workers]
+
+
+def together(function: Callable[..., object], folder: Path, *arguments: object) -> list[Any]:
+    """Calls `function(rank, *arguments)` in a process group of two processes; returns their results, and errors as text."""
+    parts = [SERVER.Process(target=_call, args=(rank, folder, function, arguments), daemon=True) for rank in range(2)]
+    for part in parts:
+        part.start()
+    for part in parts:
+        part.join()
+    return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def _call(rank: int, folder: Path, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        result = function(rank, *arguments)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    torch.save(result, folder / f"result{rank}.pt")
 
 
 def weights(workspace: Workspace, rank: int = 0) -> dict[str, torch.Tensor]:

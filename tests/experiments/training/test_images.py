@@ -1,0 +1,134 @@
+"""The images of a trial: sources, splits, errors, and two workers of which one lists the images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.grids.config import TrialConfig
+from experiments.training import images as images_module
+from experiments.training.images import data_digest, loaders, open_data
+from pipelines import DataError, Dataset
+from pipelines.datasets.manifest import write_list
+from pipelines.datasets.pack import pack
+from tests.experiments.conftest import SMALL_GRID, image_data
+from tests.experiments.grids.test_grid import expand
+from tests.experiments.processes import together
+
+
+def write_splits(folder: Path, seed: int = 0) -> None:
+    """Writes the lists train-split and val-split."""
+    parts = Dataset.scan(folder, "train").hold_out(2, seed)
+    for name, part in zip(("train-split", "val-split"), parts, strict=True):
+        write_list(folder / f"{name}.txt", part.paths, part.sizes)
+
+
+@pytest.mark.parametrize("missing", ["train-split", "val-split"])
+def test_rejects_one_split_without_the_other(images: Path, tmp_path: Path, missing: str) -> None:
+    write_splits(images)
+    other = "val-split" if missing == "train-split" else "train-split"
+    for name in ("train", "val", other):
+        list(pack(Dataset.open(images, name), tmp_path / "shards", 2**20, 1))
+    (images / f"{missing}.txt").unlink()
+    with pytest.raises(DataError, match=rf"{other}\.txt but not {missing}\.txt"):
+        open_data(image_data(images, split="val-split"))
+    with pytest.raises(DataError, match=rf"{other}\.index but not {missing}\.index"):
+        open_data(image_data(tmp_path / "shards", source="shards", split="val-split"))
+
+
+def test_rejects_split_lists_that_overlap(images: Path) -> None:
+    write_splits(images)
+    first = (images / "train-split.txt").read_bytes()
+    write_splits(images, seed=1)
+    (images / "train-split.txt").write_bytes(first)
+    with pytest.raises(DataError, match=r"train-split and val-split share \d image"):
+        open_data(image_data(images, split="val-split"))
+
+
+def test_synthetic_images_need_no_folder() -> None:
+    fields = {"source": "synthetic", "root": None, "synthetic_classes": 4, "synthetic_per_class": 3}
+    train, val = open_data(image_data(Path(), **fields, split="val-split", val_split_per_class=50))
+    assert train.is_synthetic and val.is_synthetic
+    assert (len(train), len(val), train.classes) == (12, 12, val.classes)
+    assert data_digest(image_data(Path(), **fields)) != data_digest(image_data(Path(), **fields | {"synthetic_classes": 3}))
+
+
+def test_missing_digits_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the default folder silently, as after a fresh clone, to another one with a message, but not if it may be a typo."""
+    monkeypatch.setattr("experiments.training.images.base_folder", lambda: tmp_path)
+    assert len(open_data(image_data(Path("data/digits"), source="digits"))[1]) == 360
+    assert (tmp_path / "data/digits/val").exists()
+    assert capsys.readouterr().err == ""
+    mine = tmp_path / "mine"
+    assert len(open_data(image_data(mine, source="digits"))[1]) == 360
+    assert str(mine) in capsys.readouterr().err
+    open_data(image_data(mine, source="digits", train_per_class=3))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(DataError, match=f"data.root={tmp_path}/dataa/digits: no such folder"):
+        open_data(image_data(Path("dataa/digits"), source="digits"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"root": None}, "data.root: missing"),
+        ({"root": "/no/cifar10"}, "cifar10: no such folder; write it with `san data prepare cifar10`"),
+        ({"source": "digits", "lists": "lists"}, "data.lists: "),
+        ({"source": "shards"}, "no shards of 'train'"),
+        ({"source": "synthetic", "train_per_class": 3}, "data.train_per_class: "),
+        ({"source": "synthetic", "synthetic_classes": 10**9}, "1000000000 classes"),
+        ({"lists": "/no/such/lists"}, "/no/such/lists: no such folder"),
+        ({"split": "val-split", "val_split_per_class": 6}, "data.val_split_per_class: "),
+        ({"train_per_class": 6}, "data.train_per_class: "),
+    ],
+)
+def test_rejects_invalid_data_settings(images: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as error:
+        open_data(image_data(images, **fields))
+    assert message in str(error.value)
+
+
+Change = Callable[[Path], object]
+
+
+def open_loaders(rank: int, config: TrialConfig, change: Change | None) -> list[tuple[Dataset, int]]:
+    """The datasets and ranks of a worker's loaders. `change` happens after the first worker has listed the images."""
+
+    def listed(data: Any) -> tuple[Dataset, Dataset]:
+        assert rank == 0, "only the first worker lists images"
+        found = open_data(data)
+        if change is not None:
+            change(Path(data.root))
+        return found
+
+    images_module.open_data = listed  # type: ignore[assignment]
+    return [(loader.dataset, loader.rank) for loader in loaders(config, 0, rank, 2)]
+
+
+def move_away(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+@pytest.mark.parametrize(
+    ("root", "change", "error"),
+    [("images", None, None), ("absent", None, "absent: no such data folder"), ("images", move_away, "no such folder on node ")],
+    ids=["present", "absent", "absent on a node"],
+)
+def test_first_worker_lists_the_images_for_all_workers(
+    root: str, change: Change | None, error: str | None, images: Path, tmp_path: Path
+) -> None:
+    """And all workers raise the same error, so that none waits for another one."""
+    data = image_data(images.with_name(root))
+    config = expand(SMALL_GRID, "recipe.batch_size=4")["pairwise_3"].config.model_copy(update={"data": data})
+    expected = open_data(data) if error is None else ()
+    results = together(open_loaders, tmp_path, config, change)
+    if error is None:
+        assert results == [[(dataset, rank) for dataset in expected] for rank in range(2)]
+    else:
+        assert [result.startswith("DataError") and error in result for result in results] == [True, True], results
