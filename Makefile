@@ -27,7 +27,7 @@ weights: setup
 	@$(STEP) "training" $(BIN)/san run experiments/grids/pretrained.yaml --profile cifar10-full
 	@$(BIN)/python -m experiments.cli.weights
 
-# Inject faults into real processes (a quarter of an hour) and write the table of docs/results/faults.md.
+# Inject faults into real processes (a quarter of an hour) and print rows of the table in docs/results/faults.md.
 faults: setup
 	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
 
@@ -56,7 +56,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup lint
 	@$(STEP) "tests" $(PYTEST) -m "not slow" --durations=20
 
-# The everyday tests, then those with browsers, servers, compilers and long grids, and those with other packages.
+# The everyday tests, then those with servers, compilers and long grids, and those with other packages.
 test-all: test $(CLIENTS)/.installed
 	@$(STEP) "slow tests" $(PYTEST) -m slow --durations=50
 	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients

@@ -3,40 +3,32 @@
     make soak [SOAK_MINUTES=30] [SOAK_SEED=1], or python -m tests.faults.soak --minutes 30 --seed 1 [--folder DIR] [--only N]
 
 An episode trains one small trial, injects one to four faults at random times, removes them, and reruns the command until the
-grid is complete. It passes if no command hangs, prints a traceback or leaves processes or shared memory behind; MLflow has one
-run with each epoch once; the table equals that of an undisturbed run, and with one worker the weights are bit-identical; and
-the home folder and the project did not change. The same seed gives the same schedule. Results are appended to soak.jsonl in
-the folder; --only repeats one episode of the seed. Needs Linux and root, for the disk and for memory limits.
-
-The clock is not changed: this would affect the whole machine, and a clock that only differs within a process disagrees with
-the kernel's, so that waiting functions would never return.
+grid is complete. It passes if no command hangs, prints a traceback or leaves processes behind; MLflow has one run with each
+epoch once; the table equals that of an undisturbed run, and with one worker the weights are bit-identical. The same seed gives
+the same schedule. The folders of failed episodes are kept; --only repeats one episode of the seed. Needs Linux and root.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
+import itertools
 import os
 import random
 import shutil
 import signal
-import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 
-from experiments.grids.config import PROJECT_DIR
 from experiments.runner.job import open_job
 from experiments.runs.workspace import open_runs
 from experiments.training.checkpoint import DAMAGE, Checkpoint
@@ -82,30 +74,11 @@ class Fault(NamedTuple):
     seed: int
 
 
-@dataclass
-class Result:
-    """What an episode showed."""
-
-    seed: int
-    episode: int
-    setup: str
-    faults: list[str] = field(default_factory=list)
-    commands: int = 0
-    restarts: int = 0
-    """Restarts of Ray by the command itself."""
-    steps: int = 0
-    repeated: int = 0
-    recoveries: list[tuple[str, float]] = field(default_factory=list)
-    """Kind, and seconds from its end until the next step."""
-    seconds: float = 0.0
-    problem: str | None = None
-
-
 def schedule(seed: int, episode: int) -> tuple[str, list[Fault]]:
-    """The setup and the faults of an episode."""
+    """Returns the setup and the faults of an episode."""
     rng = random.Random(f"{seed}-{episode}")
     setup = rng.choices(list(SETUPS), list(SETUPS.values()))[0]
-    kinds = ["kill"] * 5 + ["stop"] * 3 + ["slow disk", "memory limit", "second command", "corrupt file"]
+    kinds = ["kill"] * 5 + ["stop"] * 3 + ["second command", "corrupt file"]
     kinds += ["object store away"] * 3 if "bucket" in setup else ["full disk", "read-only disk"]
     kinds += ["tracking server killed"] * 3 if "server" in setup else []
     victims = ["command", "worker", "worker", *VICTIMS]
@@ -127,35 +100,30 @@ class ImpossibleNowError(Exception):
 class Episode:
     """One disturbed grid."""
 
-    def __init__(self, folder: Path, result: Result, library: Path) -> None:
-        self.folder, self.result = folder, result
+    def __init__(self, folder: Path, setup: str) -> None:
+        self.folder, self.setup = folder, setup
         self.overrides = [*SETTINGS, f"reliability.hang_timeout_minutes={HANG_MINUTES}"]
-        if "two" in result.setup:
+        if "two" in setup:
             self.overrides.append("placement.workers=2")
-        self.runs, self.home, self.control = folder / "runs", folder / "home", folder / "control"
-        for path in (self.runs, self.home, folder / "server"):
+        self.runs = folder / "runs"
+        for path in (self.runs, folder / "home", folder / "server"):
             path.mkdir(parents=True)
-        self.environment = {MARK: str(folder), "HOME": str(self.home), "SOAK_CONTROL": str(self.control)}
-        self.environment |= {"LD_PRELOAD": str(library), "WITNESS_PAUSE": "0.1", "MPLCONFIGDIR": str(library.parent / "fonts")}
+        self.environment = {MARK: str(folder), "HOME": str(folder / "home"), "WITNESS_PAUSE": "0.1"}
         self.environment["SAN_CACHE"] = os.environ.get("SAN_CACHE", str(Path("~/.cache/san").expanduser()))
-        self.disturb(0)
         self.store = self.server = None
-        if "bucket" in result.setup:
+        if "bucket" in setup:
             self.store = ObjectStore(folder / "store.log")
             self.environment |= ObjectStore.KEYS | {"SAN_SCRATCH": str(folder / "scratch")}
         else:
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", self.runs], check=True)
-        if "server" in result.setup:
+        if "server" in setup:
             self.server = Server(folder / "server", f"sqlite:///{folder / 'server' / 'mlflow.db'}")
-            self.server.launch()
-            self.server.wait()
+            self.relaunch()
             self.environment["MLFLOW_TRACKING_URI"] = self.server.uri
-        self.memory = Path(f"/sys/fs/cgroup/memory/soak-{os.getpid()}-{result.episode}")
-        self.memory.mkdir()
         self.drivers: list[Driver] = []
-        self.lifts: list[tuple[float, str, Lift]] = []
-        self.ends: list[tuple[str, float]] = []
-        """Kind and end of each fault."""
+        self.injected: list[str] = []
+        self.lifts: list[tuple[float, Lift]] = []
+        """Functions that end a fault, and when to call them."""
         self.state, self.changed_at = "", time.monotonic()
 
     @property
@@ -169,11 +137,6 @@ class Episode:
             return self.runs
         return next(iter(self.folder.glob("scratch/**/steps.txt")), self.folder / "scratch/none").parent
 
-    def disturb(self, delay: float) -> None:
-        """Makes every fsync take `delay` seconds longer."""
-        with open(self.control, "r+b" if self.control.exists() else "wb") as file:  # in place, because it is mapped
-            file.write(struct.pack("d", delay))
-
     def start(self) -> None:
         if len(self.drivers) > RERUNS:
             raise ProblemError(f"not complete after {RERUNS} reruns")
@@ -181,7 +144,6 @@ class Episode:
         log = self.folder / f"command{len(self.drivers)}"
         driver = Driver(GRID, self.runs, self.overrides, self.environment, "tests.faults.witness", uri, log.with_suffix(".log"))
         self.drivers.append(driver)
-        (self.memory / "cgroup.procs").write_text(str(driver.process.pid))
 
     def run(self, faults: list[Fault]) -> None:
         self.start()
@@ -199,8 +161,7 @@ class Episode:
             time.sleep(0.1)
             for lift in [lift for lift in self.lifts if lift[0] <= time.monotonic()]:
                 self.lifts.remove(lift)
-                lift[2]()
-                self.ends.append((lift[1], time.monotonic()))
+                lift[1]()
             driver = self.drivers[-1]
             if (code := driver.process.poll()) is not None:
                 self.check_output(driver, code)
@@ -222,17 +183,14 @@ class Episode:
             raise ProblemError(f"exit code {code}")
 
     def inject(self, fault: Fault) -> None:
-        kind = f"{fault.kind}: {fault.victim}" if fault.kind in ("kill", "stop") else fault.kind
-        now = time.monotonic()
+        began = time.monotonic()
         try:
             lift = INJECTIONS[fault.kind](self, fault, random.Random(fault.seed))
         except ImpossibleNowError:
             return
-        self.result.faults.append(kind)
+        self.injected.append(f"{fault.kind}: {fault.victim}" if fault.kind in ("kill", "stop") else fault.kind)
         if lift:
-            self.lifts.append((now + fault.seconds, kind, lift))
-        else:
-            self.ends.append((kind, now))
+            self.lifts.append((began + fault.seconds, lift))
 
     # Each method injects a fault and returns the function that ends it, if the fault has a duration.
 
@@ -243,15 +201,6 @@ class Episode:
         pid = self.victim(fault.victim, rng)
         os.kill(pid, signal.SIGSTOP)
         return functools.partial(_continue, pid)
-
-    def slow_disk(self, fault: Fault, rng: random.Random) -> Lift:
-        self.disturb(rng.uniform(0.5, 3))
-        return functools.partial(self.disturb, 0)
-
-    def memory_limit(self, fault: Fault, rng: random.Random) -> Lift:
-        used, limit = int((self.memory / "memory.usage_in_bytes").read_text()), self.memory / "memory.limit_in_bytes"
-        limit.write_text(str(used + 2**22))
-        return functools.partial(limit.write_text, "-1")
 
     def full_disk(self, fault: Fault, rng: random.Random) -> Lift:
         ballast = self.runs / "ballast"
@@ -277,7 +226,7 @@ class Episode:
 
     def second_command(self, fault: Fault, rng: random.Random) -> None:
         """Another `san run` of the same grid, which fails unless the first has ended."""
-        uri, log = self.place if self.store else None, self.folder / f"second{len(self.ends)}.log"
+        uri, log = self.place if self.store else None, self.folder / f"second{len(self.injected)}.log"
         other = Driver(GRID, self.runs, self.overrides, self.environment, "tests.faults.witness", uri, log)
         self.check_output(other, other.finish())
 
@@ -309,7 +258,7 @@ class Episode:
         self.server.wait()
 
     def close(self) -> None:
-        for _, _, lift in self.lifts:
+        for _, lift in self.lifts:
             lift()
         for pid in marked(str(self.folder)):
             with suppress(OSError):
@@ -321,40 +270,24 @@ class Episode:
             self.store.end()
         if self.runs.is_mount():
             subprocess.run(["umount", "--lazy", self.runs], check=True)
-        for _ in range(50):
-            with suppress(OSError):
-                self.memory.rmdir()
-                break
-            time.sleep(0.1)
 
-    def check(self, whole: Episode | None) -> None:
+    def check(self, whole: Episode) -> None:
         """Compares a complete grid with the undisturbed one."""
         limit = time.monotonic() + 60
         while (left := marked(str(self.folder), AGENTS)) and time.monotonic() < limit:
             time.sleep(0.2)
         if left:
             raise ProblemError(f"processes are left: {[_command_line(pid)[:60] for pid in left]}")
-        steps = steps_of(self.record)
-        numbers = [step.number for step in steps if step.rank == 0]
-        self.result.steps, self.result.repeated = len(set(numbers)), len(numbers) - len(set(numbers))
-        for kind, end in self.ends:
-            if after := [step.seconds for step in steps if step.seconds > end]:
-                self.result.recoveries.append((kind, after[0] - end))
-        files = [path.relative_to(self.home) for path in self.home.rglob("*") if path.is_file()]
-        if changed := [str(path) for path in files if path.parts[0] != ".cache" and str(path) != ".ray/auth_token"]:
-            raise ProblemError(f"files in the home folder: {changed[:5]}")
-        if whole is None:
-            return
         self.check_tracking()
         if self.table() != whole.table():
             raise ProblemError(f"another table: {self.table()} instead of {whole.table()}")
         ours, theirs = self.weights(), whole.weights()
-        if "two" not in self.result.setup and ours is not None and theirs is not None:
+        if "two" not in self.setup and ours is not None and theirs is not None:
             if not all(torch.equal(value, theirs[key]) for key, value in ours.items()):
                 raise ProblemError("other weights")
 
     def check_tracking(self) -> None:
-        with _environment(self.environment):
+        with patch.dict(os.environ, self.environment):
             client = open_job(GRID, "digits", self.overrides, self.place).tracker.client
         experiment = client.get_experiment_by_name(GRID.stem)
         assert experiment is not None
@@ -365,7 +298,7 @@ class Episode:
 
     def last_file(self, folder: str, suffix: str) -> bytes:
         """The content of the last file in a folder of the store."""
-        with _environment(self.environment):
+        with patch.dict(os.environ, self.environment):
             store = open_runs(self.place)
             content = store.read([name for name in store.names(folder) if name.endswith(suffix)][-1])
         assert content is not None
@@ -381,7 +314,7 @@ class Episode:
             checkpoint = Checkpoint.of_bytes(self.last_file(f"checkpoints/{cell}", ".pt"))
             return checkpoint.engine["model"]  # type: ignore[no-any-return]
         except DAMAGE:
-            if "corrupt file" not in self.result.faults:
+            if "corrupt file" not in self.injected:
                 raise ProblemError("the last checkpoint is damaged") from None
             return None
 
@@ -389,8 +322,6 @@ class Episode:
 INJECTIONS: dict[str, Callable[[Episode, Fault, random.Random], Lift | None]] = {
     "kill": Episode.kill,
     "stop": Episode.stop,
-    "slow disk": Episode.slow_disk,
-    "memory limit": Episode.memory_limit,
     "second command": Episode.second_command,
     "corrupt file": Episode.corrupt_file,
     "full disk": Episode.full_disk,
@@ -417,82 +348,28 @@ def _remount(path: Path, mode: str) -> None:
         raise ImpossibleNowError  # a file is being written
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def run_episode(seed: int, number: int, folder: Path, whole: dict[str, Episode]) -> str:
+    """Runs one episode and returns the faults and the problem, if any.
 
-
-def run_episode(seed: int, number: int, folder: Path, library: Path, whole: dict[str, Episode]) -> Result:
-    """One episode, compared with the undisturbed run with as many workers, which is made when it is first needed."""
+    It is compared with the undisturbed run with as many workers, which is made when it is first needed.
+    """
     setup, faults = schedule(seed, number)
     workers = setup.partition(",")[0]
     if workers not in whole:
-        quiet = Episode(folder / f"undisturbed-{workers}", Result(seed, -1 - len(whole), workers), library)
-        quiet.run([])
-        quiet.check(None)
-        whole[workers] = quiet
-    result, began = Result(seed, number, setup), time.monotonic()
-    before = _outside()
-    episode = Episode(folder / f"seed-{seed}-episode-{number}", result, library)
+        whole[workers] = Episode(folder / f"undisturbed-{workers}", workers)
+        whole[workers].run([])
+    episode, problem = Episode(folder / f"seed-{seed}-episode-{number}", setup), "passed"
     try:
         episode.run(faults)
         episode.check(whole[workers])
-        if (after := _outside()) != before:
-            raise ProblemError(f"changed outside of the runs: {sorted(after ^ before)[:5]}")
-    except ProblemError as problem:
-        result.problem = str(problem)
+    except ProblemError as error:
+        problem = f"PROBLEM: {error}"
+        shutil.copytree(episode.runs, episode.folder / "kept")  # the runs are on a file system in memory
     finally:
-        result.commands = len(episode.drivers)
-        result.restarts = sum(driver.said.count("restarting Ray") for driver in episode.drivers)
-        result.seconds = time.monotonic() - began
-        if result.problem is None:
-            episode.close()
-            shutil.rmtree(episode.folder)
-        else:
-            shutil.copytree(episode.runs, episode.folder / "kept", dirs_exist_ok=True)
-            episode.close()
-    return result
-
-
-def _outside() -> frozenset[str]:
-    """Shared memory of Ray and torch, and changes of the project."""
-    git = subprocess.run(["git", "status", "--porcelain"], cwd=PROJECT_DIR, capture_output=True, text=True).stdout
-    return frozenset(
-        [*git.splitlines(), *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(("plasma", "torch_")))]
-    )
-
-
-def summary(results: Sequence[Result]) -> str:
-    """The results as Markdown."""
-    counts = Counter(fault for result in results for fault in result.faults)
-    recoveries = defaultdict(list)
-    for result in results:
-        for kind, seconds in result.recoveries:
-            recoveries[kind].append(seconds)
-    lines = ["| fault | injected | recovery, median s | recovery, worst s |", "|---|---:|---:|---:|"]
-    for kind, count in sorted(counts.items()):
-        times = recoveries[kind]
-        both = f"{statistics.median(times):.0f} | {max(times):.0f}" if times else "- | -"
-        lines.append(f"| {kind} | {count} | {both} |")
-
-    def total(field: str) -> int:
-        return sum(getattr(result, field) for result in results)
-
-    problems = [result for result in results if result.problem is not None]
-    lines += [
-        "",
-        f"{len(results)} episodes in {total('seconds') / 60:.0f} minutes, seeds {sorted({result.seed for result in results})}: "
-        f"{sum(counts.values())} faults, {total('commands')} commands, {total('restarts')} restarts of Ray, "
-        f"{total('repeated')} of {total('steps')} steps repeated, {len(problems)} problems.",
-    ]
-    lines += [f"- seed {result.seed}, episode {result.episode} ({result.setup}): {result.problem}" for result in problems]
-    return "\n".join(lines)
+        episode.close()
+    if problem == "passed":
+        shutil.rmtree(episode.folder)
+    return f"{setup}; {', '.join(episode.injected) or 'no faults'}; {len(episode.drivers)} commands: {problem}"
 
 
 def main() -> None:
@@ -503,29 +380,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep results and failed episodes here  [default: a temporary folder]")
     options = parser.parse_args()
     folder: Path = (options.folder or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    library, whole, failed = folder / "disturb.so", dict[str, Episode](), 0
-    source = Path(__file__).with_name("disturb.c")
-    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    limit, number = time.monotonic() + 60 * options.minutes, options.only or 0
+    whole, problems, limit = dict[str, Episode](), 0, time.monotonic() + 60 * options.minutes
     try:
-        while time.monotonic() < limit:
-            result = run_episode(options.seed, number, folder, library, whole)
-            failed += result.problem is not None
-            with open(folder / "soak.jsonl", "a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            print(
-                f"episode {number} ({result.setup}), {result.seconds:.0f} s: {', '.join(result.faults) or 'no faults'}", end=""
-            )
-            print(f": {result.problem or 'passed'}", flush=True)
-            if options.only is not None:
+        for number in itertools.count() if options.only is None else [options.only]:
+            if time.monotonic() > limit:
                 break
-            number += 1
+            result = run_episode(options.seed, number, folder, whole)
+            problems += "PROBLEM" in result
+            print(f"episode {number}: {result}", flush=True)
     finally:
         for episode in whole.values():
             episode.close()
-    print(summary([Result(**json.loads(line)) for line in (folder / "soak.jsonl").read_text().splitlines()]))
-    sys.exit(1 if failed else 0)
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ from experiments.cli import main
 from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace, open_runs
 from experiments.training.engine import Engine
-from experiments.training.reporter import Report
-from experiments.training.trainer import ShouldContinue, run_trial
+from experiments.training.trainer import run_trial
 
 
 class Step(NamedTuple):
@@ -51,9 +50,7 @@ def steps_of(runs: os.PathLike[str]) -> list[Step]:
     return [Step(int(rank), int(pid), int(number), cell, float(at)) for rank, pid, number, cell, at in lines]
 
 
-def watched_trial(
-    runs: Path, workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None
-) -> nn.Module:
+def watched_trial(runs: Path, workspace: Workspace, trial: Trial, *rest: Any, **options: Any) -> nn.Module:
     """`run_trial` with a record. Patches its process permanently, which only runs trials of this grid."""
     rank = os.environ.get("RANK", "0")
     record = open(runs / "steps.txt", "a", buffering=1)
@@ -67,7 +64,7 @@ def watched_trial(
 
     Engine.train_step = watched_step  # type: ignore[method-assign]
     _kill_in_a_write(runs)
-    return run_trial(workspace, trial, report, should_continue)
+    return run_trial(workspace, trial, *rest, **options)
 
 
 def _kill_in_a_write(runs: Path) -> None:
