@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -44,6 +46,53 @@ TOPS = {
     "pairwise_5": 94.0,
     "patchwise_3": 95.0,
 }
+
+
+class _Reader(HTMLParser):
+    """Builds a tree; fails if an element is closed at the wrong place or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.builder, self.open = ElementTree.TreeBuilder(), list[str]()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.builder.start(tag, {name: value or "" for name, value in attrs})
+        if tag in ("meta", "link", "br"):
+            self.builder.end(tag)
+        else:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag == self.open.pop(), f"line {self.getpos()[0]}"
+        self.builder.end(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.builder.start(tag, {name: value or "" for name, value in attrs})
+        self.builder.end(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.builder.data(data)
+
+
+def read_page(path: Path) -> ElementTree.Element:
+    """The elements of a well-formed page, which loads nothing from elsewhere."""
+    reader = _Reader()
+    reader.feed(path.read_text())
+    assert not reader.open
+    root = reader.builder.close()
+    assert not [element for element in root.iter() if element.get("src", "").startswith("http")]
+    assert not [link for link in root.iter("link") if not link.get("href", "").startswith("data:")]
+    return root
+
+
+def text_of(element: ElementTree.Element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def rows_of_table(page: ElementTree.Element, section: str) -> list[list[str]]:
+    """The texts of the cells of the tables in a section, without headings of columns."""
+    rows = page.iterfind(f".//section[@aria-labelledby='{section}']//tbody/tr")
+    return [[text_of(cell) for cell in row] for row in rows]
 
 
 @pytest.fixture

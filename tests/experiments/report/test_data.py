@@ -22,8 +22,6 @@ from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
 COUNTED = [path for path in GRIDS if path.stem not in ("rotation", "attack")]
-
-
 """Grids whose tables print parameters and FLOPs."""
 
 
@@ -48,7 +46,6 @@ def test_difference_if_the_training_matches_the_paper(small_grid: Path, folder_o
         ("imagenet", ("data.source=synthetic",)),
         ("imagenet", ("data.root=data/digits", "recipe.batch_size=64")),
         ("imagenet", ("data.root={folder}", "data.train_per_class=1")),
-        ("imagenet", ("data.root={folder}", "data.size=160")),
         ("imagenet", ("data.root={folder}", "recipe.epochs=10")),
     ],
 )
@@ -81,7 +78,6 @@ def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> No
     counts, paper = counts_at_paper_setting(job.full_size), paper_rows("footprint")
     (line,) = table_rows(job.grid, job.trials, results, paper, counts)
     assert (line.top1, line.top1_half_width, line.seeds) == (90.0, None, 1)  # an unfinished run does not count
-    assert "seeds" not in grid_table([line]).text() and "±" not in grid_table([line]).text()
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
     (line,) = table_rows(job.grid, job.trials, results, paper, counts)
     assert (line.top1, line.seeds) == (92.0, 2)
@@ -93,10 +89,9 @@ def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> No
     # Student's t at 97.5 % with 2 degrees of freedom is 4.303; the standard error is 4 / sqrt(3).
     assert line.top1_half_width == pytest.approx(4.302653 * 4 / 3**0.5, abs=1e-3)
     assert "| resnet26_3 | 76.0 | 94.0 ± 9.9 | 3 |" in grid_table([line]).markdown()
-    assert "94.0 ± 9.9      3" in grid_table([line]).text()
     (row,) = csv.DictReader(csv_text([line]).splitlines())
     assert (float(row["top1_half_width"]), row["top1_by_seed"]) == (line.top1_half_width, "90.0 94.0 98.0")
-    assert grid_table([line], ACCURACY).markdown().splitlines()[0] == "| row | top-1 paper | top-1 ours | seeds |"
+    assert grid_table([line], ACCURACY).markdown().startswith("| row | top-1 paper | top-1 ours | seeds |\n")
 
 
 def test_interval_of_a_mean() -> None:
@@ -116,12 +111,6 @@ def test_interval_of_a_difference() -> None:
     assert found.middle == pytest.approx(4.0)
     assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
     assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not prove certainty
-
-
-def test_overrides_change_flops(small_grid: Path, tmp_path: Path) -> None:
-    plain, wide = (tabled(open_job(small_grid, "digits", o, tmp_path), {}) for o in ((), ("model.footprint=11",)))
-    assert [f"{line.flops:.1f}" for line in plain] == ["1.7", "2.4", "1.6"]
-    assert [f"{line.flops:.1f}" for line in wide][::2] == ["3.0", "2.3"]
 
 
 def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
@@ -178,15 +167,11 @@ def test_drop_has_its_own_interval() -> None:
     assert found["row", "none", "top1"].drop_half_width is None
     assert found["other", "cw90", "top1"].drop_half_width is None
 
-    numbers = f"{turned.ours:.1f} ± {turned.half_width:.1f}", "21.0 ± 2.5"
-    table = protocol_table(cells)
-    texts = {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(cells)}
-    lines = {form: text.splitlines() for form, text in texts.items()}
-    (line,) = (line for line in lines["text"] if line.split()[:2] == ["cw90", "row"])
-    assert numbers[0] in line and numbers[1] in line
-    assert f"| cw90 | row | {numbers[0]} | {numbers[1]} |" in "\n".join(lines["markdown"])
-    assert r"cw90 & row & {} & {} & ".format(*(text.replace("±", r"$\pm$") for text in numbers)) in "\n".join(lines["latex"])
+    numbers = f"{turned.ours:.1f} ± {turned.half_width:.1f} | 21.0 ± 2.5"
+    assert f"| cw90 | row | {numbers} |" in protocol_table(cells).markdown()
     (number,) = (
-        row for row in csv.DictReader(lines["csv"]) if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
+        row
+        for row in csv.DictReader(csv_text(cells).splitlines())
+        if (row["condition"], row["row"], row["number"]) == ("cw90", "row", "top1")
     )
     assert (float(number["drop"]), float(number["drop_half_width"])) == (turned.drop, turned.drop_half_width)
