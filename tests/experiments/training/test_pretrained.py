@@ -42,7 +42,7 @@ def test_takes_weights_from_our_files_and_from_those_of_the_authors(
 ) -> None:
     theirs, mine = network(1), network(2)
     save(theirs, tmp_path / "weights.pt")
-    assert started(mine, tmp_path / "weights.pt") == f"recipe.init: weights from {tmp_path / 'weights.pt'}"
+    assert str(tmp_path / "weights.pt") in started(mine, tmp_path / "weights.pt")
     assert equal(mine, theirs)
 
 
@@ -55,7 +55,7 @@ def test_takes_weights_from_the_checkpoint_of_a_trial(trained: Trained) -> None:
 def test_classifier_is_new_if_the_number_of_classes_differs(tmp_path: Path) -> None:
     theirs, mine, fresh = network(1, classes=10), network(2, classes=3), network(2, classes=3)
     san.save_checkpoint(theirs, tmp_path / "a.pt")
-    assert started(mine, tmp_path / "a.pt").endswith("a.pt, with a new classifier for 3 classes instead of 10")
+    assert started(mine, tmp_path / "a.pt").endswith("3 classes instead of 10")
     assert equal(mine, theirs, except_for="head.")
     assert torch.equal(mine.head.weight, fresh.head.weight)  # type: ignore[union-attr, arg-type]
 
@@ -63,15 +63,9 @@ def test_classifier_is_new_if_the_number_of_classes_differs(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"width_mult": 1.0},
-            "the file contains san10_pairwise with width_mult=0.5, but the trial's model has width_mult=1.0",
-        ),
-        (
-            {"relation": "summation"},
-            "with relation=subtraction, but the trial's model has relation=summation; set model.relation",
-        ),
-        ({"name": "resnet26"}, "does not match the model resnet26; "),
+        ({"width_mult": 1.0}, r"width_mult=0\.5.*width_mult=1\.0"),
+        ({"relation": "summation"}, "relation=subtraction.*relation=summation"),
+        ({"name": "resnet26"}, "does not match the model resnet26"),
     ],
 )
 def test_rejects_weights_of_another_model(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -81,12 +75,12 @@ def test_rejects_weights_of_another_model(fields: dict[str, Any], message: str, 
 
 
 def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe\.init=.*none\.pt: cannot read this file \(No such file or directory\); give"):
+    with pytest.raises(UserError, match=r"none\.pt: .*No such file"):
         init_digest(str(tmp_path / "none.pt"))
     torch.save({"state_dict": network}, tmp_path / "code.pt")
-    with pytest.raises(UserError, match=r"recipe\.init: .*code\.pt: rejected because loading this file would run code"):
+    with pytest.raises(UserError, match=r"code\.pt: .*would run code"):
         started(network(2), tmp_path / "code.pt")
-    with pytest.raises(UserError, match="changed since the trial was started"):
+    with pytest.raises(UserError, match="changed since"):
         initialize(network(2), str(tmp_path / "code.pt"), "another digest")
 
 

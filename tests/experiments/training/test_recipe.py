@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 import san
 from experiments.errors import UserError
 from experiments.runner.job import Job, open_job
-from experiments.training.recipe import averaged, erased, mixup, optimizer, schedule
+from experiments.training.recipe import erased, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.training.test_engine import batches, network, recipe
@@ -48,18 +48,14 @@ def test_learning_rate_is_scaled_with_the_batch_size(lr: float, batch: int, lr_b
 
 
 def test_scaled_learning_rate_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = open_job(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
-    assert job.trials[0].config.recipe.lr_used == pytest.approx(0.3)
-    output = capsys.readouterr().err
-    assert output == "learning rate scaled to 0.3 for recipe.batch_size=48 (recipe.lr=0.2 is for recipe.lr_batch_size=32)\n"
-    open_job(SMALL_GRID, "digits", ("recipe.batch_size=48", "recipe.lr_batch_size=null"), tmp_path)
+    open_job(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
+    assert "learning rate scaled to 0.3 for recipe.batch_size=48" in capsys.readouterr().err
     open_job(SMALL_GRID, "digits", (), tmp_path)
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("alpha", [0.2, 1.0])
-def test_mixup_blends_images_and_labels_alike(alpha: float) -> None:
-    (images, labels), smoothing = batches()[0], 0.1
+def test_mixup_blends_images_and_labels_alike() -> None:
+    (images, labels), smoothing, alpha = batches()[0], 0.1, 0.2
     torch.manual_seed(5)
     mixed = mixup(images, labels, alpha)
     torch.manual_seed(5)
@@ -126,13 +122,6 @@ def test_without_mixup_and_erasing_no_random_number_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_first_update_of_the_average_copies_the_model() -> None:
-    model = network()
-    average = averaged(model, 0.5)
-    average.update_parameters(model)
-    assert all(map(torch.equal, average.module.state_dict().values(), model.state_dict().values()))
-
-
 def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_job: Callable[..., Job]) -> None:
     for workers in (1, 1, 2, 1):
         job = open_small_job(f"placement.workers={workers}", "recipe.batch_size=64")
@@ -145,106 +134,49 @@ def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_
     assert params["placement.workers"] == "7"
 
 
+OFF = ("warmup_epochs=0", "mixup_alpha=0", "ema_decay=0", "grad_accum_steps=1", "precision=float32", "sync_batchnorm=false")
+OFF += ("lr_batch_size=null", "optimizer=sgd", "nesterov=false", "decay=all", "random_erasing=0")
+ON = ("warmup_epochs=1", "mixup_alpha=0.2", "ema_decay=0.9", "grad_accum_steps=2", "precision=bfloat16", "lr_batch_size=16")
+ON += ("batch_size=64", "optimizer=adamw", "nesterov=true", "decay=weights", "random_erasing=0.1")
+
+
 def test_options_at_their_defaults_do_not_change_the_key() -> None:
-    key = expand(SMALL_GRID)["resnet26_3"].key
-    off = (
-        "warmup_epochs=0",
-        "mixup_alpha=0",
-        "ema_decay=0",
-        "grad_accum_steps=1",
-        "precision=float32",
-        "sync_batchnorm=false",
-        "lr_batch_size=null",
-        "optimizer=sgd",
-        "nesterov=false",
-        "decay=all",
-        "random_erasing=0",
-    )
-    for option in off:
-        assert expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key == key, option
-    on = (
-        "warmup_epochs=1",
-        "mixup_alpha=0.2",
-        "ema_decay=0.9",
-        "grad_accum_steps=2",
-        "precision=bfloat16",
-        "lr_batch_size=16",
-        "batch_size=64",
-        "optimizer=adamw",
-        "nesterov=true",
-        "decay=weights",
-        "random_erasing=0.1",
-    )
-    keys = {expand(SMALL_GRID, f"recipe.{option}")["resnet26_3"].key for option in on}
-    assert len(keys | {key}) == len(on) + 1
-    same_rate = expand(SMALL_GRID, "recipe.lr=0.1", "recipe.lr_batch_size=16")["resnet26_3"]
-    assert same_rate.key == key, "only the scaled rate is part of the key"
+    def key(*overrides: str) -> str:
+        return expand(SMALL_GRID, *(f"recipe.{override}" for override in overrides))["resnet26_3"].key
+
+    assert [option for option in OFF if key(option) != key()] == []
+    assert len({key(), *map(key, ON)}) == len(ON) + 1
+    assert key("lr=0.1", "lr_batch_size=16") == key(), "only the scaled rate is part of the key"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "words"),
     [
-        (["recipe.warmup_epochs=18"], "recipe.warmup_epochs: must be less than recipe.epochs=18, not 18"),
-        (["recipe.epochs=10000"], "recipe.epochs: should be less than or equal to 9999, not 10000"),
-        (
-            ["reliability.hang_timeout_minutes=1e20"],
-            'reliability.hang_timeout_minutes: should be less than or equal to 100000, not "1e20"',
-        ),
-        (["recipe.ema_decay=1"], "recipe.ema_decay: should be less than 1, not 1"),
-        (["recipe.precision=float16"], "recipe.precision: should be 'float32' or 'bfloat16', not \"float16\""),
-        (
-            ["recipe.sync_batchnorm=true"],
-            "recipe.sync_batchnorm: needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1",
-        ),
-        (
-            ["recipe.optimizer=adamw", "recipe.nesterov=true"],
-            "recipe.nesterov: needs recipe.optimizer=sgd and a recipe.momentum above 0; leave out recipe.nesterov",
-        ),
-        (
-            ["engine.zero_stage=1", "recipe.decay=weights"],
-            "recipe.decay: weights cannot be combined with engine.zero_stage=1; leave out one of the two keys",
-        ),
-        (
-            ["placement.gpus=1.5"],
-            "placement.gpus: must be a whole number if it is above 1 or a trial has several workers, not 1.5",
-        ),
-        (["engine.zero_stage=3"], "engine.zero_stage: should be 0, 1 or 2, not 3"),
-        (
-            ["engine.zero_stage=1", "engine.channels_last=true"],
-            "engine.channels_last: cannot be combined with engine.zero_stage=1, which keeps all weights in one flat buffer; "
-            "leave out engine.channels_last or engine.zero_stage",
-        ),
+        (["recipe.warmup_epochs=18"], "recipe.epochs=18"),
+        (["recipe.epochs=10000"], "9999"),
+        (["recipe.ema_decay=1"], "less than 1"),
+        (["recipe.precision=float16"], "'bfloat16'"),
+        (["recipe.sync_batchnorm=true"], "placement.gpus=1"),
+        (["recipe.optimizer=adamw", "recipe.nesterov=true"], "recipe.optimizer=sgd"),
+        (["engine.zero_stage=1", "recipe.decay=weights"], "engine.zero_stage=1"),
+        (["engine.zero_stage=1", "engine.channels_last=true"], "engine.zero_stage=1"),
+        (["placement.gpus=1.5"], "whole number"),
+        (["data.resize=20"], "at least size (24)"),
+        (["data.crop_area=[0.9, 0.1]"], "increasing"),
+        (["data.crop_ratio=[2, 1]"], "increasing"),
+        (["recipe.grad_accum_steps=64"], "at most 32"),
     ],
 )
-def test_rejects_invalid_values(overrides: list[str], message: str) -> None:
+def test_rejects_invalid_values(overrides: list[str], words: str) -> None:
+    """The message names the override and its key."""
     (line,) = error_message(lambda: expand(SMALL_GRID, *overrides)).splitlines()
-    assert line.startswith(f"override {overrides[-1]!r}: {message}")
+    assert line.startswith(f"override {overrides[-1]!r}: {overrides[-1].partition('=')[0]}: ") and words in line
 
 
-def test_rejects_more_accumulation_steps_than_images_in_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "most"), [(["recipe.grad_accum_steps=12", "placement.workers=3"], 10), (["recipe.grad_accum_steps=32"], 31)]
+)
+def test_rejects_more_accumulation_steps_than_images_in_a_step(overrides: list[str], most: int, tmp_path: Path) -> None:
     """By the batch size before the images are listed, and by the smallest step of an epoch after that."""
-    wrong = (
-        "recipe.grad_accum_steps: must be at most {1}, not {0}: in some steps each worker has {1} images "
-        "(recipe.batch_size=32, placement.workers={2})"
-    )
-    with pytest.raises(UserError) as raised:
-        open_job(SMALL_GRID, "digits", ("recipe.grad_accum_steps=12", "placement.workers=3"), tmp_path)
-    assert str(raised.value) == f"override 'recipe.grad_accum_steps=12': {wrong.format(12, 10, 3)}"
-    with pytest.raises(UserError) as raised:
-        open_job(SMALL_GRID, "digits", ("recipe.grad_accum_steps=32",), tmp_path)
-    assert str(raised.value) == f"{SMALL_GRID}: row patchwise_3: {wrong.format(32, 31, 1)}"
-
-
-def test_reports_every_invalid_value_with_its_place(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("""
-        question: Where is it wrong?
-        base: {data: {crop_area: [0.9, 0.1]}, model: {name: resnet26}}
-        rows: [{id: a, data: {crop_ratio: [2, 1]}}, {id: b, recipe: {grad_accum_steps: 64}}]
-    """)
-    assert error_message(lambda: expand(path, "data.resize=20")).splitlines() == [
-        "override 'data.resize=20': data.resize: must be at least size (24), not 20",
-        f"{path}: every row: data.crop_area: must be two increasing numbers between 0 and 1, not (0.9, 0.1)",
-        f"{path}: row a: data.crop_ratio: must be two increasing numbers above 0, not (2.0, 1.0)",
-        f"{path}: row b: recipe.grad_accum_steps: must be at most 32, not 64: in some steps each worker has 32 images "
-        "(recipe.batch_size=32, placement.workers=1)",
-    ]
+    with pytest.raises(UserError, match=rf"recipe.grad_accum_steps: .*{most} images"):
+        open_job(SMALL_GRID, "digits", overrides, tmp_path)
