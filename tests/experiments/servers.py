@@ -1,20 +1,16 @@
-"""Servers for tests, in processes on this machine: MLflow, an object store and PostgreSQL."""
+"""Servers for tests, in processes on this machine: MLflow and an object store."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import pwd
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,8 +19,6 @@ import pytest
 from tests.experiments.drivers import PATIENCE
 
 LOOPBACK = "127.0.0.1"
-# See docs/guides/tracking.md: a worker of the server has 40 threads, and a request uses two connections.
-POOL = {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "40", "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "40"}
 
 
 def free_port(host: str = LOOPBACK) -> int:
@@ -128,58 +122,3 @@ class ObjectStore:
         except OSError:
             return False
         return True
-
-
-def postgres_folder() -> Path:
-    """Folder of PostgreSQL's programs. Skips the test if they or a package that a server needs are missing."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    on_path = shutil.which("initdb")
-    if not found and not on_path:
-        pytest.skip("PostgreSQL is missing: no initdb in /usr/lib/postgresql/*/bin or on PATH (Debian's package postgresql)")
-    for module, package in {"psycopg": "psycopg[binary]", "flask_wtf": "Flask-WTF"}.items():
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"the server needs {package}, which is missing: install requirements.txt")
-    if os.getuid() == 0:
-        try:
-            pwd.getpwnam("postgres")
-        except KeyError:
-            pytest.skip("PostgreSQL cannot run as root, and the user postgres does not exist")
-    return found[-1].parent if found else Path(on_path or "").resolve().parent
-
-
-@contextmanager
-def postgres(password: str) -> Iterator[str]:
-    """An empty PostgreSQL database: its address without the password, which clients take from PGPASSWORD."""
-    programs, port = postgres_folder(), free_port()
-    who = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
-    with tempfile.TemporaryDirectory(prefix="postgres-", dir="/tmp") as name:  # other users cannot read pytest's folders
-        folder = Path(name)
-        (folder / "password").write_text(password)
-        if who:
-            for path in (folder, folder / "password"):
-                shutil.chown(path, "postgres", "postgres")
-        data = folder / "data"
-        initdb = [programs / "initdb", "-D", data, "-A", "scram-sha-256", "-U", "tracker", "--no-sync"]
-        subprocess.run([*initdb, "--pwfile", folder / "password"], cwd=folder, check=True, capture_output=True, **who)
-        server = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F", "-N", "400"]
-        with open(folder / "log", "w") as log, subprocess.Popen(server, cwd=folder, stdout=log, stderr=log, **who) as process:
-            try:
-                limit = time.monotonic() + PATIENCE
-                while "ready to accept connections" not in (folder / "log").read_text():
-                    assert process.poll() is None and time.monotonic() < limit, (folder / "log").read_text()
-                    time.sleep(0.05)
-                yield f"postgresql://tracker@127.0.0.1:{port}/postgres"
-            finally:
-                process.send_signal(signal.SIGINT)  # a fast shutdown
-                process.wait(timeout=PATIENCE)
-
-
-def commands() -> str:
-    """The command lines of all processes, which every user of this machine can read."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:  # the process has ended
-            continue
-    return "\n".join(lines)

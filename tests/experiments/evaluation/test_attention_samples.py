@@ -61,8 +61,8 @@ def with_an_unknown_field(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (Path.unlink, "epoch-0003-step-0000000.pt: cannot read this file (No such file or directory)"),
-        (damaged, "epoch-0003-step-0000000.pt: not a file written by torch.save, or damaged"),
+        (Path.unlink, "No such file"),
+        (damaged, "epoch-0003-step-0000000.pt: not a file"),
         (with_two_classes, "size mismatch"),
         (with_an_unknown_field, "late: "),
     ],

@@ -49,31 +49,17 @@ def run_of(trained: Trained) -> str:
     return trained.job.tracker.results()[trained.job.trials[0].key].run_id
 
 
-def alias_of(trained: Trained) -> str:
-    trained.job.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
-    return f"models:/{MODEL}@champion"
-
-
-@pytest.mark.parametrize(
-    "named",
-    [
-        lambda trained: str(trained.folder),
-        lambda trained: trained.job.trials[0].key,
-        run_of,
-        lambda trained: f"models:/{MODEL}/1",
-        alias_of,
-    ],
-    ids=["folder", "key", "run", "model", "alias"],
-)
-def test_every_name_of_a_trial_gives_its_best_epoch(named: Callable[[Trained], str], trained: Trained, run_san: San) -> None:
-    arguments = ["evaluate", named(trained), "--runs", trained.job.workspace.runs]
+def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San) -> None:
     metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
-    found = json.loads(run_san(*arguments, "--json")[1])
     best = (metrics["summary/best_top1"], metrics["summary/best_top5"], metrics["summary/best_epoch"])
-    assert (found["top1"], found["top5"], found["epoch"]) == best
-    code, out, err = run_san(*arguments)
+    trained.job.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
+    models = f"models:/{MODEL}/1", f"models:/{MODEL}@champion"
+    for name in (str(trained.folder), trained.job.trials[0].key, run_of(trained), *models):
+        found = json.loads(run_san("evaluate", name, *store_of(trained), "--json")[1])
+        assert (found["top1"], found["top5"], found["epoch"]) == best
+    code, out, err = run_san("evaluate", trained.folder)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{found['checkpoint']}: san10_pairwise, after epoch {found['epoch']}\ntop-1 {found['top1']:.4f} %")
+    assert f"after epoch {found['epoch']}\ntop-1 {found['top1']:.4f} %" in out
 
 
 @pytest.mark.parametrize(("form", "model"), [("san", ()), ("released", PAIRWISE)])
@@ -119,7 +105,7 @@ def test_notes_that_images_differ_from_training(trained: Trained, tmp_path: Path
     (tmp_path / "train").symlink_to(DIGITS / "val")
     (tmp_path / "val").symlink_to(DIGITS / "val")
     _, _, err = run_san("evaluate", trained.folder, "data.source=folder", f"data.root={tmp_path}")
-    assert err == f"note: the images of train in {tmp_path} differ from those in the model's training\n"
+    assert err.startswith(f"note: the images of train in {tmp_path} differ")
 
 
 def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
@@ -182,100 +168,58 @@ def store_of(trained: Trained) -> list[str]:
     return ["--runs", str(trained.job.workspace.runs)]
 
 
-MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "missing file": (lambda _, tmp: [str(tmp / "none.pt")], "none.pt: cannot read this file (No such file or directory)"),
-    "unknown key": (
-        lambda _, tmp: ["0123456789ab", "--runs", str(tmp)],
-        "0123456789ab: no such file, and no trial with this key in ",
-    ),
-    "not a key": (lambda *_: ["ac2f"], "ac2f: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs`"),
-    "unknown run": (lambda trained, _: [32 * "0", *store_of(trained)], f"{32 * '0'}: MLflow at sqlite:///"),
-    "run in an empty store": (
-        lambda _, tmp: [32 * "0", "--runs", str(tmp)],
-        f"{32 * '0'}: no runs in sqlite:///",
-    ),
-    "unknown model": (
-        lambda trained, _: ["models:/none/1", *store_of(trained)],
-        "no such registered model; see the Models page of `san ui`",
-    ),
-    "unknown version": (
-        lambda trained, _: [f"models:/{MODEL}/9", *store_of(trained)],
-        f"models:/{MODEL}/9: MLflow at sqlite:///",
-    ),
-    "unknown alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], "no such registered model"),
-    "model without a version": (
-        lambda trained, _: [f"models:/{MODEL}", *store_of(trained)],
-        f"models:/{MODEL}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS",
-    ),
-    "folder without checkpoints": (
-        lambda _, tmp: [str(tmp)],
-        "no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder",
-    ),
-    "text file": (lambda _, tmp: [str(SMALL_GRID)], "not a file written by torch.save, or damaged"),
-    "flipped bit": (lambda trained, tmp: [cut(trained, tmp)], "epoch-0001-step-0000000.pt: "),
-    "tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], "expected a dict of weights, not Tensor"),
-    "dict without weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], "no state dict found"),
-    "old checkpoint": (
-        lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})],
-        "checkpoint damaged or written by an older version (KeyError",
-    ),
-    "another model for a trial": (
-        lambda trained, tmp: [str(trained.folder), "model.footprint=5"],
-        "this checkpoint already stores its model; leave out model.footprint",
-    ),
-    "profile for a trial": (
-        lambda trained, tmp: [str(trained.folder), "--profile", "digits"],
-        "this checkpoint stores its own preprocessing; leave out --profile",
-    ),
-    "override without effect": (
-        lambda trained, tmp: [str(trained.folder), "recipe.lr=1"],
-        "override recipe.lr: not allowed here; allowed are data.*, recipe.batch_size, placement.cpus and, for "
-        "released files, model.*",
-    ),
+MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], list[str]]] = {
+    "missing file": (lambda _, tmp: [str(tmp / "none.pt")], ["none.pt", "No such file"]),
+    "not a key": (lambda *_: ["ac2f"], ["ac2f: no such file"]),
+    "unknown key": (lambda _, tmp: ["0123456789ab", "--runs", str(tmp)], ["0123456789ab", "no trial with this key"]),
+    "unknown run": (lambda trained, _: [32 * "0", *store_of(trained)], [f"{32 * '0'}: MLflow"]),
+    "run in an empty store": (lambda _, tmp: [32 * "0", "--runs", str(tmp)], [f"{32 * '0'}: no runs"]),
+    "unknown model": (lambda trained, _: ["models:/none/1", *store_of(trained)], ["models:/none/1", "no such registered"]),
+    "unknown alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], ["@loser"]),
+    "model without a version": (lambda trained, _: [f"models:/{MODEL}", *store_of(trained)], [f"models:/{MODEL}", "/VERSION"]),
+    "folder without checkpoints": (lambda _, tmp: [str(tmp)], ["no readable checkpoint of a complete epoch"]),
+    "text file": (lambda *_: [str(SMALL_GRID)], ["small.yaml", "torch.save"]),
+    "flipped bit": (lambda trained, tmp: [cut(trained, tmp)], ["epoch-0001-step-0000000.pt: "]),
+    "tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], ["a.pt", "Tensor"]),
+    "dict without weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], ["a.pt", "no state dict"]),
+    "old checkpoint": (lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})], ["a.pt", "older version"]),
+    "another model for a trial": (lambda trained, _: [str(trained.folder), "model.footprint=5"], ["model.footprint"]),
+    "profile for a trial": (lambda trained, _: [str(trained.folder), "--profile", "digits"], ["--profile"]),
+    "override without effect": (lambda trained, _: [str(trained.folder), "recipe.lr=1"], ["recipe.lr", "data.*"]),
     "unknown model field": (
-        lambda trained, tmp: [
-            written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}),
-            "model.path=x",
-        ],
-        "san10_pairwise has no field path; ",
+        lambda _, tmp: [written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}), "model.path=x"],
+        ["san10_pairwise has no field path"],
     ),
-    "model for grayscale images": (
-        lambda trained, tmp: [grey(tmp)],
-        "grey.pt: this model takes 1-channel images, but the dataset is RGB",
-    ),
+    "model for grayscale images": (lambda _, tmp: [grey(tmp)], ["grey.pt", "1-channel"]),
     "small images": (
         lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
-        "model: stage 1 of san10_pairwise with images of 2 x 2 pixels: ",
+        ["stage 1 of san10_pairwise", "2 x 2"],
     ),
-    "missing images": (lambda trained, tmp: [ours(trained, tmp), f"data.root={tmp / 'none'}"], ": no such data folder; "),
-    "wrong number of classes": (
-        lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)],
-        "ours.pt: the model has 10 classes, but ",
-    ),
+    "wrong number of classes": (lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)], ["ours.pt", "10 classes"]),
     "other classes": (
         lambda trained, tmp: [str(trained.folder), "data.source=folder", "data.split=val-original", other_classes(tmp, 10)],
-        "for example '0' instead of 'class0'",
+        ["'0' instead of 'class0'"],
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
-    arguments, message = MISTAKES[mistake]
+    arguments, words = MISTAKES[mistake]
     code, out, err = run_san("evaluate", *arguments(trained, tmp_path))
     assert (code, out) == (2, "")
     assert err.startswith("san: ") and len(err.splitlines()) == 1
-    assert message in err
+    assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("named", [run_of, lambda trained: f"models:/{MODEL}/1"], ids=["run", "model"])
 def test_rejects_runs_whose_checkpoints_are_elsewhere(
-    named: Callable[[Trained], str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
-    name, key = named(trained), trained.job.trials[0].key
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.job.workspace.tracking_uri)
-    message = f"san: {name}: the checkpoints of trial {key} are not in {tmp_path}; give their folder with --runs\n"
-    assert run_san("evaluate", name, "--runs", tmp_path) == (2, "", message)
+    for name in (run_of(trained), f"models:/{MODEL}/1"):
+        code, _, err = run_san("evaluate", name, "--runs", tmp_path)
+        assert code == 2
+        assert err.startswith(f"san: {name}: ") and trained.job.trials[0].key in err and str(tmp_path) in err
 
 
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,9 @@ def shown(name: str, images: int, batch: int) -> nullcontext[Callable[[], None]]
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=str
+    ("error", "fits"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), 10), (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 0)],
 )
-@pytest.mark.parametrize("fits", [10, 0])
 def test_halves_the_batch_if_memory_does_not_suffice(
     error: Exception, fits: int, trained: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,12 +83,12 @@ def test_halves_the_batch_if_memory_does_not_suffice(
     conditions = [Condition(name, name, ("top1",), greedy) for name in ("first", "second")]
     took = measured(found, open_images(found), conditions, shown)
     if fits == 0:
-        with pytest.raises(UserError, match=r"first: not enough memory for a single image; use a machine with more memory$"):
+        with pytest.raises(UserError, match="first: not enough memory for a single image"):
             list(took)
         return
     assert [numbers for _, numbers in took] == [{"top1": 1.0}] * 2
     assert tried == [64, 32, 16, 8, 8]
-    assert "first: not enough memory for batches of 16 images; continuing with 8" in caplog.text
+    assert "first: not enough memory for batches of 16 images" in caplog.text
 
 
 def test_does_not_catch_other_errors(trained: Trained) -> None:
@@ -156,8 +156,7 @@ def test_grid_measures_only_missing_conditions(
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.missing == ("cw180", "cw270", "upside_down")
     out, err = capsys.readouterr()
-    assert "robustness (rotation): 1 trials to measure, 1 at a time, 1 worker with 1 CPU per trial" in err
-    assert "] not_in_the_paper cw180: top-1 " in err
+    assert "1 trials to measure" in err and "not_in_the_paper cw180: top-1 " in err
     results = known_results(job)
     metrics = {trial.row: results[trial.key].metrics for trial in job.trials}
     found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(job, results)}
@@ -167,12 +166,7 @@ def test_grid_measures_only_missing_conditions(
         assert turned.drop == found[row, "none", "top1"].ours - turned.ours
     assert (found["resnet26", "cw90", "top1"].paper, found["not_in_the_paper", "cw90", "top1"].paper) == (49.1, None)
     assert found["resnet26", "cw90", "top1"].difference is None  # digits are not the paper's data
-    heading = out.splitlines()[3].split("  ")
-    assert [word.strip() for word in heading if word] == [
-        *("condition", "row", "top-1 paper", "top-1 ours", "drop paper", "drop ours"),
-        *("top-5 paper", "top-5 ours", "drop paper", "drop ours"),
-    ]  # fmt: skip
-    assert len(out.splitlines()) == 5 + 10 + 1
+    assert sum(line.startswith(("none", "cw", "upside_down")) for line in out.splitlines()) == 10
 
     started.clear()
     assert run(job, None)
@@ -216,10 +210,7 @@ def test_command_accepts_keys_run_ids_and_registered_models(protocol: Any, train
     assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
 
 
-@pytest.mark.parametrize(
-    "model", [["model.name=san10_pairwise", "model.footprint=3"], ["model={name: san10_pairwise, footprint: 3}"]], ids=len
-)
-def test_model_overrides_apply_only_to_released_files(model: list[str], trained: Trained, tmp_path: Path, run_san: San) -> None:
+def test_model_overrides_apply_only_to_released_files(trained: Trained, tmp_path: Path, run_san: San) -> None:
     """Checkpoints of trials and weight files name their model; a released file does not.
 
     The profile applies only to the two files, because the trial stores its preprocessing.
@@ -227,35 +218,26 @@ def test_model_overrides_apply_only_to_released_files(model: list[str], trained:
     names = [str(trained.folder), str(tmp_path / "own.pt"), str(tmp_path / "released.pth")]
     san.save_checkpoint(trained.best.model(), names[1])
     san.save_released_checkpoint(trained.best.model(), names[2])
-    overrides = [*model, "data.split=val-split", "data.val_split_per_class=2"]
+    overrides = ["model.name=san10_pairwise", "model.footprint=3", "data.split=val-split", "data.val_split_per_class=2"]
     found = json.loads(run_san("robustness", *names, *overrides, "--profile", "digits", "--json")[1])
     names[0] = f"pairwise_3 ({names[0]})"
     of_trial, of_own, of_released = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
     assert of_trial == of_own == of_released and len(of_trial) == 10
 
 
-def weights(trained: Trained, tmp: Path) -> str:
-    san.save_checkpoint(trained.best.model(), tmp / "weights.pt")
-    return str(tmp / "weights.pt")
-
-
-MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], str]] = {
-    "a model override without a released file": (
-        lambda trained, tmp: [weights(trained, tmp), str(trained.folder), "model.footprint=3", "--profile", "digits"],
-        "weights.pt: this checkpoint already stores its model; leave out model.footprint",
-    ),
-    "no checkpoint": (lambda *_: ["data.root=/data"], "no checkpoint given; expected a file or folder"),
-    "one twice": (lambda trained, _: [str(trained.folder)] * 2, "given more than once; give each checkpoint once"),
-    "an invalid second checkpoint": (
-        lambda trained, tmp: [str(trained.folder), str(tmp / "none.pt")], "none.pt: cannot read this file",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
-    arguments, message = MISTAKES[mistake]
-    code, out, err = run_san("robustness", *arguments(trained, tmp_path), "--runs", trained.job.workspace.runs)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{weights}", "{trial}", "model.footprint=3", "--profile", "digits"], "leave out model.footprint"),
+        (["data.root=/data"], "no checkpoint given"),
+        (["{trial}", "{trial}"], "more than once"),
+        (["{trial}", "none.pt"], "none.pt: "),
+    ],
+)
+def test_rejects(arguments: list[str], words: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
+    san.save_checkpoint(trained.best.model(), tmp_path / "weights.pt")
+    filled = [argument.format(weights=tmp_path / "weights.pt", trial=trained.folder) for argument in arguments]
+    code, out, err = run_san("robustness", *filled, "--runs", trained.job.workspace.runs)
     assert (code, out) == (2, "")
     assert err.startswith("san: ") and len(err.splitlines()) == 1
-    assert message in err
+    assert words in err

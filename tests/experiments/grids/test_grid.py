@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from experiments.errors import UserError
-from experiments.grids.expand import GRIDS_DIR, Expanded, parse_override
+from experiments.grids.expand import GRIDS_DIR, Expanded
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
 from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
@@ -34,9 +34,9 @@ def expanded(path: Path, *overrides: str, profile: str = "digits") -> Expanded:
 
 
 @pytest.mark.parametrize("profile", ["digits", "folder", "imagenet", "imagenet-1gpu", "imagenet-fast"])
-@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_every_grid_has_the_rows_of_its_table(path: Path, profile: str) -> None:
-    assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
+def test_every_grid_has_the_rows_of_its_table(profile: str) -> None:
+    for path in GRIDS:
+        assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
 
 
 def test_layers_profile_base_row_override(write_grid: Callable[[str], Path]) -> None:
@@ -48,7 +48,8 @@ def test_layers_profile_base_row_override(write_grid: Callable[[str], Path]) -> 
           - {id: a}
           - {id: b, model: {footprint: 3}, recipe: {lr: 0.4}}
     """)
-    a, b = expand(path, "recipe.momentum=0.25").values()
+    a, b = expand(path, "recipe.momentum=1", "recipe.momentum=0.25", "data.crop_area=[0.5, 1]").values()
+    assert a.config.data.crop_area == (0.5, 1)
     assert (a.config.model.overrides["footprint"], b.config.model.overrides["footprint"]) == (5, 3)
     assert (a.config.recipe.lr, b.config.recipe.lr) == (0.2, 0.4)
     assert a.config.recipe.momentum == b.config.recipe.momentum == 0.25
@@ -71,6 +72,11 @@ def test_key_depends_only_on_what_affects_the_result(small_grid: Path) -> None:
     assert [seed.name for seed in seeds] == ["pairwise_3", "pairwise_3-seed1"]
     assert seeds[0].key != seeds[1].key
     assert Trial(first.grid, first.profile, first.row, 0, first.config, "other images").key != first.key
+    files = [expand(small_grid, f"recipe.init={path}")["pairwise_3"].config for path in ("/a.pt", "/b.pt")]
+    one, moved = (Trial("g", "digits", "a", 0, config, "digest", "content") for config in files)
+    changed = Trial("g", "digits", "a", 0, files[0], "digest", "other content")
+    assert one.key == moved.key
+    assert len({one.key, changed.key, first.key}) == 3
 
 
 @pytest.mark.parametrize(
@@ -123,39 +129,6 @@ def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
             assert trial.config.model.spec().num_stages is None and trial.config.model.spec().width_mult == 1
 
 
-def test_rejects_an_override_of_a_product_axis(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
-    text = error_message(lambda: expand(path, "recipe.lr=0.5"))
-    assert text == f"{path}: product.recipe.lr: cannot be changed by override 'recipe.lr=0.5'; change the values in this file"
-
-
-def test_last_override_of_a_key_is_used(small_grid: Path) -> None:
-    trials = expand(small_grid, "recipe.epochs=1", "recipe.epochs=2", "recipe.epochs=1")
-    assert {trial.config.recipe.epochs for trial in trials.values()} == {1}
-
-
-def test_rejects_an_override_of_a_section(small_grid: Path) -> None:
-    (line,) = error_message(lambda: expand(small_grid, "recipe=3")).splitlines()
-    assert line.startswith("override 'recipe=3': recipe: ") and line.endswith(", not 3")
-
-
-def test_invalid_row_is_reported_once(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("{question: q, rows: [{id: a, model: resnet26}]}")
-    (line,) = error_message(lambda: expand(path)).splitlines()
-    assert line.startswith(f"{path}: rows[0].model: ") and line.endswith(', not "resnet26"')
-
-
-def test_rejects_a_plot_of_two_rows_at_one_point(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("""
-        question: q
-        plot: {x: model.footprint, series: model.name, label: footprint}
-        rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet26}, recipe: {lr: 1}}]
-    """)
-    assert error_message(lambda: expand(path)) == (
-        f"{path}: plot: rows a and b would be at the same point; set plot.series to a key in which the rows differ"
-    )
-
-
 def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
     path = write_grid("""
         question: Does the best learning rate depend on the footprint?
@@ -203,9 +176,9 @@ MISTAKES = {
           model.footprint: [3, 5]
         """,
         [
-            "product.lr: not a key of section model, data, recipe",
-            "product.placement.workers: not a key of section",
-            "product.recipe.lr.x: not a key of section",
+            "product.lr: ",
+            "product.placement.workers: ",
+            "product.recipe.lr.x: ",
             "product.data.flip: empty list",
             "product.model.footprint: also set in row a",
         ],
@@ -237,11 +210,11 @@ MISTAKES = {
         """,
         [
             "row a, e: recipe.lr: should be a valid number",
-            "row b: model.footprnt: unknown key; did you mean `model.footprint`? Allowed: depths, footprint",
+            "row b: model.footprnt: unknown key; did you mean `model.footprint`?",
             "row c: model: stage 2 of san10_pairwise with images of 24 x 24 pixels",
             "row d: model.footprint: should be a valid integer",
-            "row e: data.source: should be 'folder', 'shards', 'synthetic' or 'digits', not \"cloud\"",
-            "row e: recipe.epoch: unknown key; did you mean `recipe.epochs`? Allowed: batch_size",
+            "row e: data.source: should be 'folder', ",
+            "row e: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
         ],
     ),
     "combinations": (
@@ -264,98 +237,9 @@ def test_lists_every_mistake_of_a_step_once(step: str, write_grid: Callable[[str
     assert len(lines) == len(expected)
 
 
-def test_names_the_override_that_is_wrong(small_grid: Path) -> None:
-    lines = error_message(lambda: expand(small_grid, "data.flip=perhaps", "recipe.epochs=0")).splitlines()
-    assert [line.partition(": should")[0] for line in lines] == [
-        "override 'data.flip=perhaps': data.flip",
-        "override 'recipe.epochs=0': recipe.epochs",
-    ]
-    assert "not KEY=VALUE" in error_message(lambda: expand(small_grid, "recipe.lr"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("table: footprint, robustness: rotation", "table: 'footprint' has no results for `robustness: rotation`"),
-        ("table: attack, robustness: rotation", "table: 'attack' has no results for `robustness: rotation`"),
-        ("table: rotation", "robustness: missing; table 'rotation' requires `robustness: rotation`"),
-    ],
-)
-def test_rejects_a_table_without_robustness_results(keys: str, message: str, write_grid: Callable[[str], Path]) -> None:
-    path = write_grid(f"{{question: q, {keys}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
-    with pytest.raises(UserError, match=f"{path}: {message}"):
-        expand(path)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{name: resnet26, footprint: 4}", "the footprint must be odd and positive"),
-        ("{name: resnet26, width_mult: 0.5x}", 'model.width_mult: should be a valid number.* not "0.5x"'),
-        ("{name: resnet26, widths: 5}", "model.widths: .*, not 5"),
-        ("{name: san10_pairwise, width_mult: 0.25}", "4 value channels .* are not divisible by group_size=8"),
-        ("{}", "model.name: missing; this key is required"),
-    ],
-)
-def test_rejects_a_model_that_cannot_be_built(row: str, message: str, write_grid: Callable[[str], Path]) -> None:
-    path = write_grid(f"{{question: q, table: footprint, rows: [{{id: a, model: {row}}}]}}")
-    with pytest.raises(UserError, match=message):
-        expand(path)
-
-
-def test_number_may_be_written_as_text(write_grid: Callable[[str], Path]) -> None:
-    path = write_grid("{question: q, table: footprint, rows: [{id: a, model: {name: resnet26, footprint: '5'}}]}")
-    assert expand(path)["a"].config.model.spec().footprint == 5  # type: ignore[attr-defined]
-
-
 def test_full_size_models_follow_row_and_override_not_profile(small_grid: Path) -> None:
     spec = expanded(small_grid, "model.footprint=5").full_size["pairwise_3"].spec()
     assert (spec.footprint, spec.num_stages, spec.width_mult) == (5, None, 1.0)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("key", "wrong"), [("x", "model.footprnt"), ("x", "model.name"), ("series", "nowhere.at.all")])
-def test_rejects_an_unknown_plot_key(key: str, wrong: str, write_grid: Callable[[str], Path]) -> None:
-    plot = {"x": "model.footprint", "series": "model.name", "label": "l"} | {key: wrong}
-    path = write_grid(f"{{question: q, table: footprint, plot: {plot}, rows: [{{id: a, model: {{name: resnet26}}}}]}}")
-    with pytest.raises(UserError, match=f"plot.{key}: row a has no .* at `{wrong}`"):
-        expand(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("question: [", r"grid.yaml:\d: not valid YAML"),
-        ("- a list", "must be a mapping of keys at the top level, not list"),
-        ("question: q\nquestion: q", "grid.yaml:1: not valid YAML: duplicate key 'question'"),
-        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*duplicate key 'x'"),
-        ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: not valid YAML: expected a mapping"),
-        ("question: 2020-13-45", "not valid YAML: month must be in 1..12"),
-        ("question: " + 3000 * "[", "not valid YAML"),
-        (
-            "question: q\ntable: footprint\nseeds: [-1]\nrows: [{id: a}]",
-            r"seeds\[0\]: should be greater than or equal to 0, not -1$",
-        ),
-        (
-            "question: q\ntable: footprint\nseeds: [1, 1]\nrows: [{id: a}]",
-            "each seed must be unique, but these occur more than once: 1",
-        ),
-        ("question: q\nrows: [{id: a}, {id: a}]", "each id must be unique, but these occur more than once: a"),
-        ("question: q\ntable: t\nrows: [{id: 'a b'}]", r'rows\[0\].id: .*"a b"$'),
-        ("question: q", "rows: missing; give rows, a product, or both"),
-        ("question: q\nproduct: [model.name]", "product: should be a valid dictionary, not "),
-        ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
-        (
-            "question: q\nrows: [{id: a, model: {name: resnet26}}, {id: a-lr1}]\nproduct: {recipe.lr: [1, 2, 1]}",
-            "each id must be unique, but these occur more than once: a-lr1, a-lr1-lr1",
-        ),
-        ("question: q\ntable: t\nseed: [1]\nrows: [{id: a}]", r"seed: unknown key; did you mean `seeds`\?"),
-    ],
-)
-def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "grid.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        expand(path)
 
 
 def test_merge_keys_follow_yaml(write_grid: Callable[[str], Path]) -> None:
@@ -378,30 +262,12 @@ def test_merge_keys_follow_yaml(write_grid: Callable[[str], Path]) -> None:
     }
 
 
-def test_rejects_a_missing_file(tmp_path: Path) -> None:
-    assert "none.yaml: cannot read (No such file" in error_message(lambda: expand(tmp_path / "none.yaml"))
-
-
 def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[..., Path]) -> None:
     write_grid("question: q\nseeds: [1, 2]\nrows: [{id: a, model: {name: resnet26}}]", "parent.yaml")
     path = write_grid("extends: parent.yaml\nbase: {recipe: {epochs: 3}}\nseeds: [3]")
     grid = expanded(path).grid
     assert (grid.question, grid.seeds) == ("q", (3,))
     assert expand(path)["a"].config.recipe.epochs == 3
-
-
-@pytest.mark.parametrize(
-    ("parent", "message"),
-    [
-        ("none.yaml", "none.yaml: cannot read (No such file or directory)"),
-        ("3", "extends: must be the path of a grid, not 3"),
-        ("child.yaml", "child.yaml: extends: this grid extends itself"),
-    ],
-    ids=["missing file", "not a path", "cycle"],
-)
-def test_rejects_a_grid_that_cannot_be_extended(parent: str, message: str, write_grid: Callable[..., Path]) -> None:
-    path = write_grid(f"extends: {parent}\nrows: [{{id: a, model: {{name: resnet26}}}}]", "child.yaml")
-    assert message in error_message(lambda: expand(path))
 
 
 def test_profile_extends_another(small_grid: Path) -> None:
@@ -411,39 +277,6 @@ def test_profile_extends_another(small_grid: Path) -> None:
     assert one.recipe.batch_size // one.recipe.grad_accum_steps == paper.recipe.batch_size // paper.placement.workers == 32
     fast = expand(small_grid, profile="imagenet-fast")["pairwise_3"].config.recipe
     assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
-
-
-@pytest.mark.parametrize("name", ["laptop", "../grids/footprint"])
-def test_rejects_an_unknown_profile(name: str, small_grid: Path) -> None:
-    text = error_message(lambda: expand(small_grid, profile=name))
-    known = "cifar10, cifar10-full, digits, folder, imagenet, imagenet-1gpu, imagenet-fast"
-    assert text == f"unknown profile {name!r}; profiles: {known}; or give the path of a .yaml file"
-
-
-@pytest.mark.parametrize("text", ["recipe.epochs", "=3", "recipe..epochs=3", "recipe.lr=[1"])
-def test_rejects_a_broken_override(text: str) -> None:
-    assert text in error_message(lambda: parse_override(text))
-
-
-def test_override_values_are_yaml() -> None:
-    assert parse_override("data.crop_area=[0.5, 1]") == {"data": {"crop_area": [0.5, 1]}}
-
-
-@pytest.mark.parametrize("place", ["grid", "override"])
-def test_folder_source_needs_a_root(place: str, write_grid: Callable[[str], Path]) -> None:
-    """Otherwise the digits of the profile would be used without a message."""
-    base = "base: {data: {source: folder}}" if place == "grid" else ""
-    path = write_grid(
-        f"question: q\n{base}\nrows: [{{id: a, model: {{name: resnet26}}}}, {{id: b, model: {{name: resnet38}}}}]"
-    )
-    overrides = ["data.source=folder"] if place == "override" else []
-    (line,) = error_message(lambda: expand(path, *overrides)).splitlines()
-    where = f"{path}: every row" if place == "grid" else "override 'data.source=folder'"
-    assert (
-        line
-        == f"{where}: data.source: folder needs data.root; add the folder of your images, such as data.root=/path/to/images"
-    )
-    assert expand(path, *overrides, "data.root=/images")["a"].config.data.root == "/images"
 
 
 PROFILE = "extends: folder\ndata: {root: photos}\nrecipe: {epochs: 7}\n"
@@ -472,32 +305,85 @@ def test_relative_paths_of_grid_and_overrides_are_relative_to_the_current_folder
     assert expand(path, "data.root=/there")["a"].config.data.root == "/there"
 
 
-def test_rejects_a_profile_file_with_the_name_of_ours(small_grid: Path, tmp_path: Path) -> None:
-    (tmp_path / "digits.yaml").write_text(PROFILE)
-    text = error_message(lambda: expand(small_grid, profile=str(tmp_path / "digits.yaml")))
-    assert text == f"{tmp_path / 'digits.yaml'}: the project has a profile with this name; rename the file"
+MODEL = "{id: a, model: {name: resnet26}}"
+PLOT = "plot: {x: model.footprint, series: model.name, label: l}"
 
 
-def test_a_changed_init_file_is_another_trial_and_a_moved_one_is_not(small_grid: Path) -> None:
-    config = expand(small_grid, "recipe.init=/a.pt")["pairwise_3"].config
-    moved = expand(small_grid, "recipe.init=/b.pt")["pairwise_3"].config
-    random = expand(small_grid)["pairwise_3"]
-    one, same, changed = (
-        Trial("g", "digits", "a", 0, each, "digest", digest) for each, digest in ((config, "1"), (moved, "1"), (config, "2"))
-    )
-    assert one.key == same.key
-    assert len({one.key, changed.key, random.key}) == 3
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question: [", r"grid.yaml:\d: not valid YAML"),
+        ("- a list", "must be a mapping"),
+        ("question: q\nquestion: q", "grid.yaml:1: .*duplicate key 'question'"),
+        ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*duplicate key 'x'"),
+        ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: .*expected a mapping"),
+        ("question: 2020-13-45", "not valid YAML: month"),
+        ("question: " + 3000 * "[", "not valid YAML"),
+        ("extends: none.yaml", "none.yaml: cannot read"),
+        ("extends: 3", "extends: .*not 3"),
+        ("extends: grid.yaml", "grid.yaml: extends: .*itself"),
+        (f"question: q\nseeds: [-1]\nrows: [{MODEL}]", r"seeds\[0\]: .*-1"),
+        (f"question: q\nseeds: [1, 1]\nrows: [{MODEL}]", "unique.*: 1"),
+        (f"question: q\nrows: [{MODEL}, {MODEL}]", "unique.*: a"),
+        ("question: q\nrows: [{id: 'a b'}]", r'rows\[0\].id: .*"a b"'),
+        ("question: q\nrows: [{id: a, model: resnet26}]", r'rows\[0\].model: .*"resnet26"'),
+        ("question: q", "rows: missing"),
+        ("question: q\nrows: []\nproduct: {model.name: [resnet26]}", "rows: .*at least 1"),
+        ("question: q\nproduct: [model.name]", "product: "),
+        (f"question: q\nrows: [{MODEL}, {{id: a-lr1}}]\nproduct: {{recipe.lr: [1, 2, 1]}}", "unique.*: a-lr1, a-lr1-lr1"),
+        (f"question: q\ntable: footprint\nrobustness: rotation\nrows: [{MODEL}]", "table: 'footprint'.*rotation"),
+        (f"question: q\ntable: rotation\nrows: [{MODEL}]", "robustness: missing"),
+        (
+            f"question: q\n{PLOT}\nrows: [{MODEL}, {{id: b, model: {{name: resnet26}}, recipe: {{lr: 1}}}}]",
+            "plot: rows a and b",
+        ),
+        (f"question: q\n{PLOT.replace('footprint', 'footprnt')}\nrows: [{MODEL}]", "plot.x: row a .*`model.footprnt`"),
+        (f"question: q\n{PLOT.replace('model.name', 'no.where')}\nrows: [{MODEL}]", "plot.series: row a .*`no.where`"),
+        ("question: q\nrows: [{id: a, model: {name: resnet26, footprint: 4}}]", "footprint must be odd"),
+        ("question: q\nrows: [{id: a, model: {name: resnet26, width_mult: 0.5x}}]", 'model.width_mult: .*"0.5x"'),
+        ("question: q\nrows: [{id: a, model: {name: san10_pairwise, width_mult: 0.25}}]", "not divisible by group_size=8"),
+        ("question: q\nrows: [{id: a, model: {}}]", "model.name: missing"),
+        (f"question: q\nbase: {{data: {{source: folder}}}}\nrows: [{MODEL}]", "row a: data.source: folder needs data.root"),
+    ],
+)
+def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        expand(path)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["recipe.freeze=[stem]"], "recipe.freeze: needs recipe.init, because random weights would stay random"),
-        (["recipe.init=a", "recipe.freeze=[stag1]"], "has no part 'stag1'; did you mean `stage1`? Parts: stem, stage1, stage2"),
+        (["recipe.lr"], "not KEY=VALUE"),
+        (["=3"], "=3"),
+        (["recipe..epochs=3"], "recipe..epochs=3"),
+        (["recipe.lr=[1"], "recipe.lr=[1"),
+        (["recipe=3"], "override 'recipe=3': recipe: "),
+        (["data.flip=perhaps"], "override 'data.flip=perhaps': data.flip: "),
+        # Otherwise the digits of the profile would be used without a message.
+        (["data.source=folder"], "override 'data.source=folder': data.source: folder needs data.root"),
+        (["recipe.freeze=[stem]"], "recipe.freeze: needs recipe.init"),
+        (["recipe.init=a", "recipe.freeze=[stag1]"], "did you mean `stage1`?"),
         (["recipe.init=a", "recipe.freeze=[stem, stage1, stage2, head]"], "recipe.freeze: freezes the whole model"),
         (["recipe.layer_decay=0.5", "engine.zero_stage=1"], "recipe.layer_decay: cannot be combined with engine.zero_stage=1"),
-        (["recipe.layer_decay=2"], "recipe.layer_decay: should be less than or equal to 1, not 2"),
+        (["recipe.layer_decay=2"], "recipe.layer_decay: "),
     ],
 )
-def test_rejects_fine_tuning_that_cannot_work(overrides: list[str], message: str, small_grid: Path) -> None:
+def test_rejects_an_override(overrides: list[str], message: str, small_grid: Path) -> None:
     assert message in error_message(lambda: expand(small_grid, *overrides))
+
+
+def test_rejects_an_override_of_a_product_axis(write_grid: Callable[[str], Path]) -> None:
+    path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
+    assert "product.recipe.lr: cannot be changed by override" in error_message(lambda: expand(path, "recipe.lr=0.5"))
+
+
+def test_rejects_a_profile_that_is_unknown_or_has_the_name_of_ours(small_grid: Path, tmp_path: Path) -> None:
+    for name in ("laptop", "../grids/footprint"):
+        message = error_message(lambda name=name: expand(small_grid, profile=name))
+        assert f"{name!r}" in message and "imagenet-1gpu" in message
+    (tmp_path / "digits.yaml").write_text(PROFILE)
+    mine = str(tmp_path / "digits.yaml")
+    assert f"{mine}: the project has a profile" in error_message(lambda: expand(small_grid, profile=mine))

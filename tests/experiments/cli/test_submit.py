@@ -1,0 +1,100 @@
+"""`san submit`: what it uploads, and the errors that it finds before. `tests/cluster/test_submit.py` has a real head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cuda_ext import build
+from experiments.cli import submit
+from experiments.errors import UserError
+from experiments.runs.provenance import git_commit
+
+GRID = """\
+question: Does it run?
+rows:
+  - {id: only, model: {name: san10_pairwise, footprint: 3}, recipe: {batch_size: 128}}
+"""
+ODD_NAME = 'it\'s; $(touch gotcha) "x" -- `y`.yaml'
+
+
+def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / ODD_NAME).write_text(GRID)
+    size = submit.stage(tmp_path / ODD_NAME, "digits", tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, *submit.FILES, "job"}
+    assert yaml.safe_load((tmp_path / "copy" / "job" / ODD_NAME).read_text()) == yaml.safe_load(GRID)
+    junk = [
+        path for path in (tmp_path / "copy").rglob("*") if path.name.startswith(".") or path.suffix in (".pyc", ".so", ".jpg")
+    ]
+    assert junk == [] and size < 5e6
+    # Kernels that the node has built for another copy are reused.
+    name = build.digest()
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "copy" / "cuda_ext")
+    assert build.digest() == name
+
+
+@pytest.mark.parametrize(
+    ("profile", "overrides", "runs", "message"),
+    [
+        ("digits", ["recipe.epoch=1"], None, "recipe.epoch"),
+        ("digits", [], "runs", "--runs runs: a relative path"),
+        ("imagenet", [], None, r"data\.root=data/imagenet: a relative path"),
+        ("digits", ["recipe.init=weights.pt"], None, r"recipe\.init=weights\.pt: a relative path"),
+    ],
+)
+def test_finds_errors_before_uploading(
+    profile: str, overrides: list[str], runs: str | None, message: str, tmp_path: Path
+) -> None:
+    grid = tmp_path / "small.yaml"
+    grid.write_text(GRID)
+    submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
+    with pytest.raises(UserError, match=message):
+        submit.check(grid, profile, overrides, runs)
+
+
+def test_environment_of_the_job_has_no_secrets_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, message in (("NOT_SET", "--env NOT_SET: not set"), ("PASSWORD=hunter2", r"--env PASSWORD=\.\.\.: ")):
+        with pytest.raises(UserError, match=message) as caught:
+            submit.environment([name])
+        assert "hunter2" not in str(caught.value)
+    for uri, message in (
+        ("https://ada:hunter2@mlflow.example.org", "contains a password"),
+        ("sqlite:///runs/mlflow.db", "a relative path"),
+        ("runs/mlflow.db", "a relative path"),
+    ):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(UserError, match=f"MLFLOW_TRACKING_URI=.*{message}"):
+            submit.environment([])
+    monkeypatch.setenv("MY_PASSWORD", "hunter2")
+    for uri in ("sqlite:////srv/san/runs/mlflow.db", "https://mlflow.example.org"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        expected = {"MLFLOW_TRACKING_URI": uri, "SAN_GIT_COMMIT": git_commit(), "MY_PASSWORD": "hunter2"}
+        assert submit.environment(["MY_PASSWORD"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [
+        ("small.yaml", "small-digits-"),
+        (ODD_NAME, "it-s-touch-gotcha-x-y-digits-"),
+        ("-x.yaml", "x-digits-"),
+        ("é.yaml", "digits-"),
+    ],
+)
+def test_job_ids_have_only_plain_characters(name: str, beginning: str) -> None:
+    made = submit.new_id(Path(name), "digits")
+    assert made.startswith(beginning) and len(made) == len(beginning) + 8
+
+
+def test_job_has_a_copy_of_a_profile_file(tmp_path: Path) -> None:
+    """With the values of the profile that it extends."""
+    (tmp_path / "small.yaml").write_text(GRID)
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: folder\ndata: {root: /images}\n")
+    submit.stage(tmp_path / "small.yaml", str(profile), tmp_path / "copy")
+    command = submit.run_command(tmp_path / "small.yaml", str(profile), [], None, None, False)
+    copied = yaml.safe_load((tmp_path / "copy" / command[command.index("--profile") + 1]).read_text())
+    assert (copied["data"]["root"], copied["data"]["size"]) == ("/images", 64)
