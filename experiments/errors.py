@@ -1,4 +1,7 @@
-"""Errors that the command line prints as a message without a traceback, with exit code 2."""
+"""Errors that the command line prints as a message without a traceback, with exit code 2.
+
+A trial that raises `UserError` is not retried, because it would raise it again; one that raises `UnavailableError` is.
+"""
 
 from __future__ import annotations
 
@@ -11,5 +14,5 @@ class MachineError(UserError):
     """A machine cannot run this grid, so no other trial should start there."""
 
 
-class UnavailableError(UserError):
-    """A bucket or a tracking server is temporarily unavailable; retrying may help."""
+class UnavailableError(Exception):
+    """A bucket, a disk or a tracking server cannot be used now; trying again may help."""

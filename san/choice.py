@@ -9,7 +9,11 @@ from typing import TypeVar
 Row = TypeVar("Row")
 
 
-class ChoiceError(ValueError):
+class ModelError(ValueError):
+    """A model cannot be built with these settings, or not for images of this size."""
+
+
+class ChoiceError(ModelError):
     """The value of a field is not a name in its registry."""
 
     def __init__(self, field: str, sentence: str) -> None:

@@ -50,6 +50,7 @@ def convert(
     from experiments.grids.config import merged
     from experiments.grids.expand import parse_override
     from experiments.runs.store import is_uri
+    from san.choice import ModelError
     from san.models import checkpoint, released
 
     if is_uri(target):
@@ -70,7 +71,7 @@ def convert(
                 model = open_checkpoint(path).model
         save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
         save(model, target)
-    except ValueError as error:  # CheckpointError is one
+    except (checkpoint.CheckpointError, ModelError) as error:
         raise UserError(str(error)) from None
     hidden = released.unrecorded_overrides(model.spec) if form == "released" else []
     if hidden:

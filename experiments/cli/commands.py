@@ -33,13 +33,14 @@ from experiments.cli.options import (
     PROFILE,
     RUNS,
     SEEDS,
+    TAKE_OVER,
     GroupedCommands,
     age,
     as_value,
     named_address,
     printable,
 )
-from experiments.errors import UserError
+from experiments.errors import UnavailableError, UserError
 
 if TYPE_CHECKING:
     from experiments.runner.estimate import Hours
@@ -154,6 +155,7 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
 @ONLY
 @RUNS
 @ADDRESS
+@TAKE_OVER
 def run(
     grid: Path,
     overrides: tuple[str, ...],
@@ -162,6 +164,7 @@ def run(
     seeds: int | None,
     only: tuple[str, ...],
     address: str | None,
+    take_over: bool,
 ) -> None:
     """Train a grid's unfinished trials and print the results.
 
@@ -173,7 +176,7 @@ def run(
     from experiments.cli.run import run as run_job
     from experiments.runner.job import open_job
 
-    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds, only=only), address) else 1)
+    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds, only=only, take_over=take_over), address) else 1)
 
 
 @cli.command()
@@ -300,6 +303,7 @@ def report(
     help="CSV file of finished trials, which are not trained again.  [default: docs/results/PROFILE/trials.csv]",
 )
 @click.option("--train/--no-train", default=True, help="Train missing trials, or only collect results and write the page.")
+@TAKE_OVER
 def study(
     profile: str,
     seeds: int,
@@ -308,6 +312,7 @@ def study(
     page: Path | None,
     kept: Path | None,
     train: bool,
+    take_over: bool,
 ) -> None:
     """Train the paper's ablations and test the paper's claims.
 
@@ -322,7 +327,7 @@ def study(
 
     folder = base_folder() / "docs" / "results" / Path(profile).stem
     page, kept = page or folder / "study.md", kept or folder / "trials.csv"
-    sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train) else 1)
+    sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over) else 1)
 
 
 @cli.command()
@@ -349,6 +354,7 @@ def study(
     callback=named_address,
     help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
+@TAKE_OVER
 def submit(
     grid: Path,
     overrides: tuple[str, ...],
@@ -358,6 +364,7 @@ def submit(
     seeds: int | None,
     runs: str | None,
     address: str | None,
+    take_over: bool,
 ) -> None:
     """Run a grid as a job on a remote Ray cluster.
 
@@ -368,9 +375,10 @@ def submit(
     \b
     Example: san submit experiments/grids/footprint.yaml --address http://head:8265
     """
-    from experiments.cli.submit import submit_grid
+    from experiments.cli.submit import run_command, submit_grid
 
-    submit_grid(grid, overrides, names=names, wait=wait, profile=profile, seeds=seeds, runs=runs, address=address)
+    command = run_command(grid, profile, overrides, runs, seeds, take_over)
+    submit_grid(grid, overrides, names=names, wait=wait, profile=profile, runs=runs, address=address, command=command)
 
 
 @cli.command("runs")
@@ -518,17 +526,17 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; finished work is kept. Run the same command again to resume", err=True)
         sys.exit(1)
-    except ValueError as error:
-        if not isinstance(error, UserError) and not isinstance(error, _errors_below()):
+    except Exception as error:
+        if not isinstance(error, _printed_errors()):
             raise
         lines = [printable(line) for line in f"san: {error}".splitlines()]
         click.echo("\n".join(lines), err=True)
         sys.exit(2)
 
 
-def _errors_below() -> tuple[type[ValueError], ...]:
+def _printed_errors() -> tuple[type[Exception], ...]:
     """Imported late, because most commands need neither Ray nor DALI."""
     from cluster import ClusterError
     from pipelines import DataError
 
-    return DataError, ClusterError
+    return UserError, UnavailableError, DataError, ClusterError

@@ -85,6 +85,9 @@ ADDRESS = click.option(
     callback=named_address,
     help="Ray cluster, for example auto or host:6379.  [default: RAY_ADDRESS, else this machine]",
 )
+TAKE_OVER = click.option(
+    "--take-over", is_flag=True, help="Train the grid although another process has claimed it, which then stops."
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -66,7 +66,14 @@ def run(job: Job, address: str | None) -> bool:
 
 
 def study(
-    profile: str, seeds: int, runs: str | Path | None, address: str | None, page: Path, kept: Path, trains: bool = True
+    profile: str,
+    seeds: int,
+    runs: str | Path | None,
+    address: str | None,
+    page: Path,
+    kept: Path,
+    trains: bool = True,
+    take_over: bool = False,
 ) -> bool:
     """Trains the paper's ablation grids and writes a page with the results. Returns whether all trials are finished.
 
@@ -81,7 +88,7 @@ def study(
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise UserError(f"{path}: cannot write this file; choose another one with {option}")
-    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds) for name in paper_claims()]
+    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds, take_over=take_over) for name in paper_claims()]
     for job in jobs:
         results = known_results(job) | read_results(kept)
         missing = {trial.key: trial for trial, _ in to_train(job, results)}
@@ -106,5 +113,5 @@ def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complet
     try:
         prepare(job, note(job, results))
         job.tracker.log_report(files, complete and job.wanted == job.trials)
-    except UserError as error:
+    except TrackerError as error:
         say(f"MLflow's pages of the grid were not updated: {error}")

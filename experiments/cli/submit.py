@@ -40,11 +40,11 @@ def submit_grid(
     names: Sequence[str],
     wait: bool,
     profile: str,
-    seeds: int | None,
     runs: str | None,
     address: str | None,
+    command: Sequence[str],
 ) -> None:
-    """Uploads the project and a grid, and starts the job. With `wait`, follows its log and exits with its exit code."""
+    """Uploads the project and a grid, and starts `command` as a job. With `wait`, follows its log and exits with its code."""
     from cluster.submit import JobServer
 
     check(grid, profile, overrides, runs)
@@ -54,7 +54,7 @@ def submit_grid(
     with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
         size = stage(grid, profile, Path(folder))
         click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
-        server.submit(job, run_command(grid, profile, overrides, runs, seeds), Path(folder), variables)
+        server.submit(job, command, Path(folder), variables)
     click.echo(f"job {job}\n{_hint(server, job)}", err=True)
     if wait:
         _follow(server, job)
@@ -126,11 +126,14 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) 
         )
 
 
-def run_command(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, seeds: int | None) -> list[str]:
+def run_command(
+    grid: Path, profile: str, overrides: Sequence[str], runs: str | None, seeds: int | None, take_over: bool
+) -> list[str]:
     """The arguments of the command that runs on the head: `san run` with the copied grid."""
     options = ["--profile", _copied_profile(profile)]
     options += ["--runs", runs] if runs is not None else []
     options += ["--seeds", str(seeds)] if seeds is not None else []
+    options += ["--take-over"] if take_over else []
     return ["python", "-m", "experiments", "run", *options, "--", f"{GRID_FOLDER}/{grid.name}", *overrides]
 
 

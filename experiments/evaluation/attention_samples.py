@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from experiments.errors import UnavailableError
 from experiments.evaluation.attention import Attention, look
 from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
 from experiments.grids.grid import Trial
@@ -61,5 +62,5 @@ def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
         images = open_images(opened)
         number = len(images) // 2
         return AttentionSample(trial, place, number, look(opened, images.only([number])))
-    except DAMAGE as error:  # also UserError, DataError and StorageError; a report is useful without a picture
+    except (*DAMAGE, UnavailableError) as error:  # also UserError and DataError; a report is useful without a picture
         return AttentionSample(trial, place, 0, None, " ".join(str(error).split()) or type(error).__name__)

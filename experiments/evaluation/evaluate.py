@@ -25,6 +25,7 @@ from experiments.training.images import open_split
 from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import decoding_threads
+from san.choice import ModelError
 from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel
 
@@ -204,7 +205,7 @@ def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | Non
         else:
             fields = dict(values.get("model", {}))
             model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
-    except ValueError as error:  # CheckpointError and UserError are
+    except (checkpoint.CheckpointError, ModelError) as error:
         raise UserError(str(error)) from None
     return LoadedModel(path, model, _config(values | {"model": asdict(model.spec)}))
 

@@ -16,8 +16,8 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from experiments.grids.custom_code import custom_code
-from san.choice import ChoiceError
+from experiments.grids.custom_code import UnknownCodeError, custom_code
+from san.choice import ChoiceError, ModelError
 from san.models import ModelSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ _SPECS: dict[tuple[str, str], ModelSpec] = {}
 
 @functools.cache
 def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
-    """The validator of each field of a variant's spec. Raises ValueError for an unknown variant."""
+    """The validator of each field of a variant's spec. Raises ChoiceError for an unknown variant."""
     spec = type(model_spec(name))
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
@@ -97,7 +97,7 @@ def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     """Every error that prevents building the model for images of `size` pixels, as (path of the key, error)."""
     try:
         readers = _fields(model.name)
-    except ValueError as error:
+    except ChoiceError as error:
         yield "model.name", str(error)
         return
     fields = [field for field in readers if field != "name"]
@@ -121,7 +121,7 @@ def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         custom_code(model.spec())
     except ChoiceError as error:
         yield f"model.{error.field}", str(error)
-    except ValueError as error:
+    except (ModelError, UnknownCodeError) as error:
         yield "model", str(error)
 
 

@@ -17,9 +17,9 @@ from experiments.runner.job import Job, is_done, known_results, say
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import room, trials_that_fit
 from experiments.runner.progress import Progress, duration
-from experiments.runs.locks import claimed_trials, mlflow_lock
-from experiments.runs.retry import retry
-from experiments.runs.store import Lock, StorageError, Store
+from experiments.runs.claims import Claim, claimed_trials
+from experiments.runs.retry import OUTAGE_TIMEOUT, retry
+from experiments.runs.store import ClaimedError, StorageError, Store, node_lock
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import require_gpu, training_device
@@ -28,7 +28,7 @@ from pipelines import DataError
 
 if TYPE_CHECKING:
     from cluster.halving import Judge
-    from cluster.sweep import Observer, Outcome
+    from cluster.sweep import Outcome
     from experiments.runner.restart import Restart
 
 
@@ -48,14 +48,15 @@ def train(job: Job, missing: dict[str, Trial], address: str | None, description:
         if on_this_machine:
             training_device(job.trials[0].config)
         say(room(job, resources, at_once))
-        with claimed_trials(job.workspace.store, f"{job.name}-{job.profile}", missing) as (claimed, lock):
+        name = f"{job.name}-{job.profile}"
+        with claimed_trials(job.workspace.store, name, missing, job.take_over) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 say(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
             results = known_results(job)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(job, results, trial)}
             with _early_stopping(job, results) as should_continue:
-                outcomes = _sweep(job, claimed, description, lock, should_continue, restart, start)
+                outcomes = _sweep(job, claimed, description, claim, should_continue, restart, start)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     _store_traceback(job, missing[key], outcome.traceback)
@@ -92,7 +93,7 @@ def _early_stopping(job: Job, results: Mapping[str, Result]) -> Iterator[Judge |
 
 def prepare(job: Job, description: str) -> None:
     """Creates the grid's experiment in MLflow and describes the results so far."""
-    with mlflow_lock(job.workspace.store):
+    with node_lock(job.workspace.store.folder, "mlflow", OUTAGE_TIMEOUT):  # two grids may be the first in a store
         job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
         job.tracker.describe(description)
 
@@ -101,7 +102,7 @@ def _sweep(
     job: Job,
     missing: dict[str, Trial],
     description: str,
-    lock: Lock,
+    claim: Claim,
     should_continue: Judge | None,
     restart: Restart,
     start: float,
@@ -113,7 +114,7 @@ def _sweep(
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
-    train_one = functools.partial(run_trial, job.workspace, should_continue=should_continue)
+    train_one = functools.partial(run_trial, job.workspace, should_continue=should_continue, grid_claim=claim)
     try:
         with _sweep_storage(job.workspace.store, f"{job.name}-{job.profile}") as storage:
             return sweep(
@@ -121,9 +122,9 @@ def _sweep(
                 missing,
                 job.placement,
                 storage=storage,
-                observer=WhileLocked(progress, lock),
+                observer=progress,
                 non_retryable=(UserError, DataError, FloatingPointError),
-                fatal=(MachineError,),
+                fatal=(MachineError, ClaimedError),
             )
     except KeyboardInterrupt:
         with suppress(TrackerError):
@@ -144,7 +145,7 @@ def _sweep_storage(store: Store, name: str) -> Iterator[str]:
 
 
 def measure(job: Job, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:
-    """Measures the robustness of trained trials and tracks each result at once. The description is as in `train`."""
+    """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
     from cluster.session import is_local, session  # imports Ray
     from cluster.sweep import sweep
     from experiments.runner.restart import Restart
@@ -156,7 +157,8 @@ def measure(job: Job, missing: dict[str, MeasureTask], address: str | None, desc
 
     trials = {key: task.trial for key, task in missing.items()}
     restart = Restart(job, trials.values(), is_local(address))
-    with session(address, restart) as resources, claimed_trials(job.workspace.store, name, trials) as (claimed, lock):
+    store = job.workspace.store
+    with session(address, restart) as resources, claimed_trials(store, name, trials, job.take_over) as (claimed, _):
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
         say(f"robustness ({job.grid.robustness}): {len(values)} trials to measure, {at_once} at a time, {placement} per trial")
@@ -165,12 +167,9 @@ def measure(job: Job, missing: dict[str, MeasureTask], address: str | None, desc
         watch = MeasureProgress(values, keep, sys.stderr)
         restart.has_advanced = watch.has_advanced
         try:
-            with _sweep_storage(job.workspace.store, name) as storage:
-                observer = WhileLocked(watch, lock)
+            with _sweep_storage(store, name) as storage:
                 non_retryable = (UserError, DataError)
-                outcomes = sweep(
-                    measure_trial, values, placement, storage=storage, observer=observer, non_retryable=non_retryable
-                )
+                outcomes = sweep(measure_trial, values, placement, storage=storage, observer=watch, non_retryable=non_retryable)
         finally:
             watch.close()
     failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
@@ -192,30 +191,3 @@ def _store_traceback(job: Job, trial: Trial, text: str) -> None:
     retry(lambda: workspace.store.upload(path))
     log = workspace.uri(workspace.log(trial, node="*"))
     say(f"{trial.name}: traceback in {workspace.uri(path)}, log in {log}")
-
-
-class WhileLocked:
-    """A sweep's observer that ends the sweep if another `san run` has taken over the grid's lock."""
-
-    def __init__(self, observer: Observer, lock: Lock) -> None:
-        self.observer, self.lock = observer, lock
-
-    def __getstate__(self) -> dict[str, object]:
-        """Empty: Ray stores the observer in case it restores the sweep, which never happens."""
-        return {}
-
-    def started(self, key: str) -> None:
-        self.lock.raise_if_lost()
-        self.observer.started(key)
-
-    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        self.lock.raise_if_lost()
-        self.observer.progress(key, metrics)
-
-    def finished(self, outcome: Outcome) -> None:
-        self.lock.raise_if_lost()
-        self.observer.finished(outcome)
-
-    def waiting(self, reason: str) -> None:
-        self.lock.raise_if_lost()
-        self.observer.waiting(reason)

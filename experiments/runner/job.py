@@ -45,6 +45,8 @@ class Job:
     """`--profile` as it was given: the name or the file of the profile."""
     only: tuple[str, ...] = ()
     """The rows to train; empty for all."""
+    take_over: bool = False
+    """Whether this command trains the grid even if another one has claimed it."""
 
     @property
     def wanted(self) -> tuple[Trial, ...]:
@@ -76,6 +78,7 @@ def open_job(
     seeds: int | None = None,
     writes: bool = True,
     only: tuple[str, ...] = (),
+    take_over: bool = False,
 ) -> Job:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
@@ -115,7 +118,7 @@ def open_job(
     command = _run_command(path, profile, [*overrides, *(f"--only={row}" for row in only)], seeds)
     given = None if runs is None else str(runs)
     grid, full_size = expanded.grid, expanded.full_size
-    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only)
+    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only, take_over)
 
 
 def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:

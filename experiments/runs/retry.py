@@ -12,20 +12,20 @@ from experiments.errors import UnavailableError
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PATIENCE = 120.0
+OUTAGE_TIMEOUT = 120.0
 """Seconds for which the end of a trial or of a grid waits for a server that is away."""
 PAUSE = 2.0
 """Seconds between two attempts."""
 
 
 def retry(request: Callable[[], T], seconds: float | None = None) -> T:
-    """Returns the result of `request`, which is repeated for up to `seconds` (default: `PATIENCE`) while it raises
+    """Returns the result of `request`, which is repeated for up to `seconds` (default: `OUTAGE_TIMEOUT`) while it raises
     `UnavailableError`.
 
     Raises:
         UnavailableError: the last attempt failed too.
     """
-    seconds = PATIENCE if seconds is None else seconds
+    seconds = OUTAGE_TIMEOUT if seconds is None else seconds
     limit, warned = time.monotonic() + seconds, False
     while True:
         try:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from experiments.errors import UserError
-from experiments.runs.locks import idle_trial
+from experiments.runs.claims import require_idle
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import Listed, list_runs
 from experiments.tracking.store import pages, usable
@@ -31,11 +31,12 @@ def delete_trials(workspace: Workspace, found: Sequence[Listed]) -> None:
     """Deletes all runs, the checkpoints and the logs of trials.
 
     Raises:
-        LockError: a trial is being trained; the trials before it are deleted.
+        ClaimedError: a trial is being trained; the trials before it are deleted.
     """
     client, store = Tracker(workspace.tracking_uri, "", "").client, workspace.store
     for key in dict.fromkeys(run.key for run in found):
-        with idle_trial(store, key), usable(workspace.tracking_uri):
+        require_idle(store, key)
+        with usable(workspace.tracking_uri):
             everywhere = [experiment.experiment_id for experiment in pages(client.search_experiments)]
             for run in pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_run(run.info.run_id)

@@ -18,7 +18,8 @@ import torch
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
-from experiments.runs.store import Lock, StorageError, Store
+from experiments.runs.claims import Claim, claim_trial
+from experiments.runs.store import StorageError, Store
 from experiments.runs.summary import Epoch
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
@@ -125,18 +126,18 @@ def best_in(store: Store, folder: str = "") -> Checkpoint | None:
 
 
 class Checkpoints:
-    """The checkpoints of one trial: the last `keep` and the best by top-1. Only the owner of `lock` may write them.
+    """The checkpoints of one trial: the last `keep` and the best by top-1. Only the process that called `load` last may write.
 
     Args:
         store, folder: where they are stored.
         key: content hash of the trial.
-        lock: the trial's lock.
         keep: how many of the last ones are kept.
         seconds: between two checkpoints within an epoch.
     """
 
-    def __init__(self, store: Store, folder: str, key: str, lock: Lock, keep: int, seconds: float) -> None:
-        self.store, self.folder, self.key, self.lock, self.keep, self.seconds = store, folder, key, lock, keep, seconds
+    def __init__(self, store: Store, folder: str, key: str, keep: int, seconds: float) -> None:
+        self.store, self.folder, self.key, self.keep, self.seconds = store, folder, key, keep, seconds
+        self._claim: Claim | None = None
         self._names: list[str] = []
         """Of the checkpoints in the store, from first to last."""
         self._saved_at = time.monotonic()
@@ -153,7 +154,7 @@ class Checkpoints:
         """Writes a checkpoint; the earlier ones are intact if the process is killed meanwhile.
 
         Raises:
-            LockError: another process has taken over the trial; nothing was written.
+            ClaimedError: another process has taken over the trial; nothing was written.
             StorageError: the store does not accept the checkpoint; the earlier ones are intact.
         """
         self.write(checkpoint.name, checkpoint.as_bytes())
@@ -163,24 +164,29 @@ class Checkpoints:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file beside the checkpoints; raises as `save` does."""
-        self.lock.check()
+        assert self._claim is not None, "only the owner of a trial writes"
+        self._claim.check()
         try:
             self.store.write(self._path(name), content)
         except StorageError as error:
             good = f"the last good checkpoint is {self.newest}" if self.newest else "no earlier checkpoint exists"
-            raise StorageError(f"{error}; {good}; {self.store.remedy}, then run the same command again to resume") from None
+            raise StorageError(f"{error}; {good}") from None
 
     def load(self) -> Checkpoint | None:
-        """Reads the last checkpoint, or the last intact one: damaged checkpoints are renamed, and the log names them.
+        """Makes this process the owner of the trial, and reads its last checkpoint.
+
+        If that is damaged, reads the last intact one; damaged checkpoints are renamed, and the log names them.
 
         Raises:
             StorageError: the store cannot be read; nothing was changed.
             UserError: a checkpoint belongs to another trial or version; nothing was changed.
         """
-        self.lock.check()
-        self.store.recover(self.folder, self.lock)
-        names = [PurePosixPath(name).name for name in self.store.names(self.folder)]
-        self._names = [name for name in names if re.fullmatch(r"epoch-.*\.pt", name)]
+        self._claim = claim_trial(self.store, self.folder)
+        names = self.store.names(self.folder)
+        for name in names:
+            if name.endswith(".partial"):  # an earlier owner was killed while it wrote
+                self.store.delete(name)
+        self._names = [PurePosixPath(name).name for name in names if re.search(r"/epoch-[^/]*\.pt$", name)]
         while self.newest is not None:
             try:
                 return self.read(self.newest)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from experiments.grids.grid import Trial
-from experiments.runs.retry import PATIENCE, PAUSE
+from experiments.runs.retry import OUTAGE_TIMEOUT, PAUSE
 from experiments.runs.summary import Epoch
 from experiments.tracking import TrackerError
 from experiments.tracking.registry import register
@@ -71,13 +71,13 @@ class AsyncMetricLogger:
 
     def finish(self, best: Checkpoint | None, stopped_by: str | None = None, seconds: float | None = None) -> bool:
         """Registers the best weights and ends the run. Returns whether MLflow accepted everything within `seconds` (default:
-        `PATIENCE`); otherwise, the next start of the trial sends the rest.
+        `OUTAGE_TIMEOUT`); otherwise, the next start of the trial sends the rest.
 
         `stopped_by` names the grid whose early stopping ends the trial.
         """
         self._best, self._stopped_by = best, stopped_by
         self._requests.put(True)
-        self.close(PATIENCE if seconds is None else seconds)
+        self.close(OUTAGE_TIMEOUT if seconds is None else seconds)
         return self._complete
 
     def close(self, seconds: float = 10.0) -> None:

@@ -51,7 +51,7 @@ def initialize(model: BaseModel, path: str, digest: str) -> str:
             state |= {name: weight for name, weight in own.items() if name.startswith(f"{model.classifier_name}.")}
             done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
         checkpoint.check_fit(path, f"the model {model.spec.name}", own, state)
-    except ValueError as error:  # CheckpointError is one
+    except (checkpoint.CheckpointError, UserError) as error:
         raise UserError(f"recipe.init: {error}") from None
     model.load_state_dict(state)
     return done
@@ -71,11 +71,11 @@ def _read(path: Path, spec: ModelSpec) -> BaseModel:
 
 
 def _require_same_function(mine: ModelSpec, theirs: ModelSpec) -> None:
-    """Raises ValueError if weights of the same shapes would be used differently, for example by another relation."""
+    """Raises UserError if weights of the same shapes would be used differently, for example by another relation."""
     ours, found = asdict(mine), asdict(theirs)
     for field in ours if type(mine) is type(theirs) else ():
         if field not in FREE and ours[field] != found[field]:
-            raise ValueError(
+            raise UserError(
                 f"the file contains {theirs.name} with {field}={found[field]}, but the trial's model has "
                 f"{field}={ours[field]}; set model.{field} to the value of the file, or use another file"
             )

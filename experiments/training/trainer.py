@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ import san
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.grids.grid import Trial
-from experiments.runs.locks import trial_lock
-from experiments.runs.retry import PATIENCE
-from experiments.runs.store import Lock, StorageError
+from experiments.runs.claims import Claim
+from experiments.runs.retry import OUTAGE_TIMEOUT
+from experiments.runs.store import StorageError
 from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
@@ -46,7 +46,13 @@ ShouldContinue = Callable[[str, Sequence[float]], bool]
 """Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
 
 
-def run_trial(workspace: Workspace, trial: Trial, report: Report, should_continue: ShouldContinue | None = None) -> nn.Module:
+def run_trial(
+    workspace: Workspace,
+    trial: Trial,
+    report: Report,
+    should_continue: ShouldContinue | None = None,
+    grid_claim: Claim | None = None,
+) -> nn.Module:
     """Trains one trial, or the rest of it. The results are in MLflow, the weights in the checkpoints.
 
     Every worker of the trial calls this function and returns the same model, the one that was validated. `report` is called on
@@ -54,7 +60,9 @@ def run_trial(workspace: Workspace, trial: Trial, report: Report, should_continu
     calls `should_continue`.
 
     Raises:
-        UserError: the store, a checkpoint, the GPU or its memory cannot be used, or another process trains the trial.
+        ClaimedError: another process has taken over the trial, or its grid.
+        UserError: a checkpoint, the GPU or its memory cannot be used.
+        StorageError: the store cannot be used.
         DataError: an image cannot be used.
         FloatingPointError: a loss or a weight is not finite.
     """
@@ -62,17 +70,18 @@ def run_trial(workspace: Workspace, trial: Trial, report: Report, should_continu
     device = training_device(config)
     with enough_memory(config, device):
         rank, _ = join_process_group(device, hang_timeout)
-    store = workspace.store.patient(_seconds_away(config))
+    store = workspace.store.with_outage_timeout(_outage_timeout(config))
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
-        trial_lock(store, trial.key) if rank == 0 else nullcontext(Lock()) as lock,
         Watchdog(hang_timeout.total_seconds(), log) as watchdog,
         arithmetic(config.engine, device),
         enough_memory(config, device),
     ):
         minutes, keep = config.reliability.checkpoint_every_n_minutes, config.reliability.keep_checkpoints
-        checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, lock, keep, 60 * minutes)
+        checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, keep, 60 * minutes)
+        if rank == 0 and grid_claim is not None:
+            grid_claim.check()
         return _prepare(workspace, trial, device, checkpoints, watchdog, report, should_continue).fit()
 
 
@@ -279,7 +288,7 @@ class Trainer:
         if self.logger is not None:
             best = None if stopped else self._best()
             stopped_by = f"{self.trial.grid}-{self.trial.profile}" if stopped else None
-            self.logger.finish(best, stopped_by, _seconds_away(self.trial.config))
+            self.logger.finish(best, stopped_by, _outage_timeout(self.trial.config))
 
     def _is_check(self, steps: int) -> bool:
         return steps == self.train.steps or steps % self.trial.config.reliability.check_every_n_steps == 0
@@ -322,9 +331,9 @@ class Trainer:
         return best
 
 
-def _seconds_away(config: TrialConfig) -> float:
+def _outage_timeout(config: TrialConfig) -> float:
     """For how long a server or a store may be away, while the other workers wait."""
-    return min(PATIENCE, config.reliability.patience.total_seconds() / 2)
+    return min(OUTAGE_TIMEOUT, config.reliability.patience.total_seconds() / 2)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from san.choice import ModelError
 from san.nn.depth import Blocks
 
 MAX_CHANNELS, MAX_BLOCKS = 2**16, 1000
@@ -209,7 +210,7 @@ def _is_integer(value: object) -> bool:
 def check_count(name: str, count: object) -> None:
     """Raises ValueError unless `count` is a positive integer."""
     if not _is_integer(count) or count < 1:  # type: ignore[operator]
-        raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
+        raise ModelError(f"{name} must be an integer of at least 1, not {count!r}")
 
 
 # Which values a field of a spec may have, by its annotation.
@@ -243,21 +244,21 @@ class ModelSpec:
         for field in fields(self):
             is_valid, expected = FIELD_TYPES[str(field.type)]
             if not is_valid(getattr(self, field.name)):
-                raise ValueError(f"{self.name}: {field.name} must be {expected}, not {getattr(self, field.name)!r}")
+                raise ModelError(f"{self.name}: {field.name} must be {expected}, not {getattr(self, field.name)!r}")
         if len(self.depths) != len(self.widths):
-            raise ValueError(f"{self.name}: {len(self.depths)} depths but {len(self.widths)} widths; give one per stage")
+            raise ModelError(f"{self.name}: {len(self.depths)} depths but {len(self.widths)} widths; give one per stage")
         least, most = self.stem_halvings + 1, self.stem_halvings + len(self.depths)
         if self.num_stages is not None and not least <= self.num_stages <= most:
-            raise ValueError(f"{self.name}: num_stages must be {least} to {most}, not {self.num_stages}")
+            raise ModelError(f"{self.name}: num_stages must be {least} to {most}, not {self.num_stages}")
         if not 0 < self.width_mult < math.inf:
-            raise ValueError(f"{self.name}: width_mult must be positive, not {self.width_mult}")
+            raise ModelError(f"{self.name}: width_mult must be positive, not {self.width_mult}")
         if max(self.scaled_widths(), default=0) > MAX_CHANNELS:
-            raise ValueError(f"{self.name}: a stage may have at most {MAX_CHANNELS} channels, not {max(self.scaled_widths())}")
+            raise ModelError(f"{self.name}: a stage may have at most {MAX_CHANNELS} channels, not {max(self.scaled_widths())}")
         if max(self.depths, default=0) > MAX_BLOCKS:
-            raise ValueError(f"{self.name}: a stage may have at most {MAX_BLOCKS} blocks, not {max(self.depths)}")
+            raise ModelError(f"{self.name}: a stage may have at most {MAX_BLOCKS} blocks, not {max(self.depths)}")
         if not self.depths or min(self.depths) < 1 or min(self.scaled_widths()) < 1:
             shape = f"depths {self.depths} and widths {self.scaled_widths()}"
-            raise ValueError(f"{self.name}: each stage needs at least one block and one channel, not {shape}")
+            raise ModelError(f"{self.name}: each stage needs at least one block and one channel, not {shape}")
 
     def kept_depths(self) -> tuple[int, ...]:
         """Number of blocks of each stage that is kept."""

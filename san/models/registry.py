@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from san.choice import choose
+from san.choice import ModelError, choose
 from san.models.base import ModelSpec
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
@@ -39,7 +39,7 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     if unknown:
         near = difflib.get_close_matches(unknown[0], fields, n=1)
         hint = f"{f'did you mean {near[0]}? I' if near else 'i'}ts fields: {', '.join(fields)}"
-        raise ValueError(f"{name} has no field {', '.join(unknown)}; {hint}")
+        raise ModelError(f"{name} has no field {', '.join(unknown)}; {hint}")
     # YAML and JSON have only lists; a spec has tuples, because it is hashable.
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from san.choice import ModelError
 from san.models.base import BaseModel, ModelSpec
 from san.nn.depth import Blocks, drop_path
 from san.nn.inputs import check_map
@@ -34,7 +35,7 @@ class ResNetSpec(ModelSpec):
         ModelSpec.__post_init__(self)  # slots make a new class, which super() without arguments does not find
         inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_mult)
         if min(inner, stem) < 1:
-            raise ValueError(
+            raise ModelError(
                 f"{self.name}: stem and bottlenecks need at least 1 channel, not {stem} and {inner}; increase widths"
             )
 
@@ -43,7 +44,7 @@ class ResNetSpec(ModelSpec):
         check_side(self.footprint)
         least = 2 ** (len(self.kept_depths()) + 1)
         if size < least:
-            raise ValueError(f"{self.name} needs images of at least {least} x {least} pixels, not {size} x {size}")
+            raise ModelError(f"{self.name} needs images of at least {least} x {least} pixels, not {size} x {size}")
 
     def build(self, num_classes: int | None, in_channels: int = 3) -> ResNet:
         return ResNet(self, num_classes, in_channels)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
-from san.choice import ChoiceError
+from san.choice import ChoiceError, ModelError
 from san.models.base import BaseModel, ModelSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
 from san.nn.depth import Blocks
 from san.nn.inputs import check_map, specialize
 from san.nn.norm import conv_norm_relu, convolve, norm_relu
-from san.ops.footprint import check_footprint
+from san.ops.footprint import check_footprint, check_side
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
 
@@ -40,13 +40,14 @@ class SANSpec(ModelSpec):
         """Every stage halves the map, and reflection needs a map larger than half the footprint."""
         width = size if width is None else width
         for stage, footprint in enumerate(self.footprints(), start=1):
+            check_side(footprint)
             try:
                 check_footprint(footprint, size >> stage, width >> stage)
-            except ValueError as error:
+            except ModelError as error:
                 where = f"stage {stage} of {self.name} with images of {size} x {width} pixels"
                 least = max((side // 2 + 1) << number for number, side in enumerate(self.footprints(), start=1))
                 reason = str(error).partition(";")[0]
-                raise ValueError(
+                raise ModelError(
                     f"{where}: {reason}; use images of at least {least} x {least} pixels, or a smaller footprint"
                 ) from None
 
@@ -135,8 +136,8 @@ class SAN(BaseModel):
                 self.add_module(f"stage{number}", Stage(width_in, width, depth, k, spec))
             except ChoiceError:
                 raise  # not the fault of this stage: all stages have the same relation, mapping, ...
-            except ValueError as error:
-                raise ValueError(f"stage {number} of {spec.name} ({width} channels): {error}") from None
+            except ModelError as error:
+                raise ModelError(f"stage {number} of {spec.name} ({width} channels): {error}") from None
         self._add_head(num_classes)
 
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from san import ops
-from san.choice import ChoiceError, choose
+from san.choice import ChoiceError, ModelError, choose
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, Gamma
 from san.nn.norm import convolve, is_plain
@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         _check_whole(channels=channels, footprint=footprint, r1=r1, r2=r2)
         check_side(footprint)
         if channels % r1 or channels % r2:
-            raise ValueError(f"{channels} channels are not divisible by r1={r1} and by r2={r2}")
+            raise ModelError(f"{channels} channels are not divisible by r1={r1} and by r2={r2}")
         self.footprint = footprint
         self.relation_channels = channels // r1
         self.value_channels = channels // r2
@@ -110,7 +110,7 @@ class VectorAttention(SelfAttention):
         super().__init__(channels, footprint, r1, r2, transformation)
         _check_whole(group_size=group_size)
         if self.value_channels % group_size:
-            raise ValueError(f"{self.value_channels} value channels (C / r2) are not divisible by group_size={group_size}")
+            raise ModelError(f"{self.value_channels} value channels (C / r2) are not divisible by group_size={group_size}")
         self.weight_channels = self.value_channels // group_size
 
     def extra_repr(self) -> str:
@@ -146,7 +146,7 @@ class PairwiseAttention(VectorAttention):
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
         hidden = choose("mapping", mapping, MAPPINGS).pairwise(channels // HIDDEN_REDUCTION)
         if hidden and channels % HIDDEN_REDUCTION:
-            raise ValueError(f"{channels} channels are not divisible by {HIDDEN_REDUCTION}, which mapping {mapping} requires")
+            raise ModelError(f"{channels} channels are not divisible by {HIDDEN_REDUCTION}, which mapping {mapping} requires")
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
         self.gamma = Gamma.of((d, *hidden, self.weight_channels))
 
@@ -227,7 +227,7 @@ class ScalarAttention(SelfAttention):
         _check_whole(heads=heads)
         R, M = self.relation_channels, self.value_channels
         if R % heads or M % heads or R % 2:
-            raise ValueError(
+            raise ModelError(
                 f"{R} relation channels and {M} value channels must be divisible by heads={heads} (the first also by 2)"
             )
         self.weight_channels = heads
@@ -257,7 +257,7 @@ def _offset_scores(phi_NRHW: Tensor, rows: Tensor, columns: Tensor, heads: int) 
 def _check_whole(**numbers: int) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, not {number!r}")
+            raise ModelError(f"{name} must be an integer of at least 1, not {number!r}")
 
 
 def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:

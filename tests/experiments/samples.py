@@ -10,7 +10,7 @@ import torch
 
 from experiments.grids.grid import Trial
 from experiments.runner.job import Job
-from experiments.runs.store import LocalStore, Lock
+from experiments.runs.store import LocalStore
 from experiments.runs.summary import Epoch
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
 from experiments.training.metrics import RunningEpoch
@@ -44,7 +44,7 @@ def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, k
 
 def opened_checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
     """The checkpoints of a trial, opened as by a new attempt."""
-    checkpoints = Checkpoints(LocalStore(folder), "checkpoints/abc", "abc", Lock(), keep, 600)
+    checkpoints = Checkpoints(LocalStore(folder), "checkpoints/abc", "abc", keep, 600)
     checkpoints.load()
     return checkpoints
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import boto3
 import pytest
 
 from experiments.cli import main
 from experiments.runner.job import open_job
-from experiments.runs import store as stores
-from experiments.runs.store import S3Store
+from experiments.runs.bucket import S3Store
 from experiments.training.checkpoint import best_in
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.processes import Kill, ended, start
@@ -38,13 +38,15 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_database: Path
     server.end()
 
 
-def all_files(bucket: S3Store) -> list[str]:
-    return [name for name in bucket._ask(lambda s3: bucket._list(s3, "")) if name and not name.endswith("/")]
+def all_files(bucket: S3Store) -> dict[str, bytes]:
+    """The files below the prefix of the store, and their content."""
+    client = boto3.client("s3", endpoint_url=bucket.address.partition("endpoint_override=")[2])
+    names = [item["Key"] for item in client.list_objects_v2(Bucket="runs", Prefix="prefix/")["Contents"]]
+    return {name.removeprefix("prefix/"): client.get_object(Bucket="runs", Key=name)["Body"].read() for name in names}
 
 
 def on_node(folder: str) -> None:
-    """Gives a worker its own scratch folder, as on another node, and lets locks expire soon."""
-    stores.LIFE, stores.RENEWAL, stores.POLL = 3.0, 0.8, 0.2
+    """Gives a worker its own scratch folder, as on another node."""
     os.environ.update(ObjectStore.KEYS)  # the process that forks workers may have started before this test
     os.environ["SAN_SCRATCH"] = f"{folder}-{os.environ['RANK']}"
 
@@ -103,14 +105,14 @@ def test_grid_runs_without_a_shared_folder(
         output = "".join(capfd.readouterr())
         assert expected in output
         assert secret not in output
-    stored = {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in all_files(bucket)}
-    assert stored == {
-        *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv", "confusion.csv")),
+    files = all_files(bucket)
+    assert {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in files} == {
+        *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv", "confusion.csv", "owner.json")),
         f"logs/pairwise_3-KEY-{socket.gethostname()}.log",
         *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
     }
-    page = (bucket.read("small-digits/report.html") or b"").decode()
+    page = files["small-digits/report.html"].decode()
     assert "pairwise attention, subtraction" in page and "No picture" not in page  # the checkpoint was read from the bucket
-    assert not [name for name in all_files(bucket) if secret.encode() in (bucket.read(name) or b"")]
+    assert not [name for name, content in files.items() if secret.encode() in content]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert not list((tmp_path / "scratch").rglob("epoch-*"))

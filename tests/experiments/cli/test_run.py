@@ -25,6 +25,7 @@ from experiments.runner.job import Job, known_results, open_job
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
 from experiments.runs import retry
+from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
 from tests.experiments.conftest import TrainTrial
 from tests.experiments.samples import EPOCH
@@ -282,7 +283,7 @@ def test_reports_results_that_mlflow_did_not_accept(
         assert not run(job, None)
         assert "other, plain: trained, but MLflow" in capsys.readouterr().err
     else:
-        with pytest.raises(UserError, match=r"MLflow at .*\ntrained trials are kept"):
+        with pytest.raises(TrackerError, match=r"MLflow at .*\ntrained trials are kept"):
             run(job, None)
 
 
@@ -296,16 +297,6 @@ def test_failed_trials_are_not_counted_as_trained(
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
     assert not run(open_text(EQUAL_ROWS), None)
     assert "trained 1 of 2 trials in " in capsys.readouterr().err
-
-
-def test_seeds_option_replaces_the_seeds_of_the_grid(open_text: Callable[..., Job], trained: list[str]) -> None:
-    text = "{question: q, seeds: [7], rows: [{id: a, model: {name: resnet26}}]}"
-    assert [trial.name for trial in open_text(text).trials] == ["a-seed7"]
-    job = open_text(text, seeds=3)
-    assert [trial.name for trial in job.trials] == ["a", "a-seed1", "a-seed2"]
-    assert run(job, None)
-    (line,) = rows_of(job, known_results(job))
-    assert (line.seeds, line.top1) == (3, 2.0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.grids.grid import Trial
 from experiments.runner.job import Job, known_results
-from experiments.runs.locks import claimed_trials, trial_lock
+from experiments.runs.claims import claimed_trials
 from tests.experiments.conftest import San
 from tests.experiments.samples import finish_trial
 
@@ -50,12 +50,9 @@ def test_refuses_trials_that_are_trained_or_wait(open_small_job: Callable[..., J
     trial = job.trials[0]
     files = trained(job, trial)
     arguments = ("delete", trial.key, "--yes", "--runs", job.workspace.runs)
-    with trial_lock(job.workspace.store, trial.key):
-        code, _, err = run_san(*arguments)
-        assert code == 2 and f"trial {trial.key} is being trained" in err
     with claimed_trials(job.workspace.store, "small-digits", {trial.key: trial}):
         code, _, err = run_san(*arguments)
-        assert code == 2 and "waits in a grid" in err
+        assert code == 2 and f"trial {trial.key} is being trained or waits" in err
     assert all(file.exists() for file in files)
     assert trial.key in known_results(job)
 

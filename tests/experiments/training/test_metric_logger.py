@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,15 +14,12 @@ from experiments.errors import UserError
 from experiments.runner.job import Job, open_job
 from experiments.runner.plan import plan
 from experiments.runs.summary import read_ended
-from experiments.tracking import TrackerError
 from experiments.tracking.listing import list_runs
-from experiments.tracking.tracker import Tracker
 from experiments.training import metric_logger
 from experiments.training.trainer import run_trial
-from san import Complexity
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import PATIENCE
-from tests.experiments.samples import EPOCH, silent
+from tests.experiments.samples import silent
 from tests.experiments.servers import Server
 
 
@@ -57,7 +52,7 @@ def test_outage_of_the_server_loses_no_epoch(
     Training must continue meanwhile: the server is restarted by this process at the end of an epoch.
     """
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    monkeypatch.setattr("experiments.training.trainer.PATIENCE", 1.0)
+    monkeypatch.setattr("experiments.training.trainer.OUTAGE_TIMEOUT", 1.0)
     monkeypatch.setattr(metric_logger, "PAUSE", 0.2)
     job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch_size=128"), tmp_path / "runs")
     job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
@@ -101,27 +96,6 @@ def test_outage_of_the_server_loses_no_epoch(
     assert [metric.timestamp for metric in history] == list(
         read_ended(job.workspace.store.read(job.workspace.summary(trial))).values()
     )
-
-
-def test_requests_to_an_unavailable_server_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_logger, "PAUSE", 0.02)
-    trial = open_job(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0]
-    times: list[float] = []
-    enough = threading.Event()
-
-    def unavailable() -> Tracker:
-        times.append(time.monotonic())
-        if len(times) == 7:
-            enough.set()
-        raise TrackerError("no answer")
-
-    logger = metric_logger.AsyncMetricLogger(unavailable, trial, Complexity(1, 2, 3, ()), {}, 10, resumed=False)
-    logger.log([EPOCH], {EPOCH.epoch: 1000})
-    assert enough.wait(PATIENCE)
-    assert not logger.finish(None, seconds=0.0)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(times[:7])]
-    for number, pause in enumerate(pauses):
-        assert pause >= 0.5 * 0.02 * min(2**number, metric_logger.LONGEST_PAUSE)
 
 
 @pytest.mark.parametrize("wanted", [True, pytest.param(False, marks=pytest.mark.slow)])

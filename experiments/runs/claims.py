@@ -1,0 +1,93 @@
+"""Who trains what: a grid is trained by one `san run` at a time, and a trial by one process.
+
+Nothing expires. A new owner of a trial replaces the old one at once, and the old one stops before its next write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.grids.grid import Trial
+from experiments.runs.store import ClaimedError, Store
+
+GRIDS = "claims/grids"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A file of the store that names the owner of a grid or of a trial."""
+
+    store: Store
+    name: str
+    content: bytes
+
+    def check(self) -> None:
+        """Raises `ClaimedError` if another process owns the grid or the trial now. Call it before each write."""
+        now = self.store.read(self.name)
+        if now != self.content:
+            what = f"taken over by {_parsed(now)['owner']}" if now else "deleted"
+            raise ClaimedError(f"{self.store.uri(self.name)}: {what}, so {this_process()} stops")
+
+
+def this_process() -> str:
+    """For people."""
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def claim_trial(store: Store, folder: str) -> Claim:
+    """Makes this process the owner of the trial with these checkpoints, the only process that writes there."""
+    owner = {"owner": this_process(), "token": uuid.uuid4().hex}
+    claim = Claim(store, f"{folder}/owner.json", json.dumps(owner).encode())
+    store.write(claim.name, claim.content)
+    return claim
+
+
+def require_idle(store: Store, key: str) -> None:
+    """Raises `ClaimedError` if a `san run` trains a trial or is about to."""
+    for name in store.names(GRIDS):
+        if key in _parsed(store.read(name))["trials"] and store.is_claimed(name):
+            raise ClaimedError(
+                f"trial {key} is being trained or waits in a grid ({store.uri(name)}); stop its `san run`, or wait for its end"
+            )
+
+
+@contextmanager
+def claimed_trials(
+    store: Store, grid: str, missing: Mapping[str, Trial], take_over: bool = False
+) -> Iterator[tuple[dict[str, Trial], Claim]]:
+    """Claims a grid, and those of its trials that no other `san run` has claimed, until the block ends.
+
+    Yields these trials and the claim. Grids can share trials, so each claim lists its trials.
+
+    Raises:
+        ClaimedError: another `san run` is training the grid. In a bucket, one that was killed counts too, unless `take_over`.
+    """
+    own, claimed = f"{GRIDS}/{grid}", set(missing)
+    for name in store.names(GRIDS):
+        theirs = claimed.intersection(_parsed(store.read(name))["trials"]) if name != own else set()
+        if theirs and store.is_claimed(name):
+            claimed -= theirs
+    trials = {key: trial for key, trial in missing.items() if key in claimed}
+    before = _parsed(store.read(own))["owner"]
+    claim = Claim(store, own, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
+    try:
+        # A command that restarts itself keeps its number.
+        with store.claim(own, claim.content, take_over or before == this_process()):
+            yield trials, claim
+    except FileExistsError:
+        remedy = "" if store.shared else "; if that process was killed, add --take-over"
+        raise ClaimedError(
+            f"{store.uri(own)}: another `san run` is training this grid ({before}); wait until that process ends, or stop it, "
+            f"then run the same command again{remedy}"
+        ) from None
+
+
+def _parsed(content: bytes | None) -> dict[str, Any]:
+    return {"owner": "unknown", "trials": []} | json.loads(content or b"{}")

@@ -1,0 +1,125 @@
+"""Addresses and outages of buckets."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from experiments.cli import submit
+from experiments.errors import UserError
+from experiments.runs.bucket import S3Store
+from experiments.runs.store import StorageError, open_store
+from experiments.runs.workspace import open_workspace
+from tests.experiments.conftest import SMALL_GRID, San
+from tests.experiments.drivers import PATIENCE
+from tests.experiments.servers import ObjectStore, free_port
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://ada:opensesame@runs/prefix",
+        "s3://ada:open/sesame@runs/prefix",
+        "s3://runs/prefix?access_key=ada&secret_key=opensesame",
+        "s3://runs/prefix?endpoint_override=http://ada:opensesame@host:9000",
+        "s3://runs/prefix?endpoint_override=http%3A%2F%2Fada%3Aopensesame%40host",
+    ],
+)
+def test_rejects_an_address_with_a_password_without_printing_it(uri: str) -> None:
+    for take in (open_store, functools.partial(submit.check, SMALL_GRID, "digits", ())):
+        with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY") as raised:
+            take(uri)
+        assert "sesame" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("gs://runs/prefix", "expected a folder or a bucket such as s3://bucket/prefix"),
+        ("s3:///prefix", "s3:///prefix: the name of the bucket is missing"),
+        ("s3://[runs/prefix", "not a valid address"),
+        ("s3://runs/prefix?endpoint=http://host", "unknown option endpoint; choose from endpoint_override"),
+    ],
+)
+def test_rejects_an_invalid_address(uri: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        open_store(uri)
+
+
+def test_needs_a_tracking_server(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI"):
+        open_workspace(bucket.address)
+
+
+def without_a_bucket(server: ObjectStore) -> str:
+    return server.uri("prefix", bucket="nobodys")
+
+
+def without_a_server(server: ObjectStore) -> str:
+    return f"s3://runs/prefix?endpoint_override=http://127.0.0.1:{free_port()}"
+
+
+def without_permission(server: ObjectStore) -> str:
+    server.refuse()
+    return server.uri("prefix")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (without_a_bucket, "no such bucket"),
+        (without_a_server, "the store does not answer"),
+        (without_permission, "rejected the credentials; check AWS_ACCESS_KEY"),
+    ],
+)
+def test_rejects_an_unusable_bucket_before_anything_starts(
+    address: Callable[[ObjectStore], str],
+    message: str,
+    server: ObjectStore,
+    bucket: S3Store,
+    monkeypatch: pytest.MonkeyPatch,
+    run_san: San,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    try:
+        code, _, err = run_san("run", SMALL_GRID, "--runs", address(server))
+    finally:
+        server.refuse(wanted=False)
+    assert code == 2
+    assert err.startswith("san: s3://") and message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("fail", "recover", "seconds"),
+    [
+        pytest.param(ObjectStore.stop, ObjectStore.resume, 10, id="silent", marks=pytest.mark.slow),
+        pytest.param(ObjectStore.refuse, functools.partial(ObjectStore.refuse, wanted=False), 1, id="refusing"),
+    ],
+)
+def test_requests_to_an_unavailable_store_are_repeated(
+    fail: Callable[[ObjectStore], None],
+    recover: Callable[[ObjectStore], None],
+    seconds: float,
+    server: ObjectStore,
+    bucket: S3Store,
+) -> None:
+    fail(server)
+    timer = threading.Timer(seconds, recover, (server,))
+    timer.start()
+    bucket.with_outage_timeout(PATIENCE).write("a", b"content")
+    assert timer.finished.is_set()
+    assert bucket.read("a") == b"content"
+
+
+def test_outage_that_lasts_too_long_is_reported(server: ObjectStore, bucket: S3Store) -> None:
+    server.refuse()
+    try:
+        with pytest.raises(StorageError, match=r"rejected the credentials.*gave up after 0 s"):
+            bucket.with_outage_timeout(0.1).write("a", b"content")
+    finally:
+        server.refuse(wanted=False)
