@@ -121,10 +121,6 @@ class Shouting(Memory):
         print("pid", int(metrics["pid"]), flush=True)
 
 
-def silent(value: int, report: Report) -> None:
-    """Reports nothing."""
-
-
 def main(storage: str) -> None:
     """A driver for the tests of signals, with two trials that sleep. It treats SIGTERM like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

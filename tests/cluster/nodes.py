@@ -15,9 +15,7 @@ from typing import TextIO
 
 import ray
 from ray._private.node import Node
-from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
-from ray.core.generated import autoscaler_pb2
 
 from cluster import Placement
 from cluster.session import session
@@ -122,13 +120,6 @@ class Nodes:
         for pid in (raylet, *workers):
             os.kill(pid, signal.SIGKILL)
         self.cluster.remove_node(node, allow_graceful=False)
-
-    def announce_loss(self, node: Node, seconds: int) -> None:
-        """Announces that a node ends soon, like a cloud that reclaims a machine. The caller must end it."""
-        reason, deadline = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), time.time_ns() // 10**6
-        head = GcsClient(address=self.address)
-        accepted, why_not = head.drain_node(node.node_id, reason, "reclaimed", deadline + 1000 * seconds)
-        assert accepted, why_not
 
     def cut_off(self, node: Node) -> None:
         """Disconnects the network of a node, whose processes continue."""

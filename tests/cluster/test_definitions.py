@@ -1,76 +1,84 @@
-"""The cluster definitions in `cluster/`: valid for the programs that read them, and consistent with this project."""
+"""The cluster definitions in `cluster/`: valid YAML that Ray accepts, and consistent with this project."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+import shlex
+from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
 
-from tests.cluster.definitions import (
-    CLUSTER,
-    COMPOSE,
-    DEFINITIONS,
-    LAUNCHERS,
-    MANIFESTS,
-    ROOT,
-    commands,
-    pods,
-    read,
-    require_known,
-    validate,
-)
-from tests.experiments.servers import POOL
+from experiments.cli import cli
+from experiments.grids.expand import expand
+from experiments.paper.tables import table_names
 
+ROOT = Path(__file__).parent.parent.parent
+CLUSTER = ROOT / "cluster"
+LAUNCHERS = ("ray/aws.yaml", "ray/local.yaml")
 PINS = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
-every_definition = pytest.mark.parametrize("name", DEFINITIONS)
 
 
-@every_definition
-def test_definition_matches_its_schema(name: str) -> None:
-    for document in read(name):
-        validate(name, document)
+def read(name: str) -> list[dict[str, Any]]:
+    """The documents of a definition."""
+    return list(yaml.safe_load_all((CLUSTER / name).read_text()))
 
 
-@every_definition
-def test_commands_of_a_definition_are_valid(name: str) -> None:
-    for document in read(name):
-        for command in commands(name, document):
-            require_known(command)
+def require_known(command: list[str]) -> None:
+    """Raises if Ray, MLflow or `san` rejects the arguments of a command, or a grid its overrides."""
+    group: Any = cli
+    if command[0] == "ray":
+        from ray.scripts.scripts import cli as group
+    elif command[0] == "mlflow":
+        from mlflow.cli import cli as group
+    arguments = command[3:] if command[0] == "python" else command[1:]
+    while isinstance(group, click.Group):
+        group, arguments = group.commands[arguments[0]], arguments[1:]
+    filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # like Compose
+    context = group.make_context(command[0], filled)
+    if group is cli.commands["run"]:
+        expand(ROOT / context.params["grid"], context.params["profile"], context.params["overrides"], table_names())
 
 
-def test_references_of_manifests_exist() -> None:
-    documents = [document for name in MANIFESTS for document in read(name)]
-    labels = [document["spec"]["template"]["metadata"]["labels"] for document in documents if document["kind"] == "Deployment"]
-    labels += [{"ray.io/cluster": document["metadata"]["name"]} for document in documents if document["kind"] == "RayCluster"]
-    claims = {document["metadata"]["name"] for document in documents if document["kind"] == "PersistentVolumeClaim"}
-    resources = {path.name for path in (CLUSTER / "kuberay").glob("*.yaml")} - {"kustomization.yaml", "rayjob.yaml"}
-    assert set(read("kuberay/kustomization.yaml")[0]["resources"]) == resources
-    for document in documents:
-        for selector in selectors(document):
-            assert selector in labels, f"{document['kind']} {document['metadata']['name']}"
-        for pod in pods(document):
-            mounted = {volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "emptyDir" not in volume}
-            assert mounted <= claims
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_ray_accepts_a_launcher_and_its_processes_require_the_token(name: str) -> None:
+    (document,) = read(name)
+    validate_config(prepare_config(copy.deepcopy(document)))
+    options = document.get("docker", {}).get("run_options", [])
+    starts = [
+        line for line in (*document["head_start_ray_commands"], *document["worker_start_ray_commands"]) if "ray start" in line
+    ]
+    assert len(starts) == 2
+    for line in starts:
+        assert "RAY_AUTH_MODE=token" in line or "--env=RAY_AUTH_MODE=token" in options, line
+        for command in re.findall(r"\bray start[^;&|]*", line):
+            require_known(shlex.split(command))
 
 
-def selectors(value: Any) -> Iterator[dict[str, str]]:
-    """The labels by which a document selects pods."""
-    if isinstance(value, list):
-        for item in value:
-            yield from selectors(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("selector", "podSelector", "clusterSelector") and item:
-                yield item.get("matchLabels", item)
-            else:
-                yield from selectors(item)
+def test_compose_services_have_valid_commands_and_require_the_token() -> None:
+    services = read("compose.yaml")[0]["services"]
+    for service in services.values():
+        assert services.keys() >= set(service.get("depends_on", {}))
+        program = service.get("command", [""])[0]
+        if program in ("ray", "mlflow"):
+            require_known(service["command"])
+        assert program != "ray" or service["environment"]["RAY_AUTH_MODE"] == "token"
 
 
-def test_ray_version_matches_the_requirements() -> None:
-    (cluster,) = read("kuberay/raycluster.yaml")
+def test_kubernetes_definitions_are_complete() -> None:
+    folder = CLUSTER / "kuberay"
+    kinds = {document["kind"] for path in folder.glob("*.yaml") for document in read(f"kuberay/{path.name}")}
+    assert {"RayCluster", "RayJob", "NetworkPolicy", "PersistentVolumeClaim", "Deployment", "Service"} <= kinds
+    listed = set(read("kuberay/kustomization.yaml")[0]["resources"])
+    assert listed == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml", "rayjob.yaml"}
+    (cluster,), (job,) = read("kuberay/raycluster.yaml"), read("kuberay/rayjob.yaml")
     assert cluster["spec"]["rayVersion"] == PINS["ray"]
+    assert cluster["spec"]["authOptions"]["mode"] == "token"
+    require_known(shlex.split(job["spec"]["entrypoint"]))
 
 
 def test_files_of_the_dockerfile_exist() -> None:
@@ -79,40 +87,3 @@ def test_files_of_the_dockerfile_exist() -> None:
     for arguments in re.findall(r"^COPY --chown=\S+ (.*)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE):
         *sources, _ = arguments.split()
         assert all((ROOT / source).exists() and source in kept for source in sources), arguments
-
-
-def test_every_ray_process_requires_the_token() -> None:
-    for name in LAUNCHERS:
-        (document,) = read(name)
-        options = document.get("docker", {}).get("run_options", [])
-        for line in (*document["head_start_ray_commands"], *document["worker_start_ray_commands"]):
-            assert "ray start" not in line or "RAY_AUTH_MODE=token" in line or "--env=RAY_AUTH_MODE=token" in options, line
-    services = read(COMPOSE)[0]["services"]
-    for service in services.values():
-        assert service.get("command", [""])[0] != "ray" or service["environment"]["RAY_AUTH_MODE"] == "token"
-    assert read("kuberay/raycluster.yaml")[0]["spec"]["authOptions"]["mode"] == "token"
-
-
-def test_tracking_server_has_two_connections_per_thread() -> None:
-    compose = read(COMPOSE)[0]["services"]
-    manifests = [document for document in read("kuberay/tracking.yaml") if document["kind"] == "Deployment"]
-    containers = {pod["containers"][0]["name"]: pod["containers"][0] for document in manifests for pod in pods(document)}
-    environments = {variable["name"]: variable.get("value") for variable in containers["mlflow"]["env"]}
-    for environment, mlflow, database in (
-        (compose["mlflow"]["environment"], compose["mlflow"]["command"], compose["database"]["command"]),
-        (environments, containers["mlflow"]["command"], containers["postgres"]["args"]),
-    ):
-        assert {name: str(environment[name]) for name in POOL} == POOL
-        (workers,) = [int(argument.removeprefix("--workers=")) for argument in mlflow if argument.startswith("--workers=")]
-        (most,) = [int(argument.removeprefix("max_connections=")) for argument in database if "max_connections" in argument]
-        assert workers * sum(map(int, POOL.values())) <= most
-
-
-@pytest.mark.parametrize("page", ["cluster.md", "cloud-and-kubernetes.md"])
-def test_files_named_in_guides_exist(page: str) -> None:
-    """Its commands are checked by tests/docs/test_guides.py."""
-    guide = (ROOT / "docs/guides" / page).read_text()
-    named = set(re.findall(r"(?<![\w/.])(?:cluster|tests)/[\w./-]*\w", guide))
-    assert named
-    for path in named:
-        assert (ROOT / path).exists(), path

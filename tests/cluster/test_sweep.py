@@ -61,12 +61,6 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_trial_without_reports_prints_nothing(memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outcomes = sweep(cells.silent, {"silent": 0}, Placement(), storage=tmp_path, observer=memory)
-    assert outcomes["silent"].error is None
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.slow
 def test_process_is_reused_unless_a_trial_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
     ways = ["well", "well", "raises", "well", "raises a final error", "well", "dies", "well", "well"]
