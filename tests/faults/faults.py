@@ -38,7 +38,7 @@ LOOK = 5
 EPOCHS = 12
 SETTINGS = (
     *(f"recipe.epochs={EPOCHS}", "recipe.batch_size=30"),  # 20 steps an epoch
-    *(f"reliability.check_every_n_steps={LOOK}", "reliability.checkpoint_every_n_minutes=1e-9"),
+    *(f"checkpointing.check_every_n_steps={LOOK}", "checkpointing.checkpoint_every_n_minutes=1e-9"),
 )
 
 
@@ -66,7 +66,7 @@ class Scene:
         self.drivers[-1].process.kill()
         self.drivers[-1].process.wait()
 
-    def wait(self, holds: Callable[[], object], seconds: float = 120) -> None:
+    def wait(self, holds: Callable[[], object], seconds: float = 600) -> None:
         limit = time.monotonic() + seconds
         while not holds():
             said = "\n---\n".join(driver.said for driver in self.drivers)
@@ -129,7 +129,7 @@ def driver_killed_and_left(scene: Scene) -> None:
     scene.start()
     scene.step(133)
     scene.kill_driver()
-    scene.wait(lambda: not marked(scene.environment[MARK], AGENTS), 60)
+    scene.wait(lambda: not marked(scene.environment[MARK], AGENTS))
     scene.go_on()
 
 
@@ -180,7 +180,7 @@ def _damaged(scene: Scene, how: Callable[[bytes], bytes]) -> None:
     scene.step(133)
     os.killpg(driver.process.pid, signal.SIGKILL)
     driver.process.wait()
-    scene.wait(lambda: not marked(scene.environment[MARK], AGENTS), 60)
+    scene.wait(lambda: not marked(scene.environment[MARK], AGENTS))
     newest = scene.newest()
     newest.write_bytes(how(newest.read_bytes()))
     scene.damaged = 1
@@ -221,7 +221,7 @@ def stopped(scene: Scene, number: signal.Signals) -> None:
     else:
         driver.process.send_signal(number)
     scene.finish(1)
-    scene.wait(lambda: not marked(scene.environment[MARK]), 60)
+    scene.wait(lambda: not marked(scene.environment[MARK]))
     scene.go_on()
 
 
@@ -230,14 +230,14 @@ def ray_killed(scene: Scene, process: str) -> None:
     scene.step(30)
     (pid,) = [pid for pid in marked(scene.environment[MARK]) if Path(f"/proc/{pid}/exe").resolve().name == process]
     os.kill(pid, signal.SIGKILL)
-    scene.wait(lambda: "restarting Ray (1 of 10)" in scene.drivers[-1].said, 60)
+    scene.wait(lambda: "restarting Ray (1 of 10)" in scene.drivers[-1].said)
     scene.finish()
 
 
 def hung(scene: Scene) -> None:
     scene.start()
     os.kill(scene.step(133).pid, signal.SIGSTOP)
-    scene.wait(lambda: "resumes after a failure" in scene.drivers[-1].said, 100)
+    scene.wait(lambda: "resumes after a failure" in scene.drivers[-1].said)
     scene.finish()
 
 
@@ -250,7 +250,7 @@ def _no_two_at_once(steps: Sequence[Step]) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Scene], None], tuple[str, ...]]] = {
     "a trial's only worker is killed": (worker_killed, ()),
-    "one of two workers is killed": (worker_killed, ("placement.workers=2",)),
+    "one of two workers is killed": (worker_killed, ("resources.workers=2",)),
     "`san run` is killed and restarted immediately": (driver_killed, ()),
     "`san run` is killed and restarted later": (driver_killed_and_left, ()),
     "a trial is killed while it writes a checkpoint": (killed_in_a_write, ()),
@@ -265,16 +265,16 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], tuple[str, ...]]] = {
     "Ray's head (GCS) is killed": (partial(ray_killed, process="gcs_server"), ("recipe.epochs=40",)),
     "Ray's raylet is killed while a trial has two workers": (
         partial(ray_killed, process="raylet"),
-        ("placement.workers=2", "recipe.epochs=40"),
+        ("resources.workers=2", "recipe.epochs=40"),
     ),
-    "a trial's only worker hangs": (hung, ("reliability.hang_timeout_minutes=0.3",)),
-    "one of two workers hangs": (hung, ("reliability.hang_timeout_minutes=0.3", "placement.workers=2")),
+    "a trial's only worker hangs": (hung, ("checkpointing.hang_timeout_minutes=0.3",)),
+    "one of two workers hangs": (hung, ("checkpointing.hang_timeout_minutes=0.3", "resources.workers=2")),
 }
 
 
 def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Scene:
     """Returns what a disturbed scene is compared with; trained once for all rows with the same recipe and workers."""
-    told = [override for override in overrides if not override.startswith("reliability.")]
+    told = [override for override in overrides if not override.startswith("checkpointing.")]
     scene = Scene(folder / "-".join(["undisturbed", *told]), *told)
     if not (scene.runs / "grid-digits" / "table.csv").exists():
         try:
@@ -310,7 +310,7 @@ def _judged(scene: Scene, whole: Scene) -> int:
     assert _table(scene) == _table(whole), f"{_table(scene)} is not {_table(whole)}"
     ours, theirs = (Checkpoint.read(each.newest()).engine["model"] for each in (scene, whole))
     equal = all(torch.equal(value, theirs[key]) for key, value in ours.items())
-    assert equal or "placement.workers=2" in scene.overrides, "other weights"
+    assert equal or "resources.workers=2" in scene.overrides, "other weights"
     return lost
 
 
