@@ -65,10 +65,9 @@ test-all: test $(CLIENTS)/.installed
 wheel: setup
 	@$(BIN)/python -m cuda_ext.wheel dist
 
-# Tests with timm, torchvision, captum, Lightning and huggingface_hub, which are installed next to the environment, and all others
-# that show how the project works with PyTorch. Writes the table of docs/results/clients.md.
+# Tests with timm, torchvision, captum, Lightning and huggingface_hub, which are installed next to the environment.
 test-clients: $(CLIENTS)/.installed
-	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m tests.clients
+	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
 
 $(CLIENTS)/.installed: requirements-clients.txt | setup
 	@$(BIN)/pip install -qq --no-deps --target $(CLIENTS) -r $<

@@ -74,19 +74,6 @@ def test_features(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san_resnet26"])
-def test_checkpointing_has_the_same_gradients_and_updates_statistics_once(name: str) -> None:
-    plain, saving = small(name).train(), small(name).train()
-    saving.load_state_dict(plain.state_dict())
-    saving.set_grad_checkpointing()
-    for model in (plain, saving):
-        model(IMAGES).square().mean().backward()
-    for (key, ours), theirs in zip(saving.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=key)
-    for key, value in plain.named_buffers():
-        assert torch.equal(value, saving.get_buffer(key)), key
-
-
 def test_drop_rates() -> None:
     model = small("san10_pairwise", drop_rate=0.5, drop_path_rate=0.2)
     rates = [module.drop_path_rate for module in model.modules() if isinstance(module, san.nn.SelfAttentionBlock)]
@@ -124,7 +111,7 @@ def test_gray_images_and_odd_sizes() -> None:
 
 
 def test_pretrained_networks() -> None:
-    with pytest.raises(ValueError, match=r"no weights, but .*san10_patchwise_cifar10.*; for the authors' files, use"):
+    with pytest.raises(ValueError, match="san10_patchwise_cifar10"):
         timm.create_model("san10_pairwise", pretrained=True)
     for name, ours in san.timm.VARIANTS.items():
         if ours in san.list_models(pretrained=True):
