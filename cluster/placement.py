@@ -46,7 +46,7 @@ class Placement:
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
             if (asked := getattr(self, name)) < least:
-                raise ClusterError(f"placement.{name} must be at least {least}, not {asked}")
+                raise ClusterError(f"resources.{name} must be at least {least}, not {asked}")
 
     def __str__(self) -> str:
         workers = _count(self.workers, "worker")
@@ -66,7 +66,7 @@ def concurrency(placement: Placement, resources: Resources) -> int:
         enough = f"enough for {_count(workers, 'such worker')}" if workers else "not enough for one such worker"
         raise ClusterError(
             f"a trial needs {placement}, but the cluster has {resources}, {enough}; "
-            "lower placement.workers, placement.cpus or placement.gpus, or use a larger cluster"
+            "lower resources.workers, resources.cpus or resources.gpus, or use a larger cluster"
         )
     return cells
 

@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 import san
 from experiments.cli import cli
 from experiments.grids import grid
-from experiments.grids.config import DataConfig, EngineConfig, PlacementConfig, RecipeConfig, ReliabilityConfig
+from experiments.grids.config import CheckpointingConfig, DataConfig, EngineConfig, RecipeConfig, ResourcesConfig
 from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
@@ -114,8 +114,8 @@ def config_reference() -> str:
         ("data", DataConfig),
         ("recipe", RecipeConfig),
         ("engine", EngineConfig),
-        ("placement", PlacementConfig),
-        ("reliability", ReliabilityConfig),
+        ("resources", ResourcesConfig),
+        ("checkpointing", CheckpointingConfig),
     ):
         parts += [_heading(section, inspect.getdoc(schema) or ""), key_table(schema, f"{section}.")]
     parts += [_heading("Grid file", inspect.getdoc(grid.Grid) or ""), key_table(grid.Grid, "")]

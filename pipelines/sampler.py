@@ -45,5 +45,5 @@ def require_full_ranks(count: int, batch_size: int, world_size: int) -> None:
         raise DataError(
             f"{count} images with batch size {batch_size} give steps of only "
             f"{smallest} {'image' if smallest == 1 else 'images'}, too few for {world_size} workers; "
-            "increase recipe.batch_size, add images, or lower placement.workers"
+            "increase recipe.batch_size, add images, or lower resources.workers"
         )

@@ -109,7 +109,7 @@ def evaluate(
       a file written by `san.save_checkpoint`
       a file released by the paper's authors
 
-    Overrides may set data.*, recipe.batch_size and placement.cpus. For released files, overrides may also set
+    Overrides may set data.*, recipe.batch_size and resources.cpus. For released files, overrides may also set
     model fields that are missing from the file, for example model.footprint=9.
 
     \b
@@ -214,7 +214,7 @@ def robustness(
     help="Write an interactive page with all layers and pixels instead of a PNG file.",
 )
 @click.option("--compare", metavar="CHECKPOINT", help="With --html: a second network, shown next to the first one.")
-def show(
+def attention(
     checkpoint: str,
     image: str,
     overrides: tuple[str, ...],
@@ -234,9 +234,9 @@ def show(
     BMP, TIFF or WebP file, or the number of an image in the split.
 
     \b
-    Example: san show san10.pt photo.jpg --pixel 112,96 --out attention.png
+    Example: san attention san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
-    from experiments.evaluation.attention import in_words, layer_name, look, look_everywhere, open_image
+    from experiments.evaluation.attention import compute_all_attention, compute_attention, in_words, layer_name, open_image
     from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
     from experiments.report.attention_page import save_page
     from experiments.report.attention_plot import save
@@ -264,11 +264,11 @@ def show(
             raise UserError(
                 f"--compare {compare}: its input is {sizes[1]} pixels wide, the other's {sizes[0]}; give data.size=N"
             )
-        seen = [look_everywhere(network, open_image(network, image, split)) for network in networks]
+        seen = [compute_all_attention(network, open_image(network, image, split)) for network in networks]
         save_page(seen, layer_name(opened, layer), html)
         click.echo(f"{html}: open this file in a browser")
         return
     chosen = None if place is None else (int(place[1]), int(place[2]))
-    attention = look(opened, open_image(opened, image, split), chosen, grid or 1, layer)
-    save(attention, out)
-    click.echo(f"{out}: {in_words(attention)}")
+    weights = compute_attention(opened, open_image(opened, image, split), chosen, grid or 1, layer)
+    save(weights, out)
+    click.echo(f"{out}: {in_words(weights)}")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class _Commands(GroupedCommands):
     headings: ClassVar = {
         "Train": ("plan", "run", "report", "study"),
-        "Checkpoints": ("evaluate", "robustness", "show", "convert"),
+        "Checkpoints": ("evaluate", "robustness", "attention", "convert"),
         "Models": ("models", "complexity", "doctor"),
         "Data": ("data",),
         "Cluster": ("submit",),
@@ -70,7 +70,7 @@ def cli() -> None:
 
 
 cli.add_command(data)
-for command in (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.show):
+for command in (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.attention):
     cli.add_command(command)
 
 
@@ -265,7 +265,7 @@ def report(
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
-    from experiments.cli.show import print_unfinished, show, write_page
+    from experiments.cli.report import print_report, print_unfinished, write_page
     from experiments.report.build import records_of, tables
     from experiments.runner.job import finished_results, known_results, open_job, say
 
@@ -282,7 +282,7 @@ def report(
         click.echo(tables(job, results)[form].rstrip("\n"))
         print_unfinished(job, results)
     else:
-        _, complete = show(job, finished_results(job))
+        _, complete = print_report(job, finished_results(job))
         sys.exit(0 if complete else 1)
 
 

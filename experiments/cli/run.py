@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from experiments.cli.show import show
+from experiments.cli.report import print_report
 from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import paper_claims
@@ -40,7 +40,7 @@ def run(job: Job, address: str | None) -> bool:
     found += f", {equal} identical to another trial" if equal else ""
     say(f"grid {job.name}, profile {job.profile}: {len(job.wanted)} trials{found}, {len(missing)} to train")
     if not missing and not missing_measurements(job, results):
-        files, complete = show(job, results)
+        files, complete = print_report(job, results)
         _refresh(job, results, files, complete)
         return complete
     try:
@@ -55,7 +55,7 @@ def run(job: Job, address: str | None) -> bool:
         if unmeasured := missing_measurements(job, results):
             measure(job, unmeasured, address, note(job, results))
             results = retry(lambda: known_results(job))
-        files, complete = show(job, results)
+        files, complete = print_report(job, results)
         retry(lambda: job.tracker.log_report(files, complete and job.wanted == job.trials))
         retry(lambda: job.tracker.describe(note(job, results)))
     except TrackerError as error:

@@ -125,7 +125,7 @@ def open_image(opened: LoadedModel, image: str, split: str | None = None) -> Dat
     return images.only([int(image)])
 
 
-def look(
+def compute_attention(
     opened: LoadedModel, picture: Dataset, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None
 ) -> Attention:
     """Computes the attention weights of one layer for the first image of `picture`, preprocessed as in validation.
@@ -146,7 +146,7 @@ def look(
     return _attention(opened, _run(opened, picture), name, pixels)
 
 
-def look_everywhere(opened: LoadedModel, picture: Dataset) -> dict[str, Attention]:
+def compute_all_attention(opened: LoadedModel, picture: Dataset) -> dict[str, Attention]:
     """Computes the attention weights of all layers for all pixels, by name of the layer.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.errors import UnavailableError
-from experiments.evaluation.attention import Attention, look
+from experiments.evaluation.attention import Attention, compute_attention
 from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
 from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace
@@ -61,6 +61,6 @@ def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
             opened = replace(open_checkpoint(path), config=trial.config)
         images = open_images(opened)
         number = len(images) // 2
-        return AttentionSample(trial, place, number, look(opened, images.only([number])))
+        return AttentionSample(trial, place, number, compute_attention(opened, images.only([number])))
     except (*DAMAGE, UnavailableError) as error:  # also UserError and DataError; a report is useful without a picture
         return AttentionSample(trial, place, 0, None, " ".join(str(error).split()) or type(error).__name__)

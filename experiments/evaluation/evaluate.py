@@ -29,7 +29,7 @@ from san.choice import ModelError
 from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel
 
-ALLOWED_OVERRIDES = ("recipe.batch_size", "placement.cpus")
+ALLOWED_OVERRIDES = ("recipe.batch_size", "resources.cpus")
 """Allowed besides those of `data`."""
 KEY = "[0-9a-f]{12}"
 """The content hash of a trial."""
@@ -91,7 +91,7 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
 
     The checkpoint of a trial contains the preprocessing, and a folder in the Hub's format can name its profile; for others, the
     profile gives it (by default `imagenet`). `overrides` such as `data.root=/data` change `data`, `recipe.batch_size` and
-    `placement.cpus`; for released files, also missing fields of the model, such as `model.footprint=9`.
+    `resources.cpus`; for released files, also missing fields of the model, such as `model.footprint=9`.
 
     Raises:
         UserError: the file does not exist, is not a checkpoint or does not fit the overrides.
@@ -278,7 +278,7 @@ def evaluate_checkpoint(
 
 def evaluation_loader(opened: LoadedModel, images: Dataset, transform: Transform, batch: int) -> Loader:
     """Loads batches in the order of the images to the available device, with the threads of the config."""
-    cpus = opened.config.placement.cpus
+    cpus = opened.config.resources.cpus
     prepare_cpu(cpus)
     threads, where = decoding_threads(cpus), available_device()
     return Loader(images, transform, train=False, batch_size=batch, seed=opened.seed, threads=threads, device=where)

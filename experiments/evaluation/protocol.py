@@ -77,9 +77,9 @@ def measured(
         UserError: memory does not suffice for a single image.
     """
     opened.model.eval().requires_grad_(False)
-    recipe, placement = opened.config.recipe, opened.config.placement
+    recipe, resources = opened.config.recipe, opened.config.resources
     # What one worker trained on at once fits, with gradients, on the same hardware.
-    batch = max(min(recipe.batch_size // (placement.workers * recipe.grad_accum_steps), len(images)), 1)
+    batch = max(min(recipe.batch_size // (resources.workers * recipe.grad_accum_steps), len(images)), 1)
     for condition in conditions:
         numbers = None
         while numbers is None:

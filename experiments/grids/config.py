@@ -267,7 +267,7 @@ class EngineConfig(Strict):
         return self.model_copy(update={"channels_last": channels_last, "tf32": on_gpu and self.tf32 is not False})
 
 
-class PlacementConfig(Strict):
+class ResourcesConfig(Strict):
     """Resources of one trial: `workers` processes, each with `cpus` and `gpus`."""
 
     workers: Count = 1
@@ -278,7 +278,7 @@ class PlacementConfig(Strict):
     """GPUs per worker: a whole number, or a fraction such as 0.25 for trials that share a GPU."""
 
 
-class ReliabilityConfig(Strict):
+class CheckpointingConfig(Strict):
     """Checkpoints and failure detection. Does not change results."""
 
     checkpoint_every_n_minutes: Positive = 10.0
@@ -291,7 +291,7 @@ class ReliabilityConfig(Strict):
     """Time without a finished step after which a worker is stopped. Workers also wait this long for each other."""
 
     @property
-    def patience(self) -> timedelta:
+    def hang_timeout(self) -> timedelta:
         return timedelta(minutes=self.hang_timeout_minutes)
 
 
@@ -302,16 +302,16 @@ class TrialConfig(Strict):
     data: DataConfig
     recipe: RecipeConfig
     engine: EngineConfig = EngineConfig()
-    placement: PlacementConfig = PlacementConfig()
-    reliability: ReliabilityConfig = ReliabilityConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
 
 
 def too_many_parts(config: TrialConfig, images: int) -> str:
     """Error message for `recipe.grad_accum_steps` if a worker has only `images` images in a step."""
-    recipe, workers = config.recipe, config.placement.workers
+    recipe, workers = config.recipe, config.resources.workers
     return (
         f"must be at most {images}, not {recipe.grad_accum_steps}: in some steps each worker has {images} images "
-        f"(recipe.batch_size={recipe.batch_size}, placement.workers={workers})"
+        f"(recipe.batch_size={recipe.batch_size}, resources.workers={workers})"
     )
 
 
@@ -319,29 +319,29 @@ def combination_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Values that are valid, but not in combination, as (path of the key, error)."""
     yield from _recipe_errors(config)
     yield from _engine_errors(config)
-    workers, gpus = config.placement.workers, config.placement.gpus
+    workers, gpus = config.resources.workers, config.resources.gpus
     if gpus % 1 and (gpus > 1 or workers > 1):
         needs = f"must be a whole number if it is above 1 or a trial has several workers, not {gpus:g}"
-        yield "placement.gpus", f"{needs} (placement.workers={workers})"
+        yield "resources.gpus", f"{needs} (resources.workers={workers})"
 
 
 def _recipe_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
-    recipe, placement = config.recipe, config.placement
+    recipe, resources = config.recipe, config.resources
     if recipe.warmup_epochs >= recipe.epochs:
         yield "recipe.warmup_epochs", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.warmup_epochs:g}"
-    each = recipe.batch_size // placement.workers
+    each = recipe.batch_size // resources.workers
     if each and recipe.grad_accum_steps > each:  # the loader reports workers without any images
         yield "recipe.grad_accum_steps", too_many_parts(config, each)
-    if recipe.sync_batchnorm and not placement.gpus:
-        yield "recipe.sync_batchnorm", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
+    if recipe.sync_batchnorm and not resources.gpus:
+        yield "recipe.sync_batchnorm", "needs a GPU, but resources.gpus is 0; leave out this key, or set resources.gpus=1"
     if recipe.nesterov and (recipe.optimizer != "sgd" or not recipe.momentum):
         yield "recipe.nesterov", "needs recipe.optimizer=sgd and a recipe.momentum above 0; leave out recipe.nesterov"
 
 
 def _engine_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     recipe, engine = config.recipe, config.engine
-    if engine.cuda_graphs and not config.placement.gpus:
-        yield "engine.cuda_graphs", "needs a GPU, but placement.gpus is 0; leave out this key, or set placement.gpus=1"
+    if engine.cuda_graphs and not config.resources.gpus:
+        yield "engine.cuda_graphs", "needs a GPU, but resources.gpus is 0; leave out this key, or set resources.gpus=1"
     elif engine.cuda_graphs and engine.zero_stage:
         yield (
             "engine.cuda_graphs",

@@ -1,4 +1,4 @@
-"""Pictures of attention weights: PNG files for `san show`, and SVG for the page of a grid."""
+"""Pictures of attention weights: PNG files for `san attention`, and SVG for the page of a grid."""
 
 from __future__ import annotations
 

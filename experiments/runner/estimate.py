@@ -16,7 +16,7 @@ from experiments.grids.grid import Trial
 from experiments.tracking import Result
 
 Setting = frozenset[tuple[str, str]]
-SECTIONS = ("model.", "engine.", "placement.")
+SECTIONS = ("model.", "engine.", "resources.")
 FIELDS = ("data.size", "recipe.batch_size", "recipe.grad_accum_steps", "recipe.precision")
 
 GUESSED_RATES = {"cpu": 1e9, "gpu": 1.5e12}
@@ -24,7 +24,7 @@ GUESSED_RATES = {"cpu": 1e9, "gpu": 1.5e12}
 was measured on a Xeon with the digits profile. The GPU's rate is a prediction for an A100."""
 
 Basis = Literal["like", "flops", "guess"]
-"""`like`: finished runs with the same model, size, batch and placement. `flops`: the FLOPs of the model, at the speed of other
+"""`like`: finished runs with the same model, size, batch and resources. `flops`: the FLOPs of the model, at the speed of other
 finished runs. `guess`: its FLOPs, at a guessed rate."""
 
 
@@ -49,7 +49,7 @@ class Estimator:
                 speed = result.metrics["summary/images_per_second"]
                 speeds[_setting(result.params)].append(speed)
                 if "flops_paper" in result.metrics:
-                    kind, devices = _devices(*(float(result.params.get(f"placement.{key}", least)) for key, least in LEAST))
+                    kind, devices = _devices(*(float(result.params.get(f"resources.{key}", least)) for key, least in LEAST))
                     rates[kind].append(speed * result.metrics["flops_paper"] / devices)
         self._speeds = {setting: mean(found) for setting, found in speeds.items()}
         self._rates = {kind: median(found) for kind, found in rates.items()}
@@ -57,19 +57,19 @@ class Estimator:
 
     def hours(self, trial: Trial, images: int) -> Hours:
         """Hours for a trial with `images` images per epoch."""
-        placement = trial.config.placement
+        resources = trial.config.resources
         basis, speed = self._speed(trial)
         wall = trial.config.recipe.epochs * images / speed / 3600
-        return Hours(wall, wall * placement.workers * placement.cpus, wall * placement.workers * placement.gpus, basis)
+        return Hours(wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, basis)
 
     def _speed(self, trial: Trial) -> tuple[Basis, float]:
         """Images per second of all workers."""
-        placement = trial.config.placement
+        resources = trial.config.resources
         if self._speeds:
             speed = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
             if speed is not None:
                 return "like", speed
-        kind, devices = _devices(placement.workers, placement.cpus, placement.gpus)
+        kind, devices = _devices(resources.workers, resources.cpus, resources.gpus)
         rate = self._rates.get(kind)
         return "guess" if rate is None else "flops", devices * (rate or GUESSED_RATES[kind]) / self._flops_of(trial)
 
@@ -86,7 +86,7 @@ class Estimator:
 
 
 LEAST = (("workers", 1), ("cpus", 1), ("gpus", 0))
-"""The parameters of a placement and their defaults."""
+"""The parameters of a trial's resources and their defaults."""
 
 
 def _devices(workers: float, cpus: float, gpus: float) -> tuple[str, float]:

@@ -66,7 +66,7 @@ class Job:
     @property
     def placement(self) -> Placement:
         """What each trial takes; a grid cannot change it from row to row."""
-        wanted = self.trials[0].config.placement
+        wanted = self.trials[0].config.resources
         return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
@@ -97,10 +97,10 @@ def open_job(
     place = _placed if writes else lambda data: without_writing(_placed(data))
     configs = {row: config.model_copy(update={"data": place(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
-    apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.placement): (row, c) for row, c in configs.items()}
+    apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.resources): (row, c) for row, c in configs.items()}
     for row, config in apart.values():
         try:
-            loaders(config, seed=0, rank=0, world=config.placement.workers)
+            loaders(config, seed=0, rank=0, world=config.resources.workers)
         except UserError as error:
             raise UserError(f"{path}: row {row}: {error}") from None
     digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}

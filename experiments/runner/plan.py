@@ -120,8 +120,8 @@ def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resour
     workers, cpus = max(options)
     if workers == 0:
         return []
-    fewer_workers = [f"placement.workers={workers}", f"recipe.grad_accum_steps={parts // workers}"]
-    fewer_cpus = [f"placement.cpus={cpus}"]
+    fewer_workers = [f"resources.workers={workers}", f"recipe.grad_accum_steps={parts // workers}"]
+    fewer_cpus = [f"resources.cpus={cpus}"]
     return (fewer_workers if workers < placement.workers else []) + (fewer_cpus if cpus < placement.cpus else [])
 
 

@@ -121,7 +121,7 @@ class Tracker:
         """
         with usable(self.uri):
             found = self._find(trial, anywhere=resumed)
-            workers = str(trial.config.placement.workers)
+            workers = str(trial.config.resources.workers)
             if found:
                 self.client.update_run(found[0].info.run_id, status="RUNNING")
                 numbers = found[0].data.tags.get("san.workers", workers).split(",")

@@ -1,6 +1,6 @@
 """Which device a trial trains on, and clear errors where that device cannot be used.
 
-`placement.gpus` decides, not what the machine has: a trial that asked for a GPU must not train on the CPU for days while the
+`resources.gpus` decides, not what the machine has: a trial that asked for a GPU must not train on the CPU for days while the
 GPU is reserved for it.
 """
 
@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # options of glibc's mallo
 
 
 def available_device() -> torch.device:
-    """A GPU if torch can use one, else the CPU: for commands that have no `placement.gpus`."""
+    """A GPU if torch can use one, else the CPU: for commands that have no `resources.gpus`."""
     return torch.device("cuda", _local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -33,7 +33,7 @@ def training_device(config: TrialConfig) -> torch.device:
     Raises:
         MachineError: the trial needs a GPU, but torch cannot use one here or the CUDA kernels cannot run.
     """
-    if config.placement.gpus == 0:
+    if config.resources.gpus == 0:
         return torch.device("cpu")
     require_gpu(config)
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
@@ -69,15 +69,15 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
 
 def require_gpu(config: TrialConfig) -> None:
     """Raises MachineError if the trial needs a GPU, but torch cannot use one on this machine."""
-    gpus = config.placement.gpus
+    gpus = config.resources.gpus
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own words on an old driver, which `gpu_problem` has too
         if gpus == 0 or torch.cuda.is_available():
             return
-    raise MachineError(f"placement.gpus={gpus:g}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
+    raise MachineError(f"resources.gpus={gpus:g}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
 
 
-def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
+def compute_tags(config: EngineConfig, device: torch.device) -> dict[str, str]:
     """The device, operators and precision of a trial, for its log and the tags of its run."""
     missing, settings = library.missing(device.type), config.on(device.type)
     return {
@@ -90,7 +90,7 @@ def computing(config: EngineConfig, device: torch.device) -> dict[str, str]:
 
 def gpu_problem() -> str:
     """Why torch cannot use a GPU on this machine, and what to do about it."""
-    otherwise = "or train on the CPU with placement.gpus=0"
+    otherwise = "or train on the CPU with resources.gpus=0"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch, {otherwise}"
     return (
@@ -111,7 +111,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def enough_memory(config: TrialConfig, device: torch.device) -> Iterator[None]:
+def explain_oom(config: TrialConfig, device: torch.device) -> Iterator[None]:
     """Inside the block, running out of GPU memory is a mistake in the config: a retry would only repeat it.
 
     Raises:
@@ -126,7 +126,7 @@ def enough_memory(config: TrialConfig, device: torch.device) -> Iterator[None]:
 
 
 def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
-    recipe, workers = config.recipe, config.placement.workers
+    recipe, workers = config.recipe, config.resources.workers
     gib = 2**30
     peak, total = torch.cuda.max_memory_allocated(device) / gib, torch.cuda.get_device_properties(device).total_memory / gib
     at_once = -(-recipe.batch_size // (workers * recipe.grad_accum_steps))
@@ -136,10 +136,10 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
         remedies.append(f"recipe.grad_accum_steps={2 * recipe.grad_accum_steps} ({halved})")
     if recipe.precision == "float32":
         remedies.append("recipe.precision=bfloat16 (halves most activations)")
-    remedies.append(f"placement.workers={2 * workers} (splits each batch over more GPUs)")
+    remedies.append(f"resources.workers={2 * workers} (splits each batch over more GPUs)")
     return (
         f"out of GPU memory: tensors took {peak:.1f} of {total:.1f} GiB with {at_once} images of {config.data.size} x "
-        f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, placement.workers={workers}, "
+        f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, resources.workers={workers}, "
         f"recipe.grad_accum_steps={recipe.grad_accum_steps}); set one of: {', '.join(remedies)}"
     )
 

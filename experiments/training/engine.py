@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.graphs import StepGraphs
-from experiments.training.recipe import Blend, averaged, erased, frozen_parts, mixup, optimizer, schedule
+from experiments.training.recipe import MixedBatch, averaged, erased, frozen_parts, mixup, optimizer, schedule
 
 PLAIN = EngineConfig()
 ALIGNMENT = 32
@@ -40,7 +40,7 @@ def join_process_group(device: torch.device, patience: timedelta = timedelta(min
 
 
 @contextmanager
-def arithmetic(config: EngineConfig, device: torch.device) -> Iterator[None]:
+def numerics(config: EngineConfig, device: torch.device) -> Iterator[None]:
     """Sets TF32 and, inside the block, deterministic algorithms, as configured.
 
     With `deterministic`, torch raises RuntimeError if an operation has no deterministic algorithm. On a GPU, the block must be
@@ -153,7 +153,7 @@ class Engine:
             self._average.update_parameters(self.module)
         return mean
 
-    def _run(self, part: Blend, images: int) -> Tensor:
+    def _run(self, part: MixedBatch, images: int) -> Tensor:
         """Adds the gradients of a part of a step with `images` images in total; returns the part's share of the mean loss."""
         loss = part.loss(self._engine(part.images_NCHW), self.recipe.label_smoothing)
         loss = loss * (len(part.labels_N) / images)  # sizes of parts may differ by one

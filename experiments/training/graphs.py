@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.training.recipe import Blend
+from experiments.training.recipe import MixedBatch
 
 WARM_UP = 3
 """Number of runs before a capture, in which kernels are compiled and tuned and libraries allocate their workspaces."""
 
-ForwardBackward = Callable[[Blend, int], Tensor]
+ForwardBackward = Callable[[MixedBatch, int], Tensor]
 
 
 class StepGraphs:
@@ -28,9 +28,9 @@ class StepGraphs:
 
     def __init__(self, run: ForwardBackward, state: Iterable[Tensor]) -> None:
         self._run, self._state = run, list(state)
-        self._captured: dict[tuple[int, int], tuple[Blend, Callable[[], object], Tensor]] = {}
+        self._captured: dict[tuple[int, int], tuple[MixedBatch, Callable[[], object], Tensor]] = {}
 
-    def __call__(self, part: Blend, images: int) -> Tensor:
+    def __call__(self, part: MixedBatch, images: int) -> Tensor:
         """Returns the result of `run`, which the next call overwrites."""
         size = len(part.labels_N), images
         if size not in self._captured:
@@ -41,7 +41,7 @@ class StepGraphs:
         replay()
         return loss
 
-    def _capture(self, part: Blend, images: int) -> tuple[Blend, Callable[[], object], Tensor]:
+    def _capture(self, part: MixedBatch, images: int) -> tuple[MixedBatch, Callable[[], object], Tensor]:
         own = part.clone()
         before = [tensor.clone() for tensor in self._state]
         replay, loss = record(lambda: self._run(own, images))

@@ -228,6 +228,6 @@ def _loader(
         rank=rank,
         world_size=world,
         seed=seed,
-        threads=decoding_threads(config.placement.cpus),
+        threads=decoding_threads(config.resources.cpus),
         device=device,
     )

@@ -28,7 +28,7 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int)
     return LambdaLR(optimizer, factor)
 
 
-class Blend(NamedTuple):
+class MixedBatch(NamedTuple):
     """The images of a step or of a part of it. With mixup, each image has two classes, `labels_N` and `others_N`, with the
     weights `shares_2`; otherwise, `others_N` and `shares_2` are None."""
 
@@ -41,14 +41,14 @@ class Blend(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in self if tensor is not None]
 
-    def clone(self) -> Blend:
-        return Blend(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]
+    def clone(self) -> MixedBatch:
+        return MixedBatch(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]
 
-    def parts(self, count: int) -> list[Blend]:
+    def parts(self, count: int) -> list[MixedBatch]:
         """Splits the images into parts, whose sizes differ by at most one."""
         images, labels = self.images_NCHW.tensor_split(count), self.labels_N.tensor_split(count)
         others = [None] * count if self.others_N is None else self.others_N.tensor_split(count)
-        return [Blend(*part, self.shares_2) for part in zip(images, labels, others, strict=True)]
+        return [MixedBatch(*part, self.shares_2) for part in zip(images, labels, others, strict=True)]
 
     def loss(self, logits_NC: Tensor, label_smoothing: float) -> Tensor:
         """Mean cross-entropy in float32; with mixup, weighted over both classes."""
@@ -60,18 +60,18 @@ class Blend(NamedTuple):
         return self.shares_2[0] * loss + self.shares_2[1] * others
 
 
-def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> Blend:
+def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> MixedBatch:
     """Blends every image with another one of the batch (Zhang et al. 2018, arXiv 1710.09412), unless alpha is 0.
 
     The weights, the same for the whole batch, and the pairs come from torch's random state, which is in the checkpoint.
     """
     if alpha == 0:
-        return Blend(images_NCHW, labels_N)
+        return MixedBatch(images_NCHW, labels_N)
     share = float(torch.distributions.Beta(alpha, alpha).sample())
     others_N = to_device(torch.randperm(len(labels_N)), labels_N.device)
     shares_2 = to_device(torch.tensor([share, 1 - share]), labels_N.device)
     mixed_NCHW = shares_2[0] * images_NCHW + shares_2[1] * images_NCHW[others_N]
-    return Blend(mixed_NCHW, labels_N, labels_N[others_N], shares_2)
+    return MixedBatch(mixed_NCHW, labels_N, labels_N[others_N], shares_2)
 
 
 def erased(images_NCHW: Tensor, probability: float) -> Tensor:

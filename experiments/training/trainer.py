@@ -28,8 +28,8 @@ from experiments.runs.store import StorageError
 from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
-from experiments.training.device import computing, enough_memory, precision_warning, prepare_cpu, training_device
-from experiments.training.engine import Engine, arithmetic, join_process_group
+from experiments.training.device import compute_tags, explain_oom, precision_warning, prepare_cpu, training_device
+from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
 from experiments.training.pretrained import initialize
@@ -66,19 +66,19 @@ def run_trial(
         DataError: an image cannot be used.
         FloatingPointError: a loss or a weight is not finite.
     """
-    config, hang_timeout = trial.config, trial.config.reliability.patience
+    config, hang_timeout = trial.config, trial.config.checkpointing.hang_timeout
     device = training_device(config)
-    with enough_memory(config, device):
+    with explain_oom(config, device):
         rank, _ = join_process_group(device, hang_timeout)
     store = workspace.store.with_outage_timeout(_outage_timeout(config))
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
         Watchdog(hang_timeout.total_seconds(), log) as watchdog,
-        arithmetic(config.engine, device),
-        enough_memory(config, device),
+        numerics(config.engine, device),
+        explain_oom(config, device),
     ):
-        minutes, keep = config.reliability.checkpoint_every_n_minutes, config.reliability.keep_checkpoints
+        minutes, keep = config.checkpointing.checkpoint_every_n_minutes, config.checkpointing.keep_checkpoints
         checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, keep, 60 * minutes)
         if rank == 0 and grid_claim is not None:
             grid_claim.check()
@@ -95,14 +95,14 @@ def _prepare(
     should_continue: ShouldContinue | None,
 ) -> Trainer:
     config, rank, world = trial.config, dist.get_rank(), dist.get_world_size()
-    prepare_cpu(config.placement.cpus)
+    prepare_cpu(config.resources.cpus)
     train, val = loaders(config, trial.seed, rank, world, device)
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
     if config.recipe.init is not None:
         _log.info(initialize(model, config.recipe.init, trial.init_digest))
-    complexity, tags = san.complexity(model, config.data.size), computing(config.engine, device)
+    complexity, tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
     if config.recipe.scaling is not None and rank == 0:
         _log.info(config.recipe.scaling)
     micro_batch = -(-config.recipe.batch_size // (world * config.recipe.grad_accum_steps))
@@ -291,7 +291,7 @@ class Trainer:
             self.logger.finish(best, stopped_by, _outage_timeout(self.trial.config))
 
     def _is_check(self, steps: int) -> bool:
-        return steps == self.train.steps or steps % self.trial.config.reliability.check_every_n_steps == 0
+        return steps == self.train.steps or steps % self.trial.config.checkpointing.check_every_n_steps == 0
 
     def _continues(self, running: RunningEpoch) -> bool:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""
@@ -333,7 +333,7 @@ class Trainer:
 
 def _outage_timeout(config: TrialConfig) -> float:
     """For how long a server or a store may be away, while the other workers wait."""
-    return min(OUTAGE_TIMEOUT, config.reliability.patience.total_seconds() / 2)
+    return min(OUTAGE_TIMEOUT, config.checkpointing.hang_timeout.total_seconds() / 2)
 
 
 @contextmanager

@@ -72,14 +72,14 @@ class SelfAttention(nn.Module):
         maps = {role: convolve(self.get_submodule(role), x_NCHW) for role in dict.fromkeys(self.roles)}
         return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]
 
-    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
+    def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """The attention weights alpha, [N, G, K, P]."""
         raise NotImplementedError
 
     def weights(self, x_NCHW: Tensor) -> Tensor:
         """The attention weights alpha for an input, [N, G, K, P]."""
         phi, psi, _ = self.transform(x_NCHW)
-        return self.weigh(phi, psi)
+        return self.attention_weights(phi, psi)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Maps [N, C, H, W] to [N, M, H, W].
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W]."""
         # Under autocast, the softmax returns float32 and beta is a half type.
-        weight_NGKP = self.weigh(phi_NRHW, psi_NRHW).to(beta_NMHW.dtype)
+        weight_NGKP = self.attention_weights(phi_NRHW, psi_NRHW).to(beta_NMHW.dtype)
         return ops.aggregation(beta_NMHW, weight_NGKP, self.footprint)
 
 
@@ -150,7 +150,7 @@ class PairwiseAttention(VectorAttention):
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
         self.gamma = Gamma.of((d, *hidden, self.weight_channels))
 
-    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
+    def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
         pairs = PAIRWISE[self.relation].pairs
         if pairs is not None and isinstance(self.gamma, Gamma) and (self.position is None or is_plain(self.position, Position)):
@@ -203,7 +203,7 @@ class PatchwiseAttention(VectorAttention):
         is_shared = self.roles[0] == self.roles[1]
         return row.when_shared if is_shared and row.when_shared is not None else row
 
-    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
+    def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
         if self.relation == "concatenation" and isinstance(self.gamma, Gamma) and self.gamma.fuses_patches(psi_NRHW):
             center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i is part of its own footprint
@@ -236,7 +236,7 @@ class ScalarAttention(SelfAttention):
         nn.init.normal_(self.rows, std=R**-0.5)
         nn.init.normal_(self.columns, std=R**-0.5)
 
-    def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
+    def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, heads, K, P]."""
         content_NGKP = ops.dot(phi_NRHW, psi_NRHW, self.footprint, self.weight_channels)
         return (content_NGKP + _offset_scores(phi_NRHW, self.rows, self.columns, self.weight_channels)).softmax(dim=2)

@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             *("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=8"),
             *("recipe.batch_size=16", "recipe.epochs=14"),
-            *("placement.workers=1", "placement.cpus=2", "placement.gpus=0"),
+            *("resources.workers=1", "resources.cpus=2", "resources.gpus=0"),
         ),
     ),
 }

@@ -27,7 +27,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.transform import transform
 from tests.benchmarks.tables import spread
 
-SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4", "placement.cpus=2")
+SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4", "resources.cpus=2")
 SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {
     "digits": ("san10_pairwise", "digits", (), "train", 64),
     "digits, resnet": ("resnet26", "digits", (), "train", 64),

@@ -26,7 +26,7 @@ GRID = Path(__file__).parent / "workers.yaml"
 def top1(folder: Path, workers: int, seed: int) -> float:
     """Returns the top-1 in percent after the last epoch; trains the trial first if needed."""
     runs = folder / f"{workers}-workers"
-    job = open_job(GRID, "digits", (f"placement.workers={workers}",), runs, seed + 1)
+    job = open_job(GRID, "digits", (f"resources.workers={workers}",), runs, seed + 1)
     (trial,) = (trial for trial in job.trials if trial.seed == seed)
     summary = job.workspace.checkpoints(trial) / "summary.csv"
     epochs = trial.config.recipe.epochs

@@ -1,7 +1,7 @@
 """The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
 
 Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
-`KEY`, and a key after `san show` or `--compare`, become that of a trial that was trained before. A block after
+`KEY`, and a key after `san attention` or `--compare`, become that of a trial that was trained before. A block after
 `<!-- not run: REASON -->` is only checked: its Python compiles, and the options of its `san` commands exist.
 """
 
@@ -35,7 +35,7 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): [^\n]* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"recipe.epochs": "1", "data.train_per_class": "4"}
-KEY = re.compile(r"\bKEY\b|(?:(?<=san show )|(?<=--compare ))[0-9a-f]{12}\b")
+KEY = re.compile(r"\bKEY\b|(?:(?<=san attention )|(?<=--compare ))[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True)
@@ -192,5 +192,5 @@ def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_in_the_text_exist(page: str) -> None:
     text = re.sub(r"\bdata\.val_split_\*|`data\.\*`", "", (ROOT / page).read_text(encoding="utf-8"))
-    for section, key in re.findall(r"[`\s](data|recipe|engine|placement|reliability)\.(\w+)", text):
+    for section, key in re.findall(r"[`\s](data|recipe|engine|resources|checkpointing)\.(\w+)", text):
         assert key in keys_at(TrialConfig, (section,)), f"{section}.{key}"

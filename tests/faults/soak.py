@@ -102,9 +102,9 @@ class Episode:
 
     def __init__(self, folder: Path, setup: str) -> None:
         self.folder, self.setup = folder, setup
-        self.overrides = [*SETTINGS, f"reliability.hang_timeout_minutes={HANG_MINUTES}"]
+        self.overrides = [*SETTINGS, f"checkpointing.hang_timeout_minutes={HANG_MINUTES}"]
         if "two" in setup:
-            self.overrides.append("placement.workers=2")
+            self.overrides.append("resources.workers=2")
         self.runs = folder / "runs"
         for path in (self.runs, folder / "home", folder / "server"):
             path.mkdir(parents=True)

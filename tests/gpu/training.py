@@ -25,11 +25,11 @@ def overrides(settings: Settings, workers: int, engine: dict[str, str]) -> list[
     """Returns a grid with synthetic images, which need no decoding, and batches of 32 per worker, as in the paper."""
     if settings.small:
         keys = ["recipe.epochs=2", f"recipe.batch_size={32 * workers}", "data.synthetic_per_class=16", "data.source=synthetic"]
-        keys += ["data.synthetic_classes=10", "placement.gpus=0", "placement.cpus=1"]
+        keys += ["data.synthetic_classes=10", "resources.gpus=0", "resources.cpus=1"]
     else:
         keys = ["recipe.epochs=8", f"recipe.batch_size={32 * workers}", "data.source=synthetic", "data.synthetic_classes=16"]
-        keys += [f"data.synthetic_per_class={120 * workers}", "placement.gpus=1", "placement.cpus=4"]
-    return [*keys, f"placement.workers={workers}", *(f"engine.{key}={value}" for key, value in engine.items())]
+        keys += [f"data.synthetic_per_class={120 * workers}", "resources.gpus=1", "resources.cpus=4"]
+    return [*keys, f"resources.workers={workers}", *(f"engine.{key}={value}" for key, value in engine.items())]
 
 
 def training(several: bool, engine: dict[str, str], settings: Settings) -> Iterator[Row]:

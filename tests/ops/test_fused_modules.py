@@ -172,47 +172,32 @@ def test_matches_reference(setting: Setting, dtype: torch.dtype, values: float, 
     assert_close(ours, results(copy.deepcopy(module).double(), x.double(), "reference"), values, gradients)
 
 
-@settings(max_examples=120)
-@given(
-    kind=st.sampled_from(KINDS),
-    relation=st.sampled_from(RELATIONS),
-    mapping=st.sampled_from(["L", "LRL"]),
-    position=st.sampled_from(["none", "absolute", "relative"]),
-    transformation=st.sampled_from(["distinct", "phi_eq_psi"]),
-    sixteenths=st.integers(1, 7),
-    reductions=st.sampled_from([(16, 4), (8, 16), (4, 4), (16, 2)]),
-    group_size_index=st.integers(0, 9),
-    reach=st.integers(0, 3),
-    extra=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    batch=st.integers(1, 3),
-    training=st.booleans(),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    seed=st.integers(0, 9),
-)
-def test_matches_reference_for_any_shape(
-    kind: str,
-    relation: str,
-    mapping: str,
-    position: str,
-    transformation: str,
-    sixteenths: int,
-    reductions: tuple[int, int],
-    group_size_index: int,
-    reach: int,
-    extra: tuple[int, int],
-    batch: int,
-    training: bool,
-    layout: str,
-    seed: int,
-) -> None:
-    (r1, r2), channels, footprint = reductions, 16 * sixteenths, 2 * reach + 1
-    sizes = [size for size in range(1, channels // r2 + 1) if channels // r2 % size == 0]
-    group_size = sizes[group_size_index % len(sizes)]
-    relation, height, width = relation if kind == "pairwise" else "", reach + extra[0], reach + extra[1]
-    assume(not training or batch * height * width > 1)
-    setting = Setting(
-        kind, relation, mapping, position, transformation, channels, r1, r2, group_size, footprint, batch, height, width
+@st.composite
+def any_setting(draw: st.DrawFn) -> Setting:
+    kind = draw(st.sampled_from(KINDS))
+    r1, r2 = draw(st.sampled_from([(16, 4), (8, 16), (4, 4), (16, 2)]))
+    channels, reach = 16 * draw(st.integers(1, 7)), draw(st.integers(0, 3))
+    return Setting(
+        kind,
+        relation=draw(st.sampled_from(RELATIONS)) if kind == "pairwise" else "",
+        mapping=draw(st.sampled_from(["L", "LRL"])),
+        position=draw(st.sampled_from(["none", "absolute", "relative"])),
+        transformation=draw(st.sampled_from(["distinct", "phi_eq_psi"])),
+        channels=channels,
+        r1=r1,
+        r2=r2,
+        group_size=draw(st.sampled_from([size for size in range(1, channels // r2 + 1) if channels // r2 % size == 0])),
+        footprint=2 * reach + 1,
+        batch=draw(st.integers(1, 3)),
+        height=reach + draw(st.integers(1, 6)),
+        width=reach + draw(st.integers(1, 6)),
     )
+
+
+@settings(max_examples=120)
+@given(any_setting(), st.booleans(), st.sampled_from(sorted(LAYOUTS)), st.integers(0, 9))
+def test_matches_reference_for_any_shape(setting: Setting, training: bool, layout: str, seed: int) -> None:
+    assume(not training or setting.batch * setting.height * setting.width > 1)
     assert_matches_reference(setting.module(seed=seed).train(training), LAYOUTS[layout](setting.x(seed=seed)))
 
 
@@ -251,14 +236,6 @@ def test_error_in_half_types_is_at_most_twice_the_unfused_one(
     assert all(fused[name].dtype == parameter.dtype for name, parameter in module.named_parameters())
     ours, plain = errors(fused, exact), errors(unfused, exact)
     assert all(ours[name] <= 2 * plain[name] + torch.finfo(dtype).eps for name in exact), (ours, plain)
-
-
-@every_kind
-def test_inference_mode(kind: str) -> None:
-    module, x = Setting(kind).module().eval(), Setting(kind).x()
-    with torch.inference_mode():
-        y = module(x)
-    torch.testing.assert_close(y.clone(), module(x), rtol=0, atol=0)
 
 
 @every_kind
@@ -333,15 +310,6 @@ def test_changed_layers_run_unfused(kind: str, change: str) -> None:
     assert_matches_reference(module, x)
 
 
-@every_kind
-def test_compiled_gamma_runs_unfused(kind: str) -> None:
-    module: Any = Setting(kind).module()
-    module.gamma = torch.compile(module.gamma, backend="eager")  # cannot be copied
-    with Calls() as calls:
-        assert module(Setting(kind).x()).shape == (2, 8, 6, 5)
-    assert not calls.names & set(FUSED.values())
-
-
 OTHER_MODULES: dict[str, Callable[[], SelfAttention]] = {
     "dot": lambda: PairwiseAttention(32, 3, relation="dot", group_size=4).double(),
     "star": lambda: PatchwiseAttention(32, 3, relation="star", group_size=4).double(),
@@ -378,19 +346,11 @@ def test_fuses_any_ordinary_norm_and_linear_layer(kind: str, change: str) -> Non
     assert_matches_reference(module, x)
 
 
-def test_hook_on_position_runs() -> None:
-    module = Setting().module()
-    seen: list[torch.Size] = []
-    module.get_submodule("position").register_forward_hook(lambda layer, args, out: seen.append(out.shape))
-    module(Setting().x())
-    assert seen == [torch.Size((1, 2, 9, 30))]
-
-
 @pytest.mark.parametrize("cls", [PairwiseAttention, PatchwiseAttention])
 def test_subclass_may_override_the_weights(cls: type[SelfAttention]) -> None:
     class Squared(cls):  # type: ignore[misc, valid-type]
-        def weigh(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
-            weight_NGKP: Tensor = super().weigh(phi_NRHW, psi_NRHW)
+        def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
+            weight_NGKP: Tensor = super().attention_weights(phi_NRHW, psi_NRHW)
             return weight_NGKP.square()
 
     module, x = Squared(32, 3, group_size=4).double(), Setting().x()
@@ -422,9 +382,7 @@ def test_accepts_an_empty_batch(kind: str) -> None:
 @every_kind
 def test_rejects_training_on_one_value_per_channel(kind: str) -> None:
     setting = Setting(kind, footprint=1, batch=1, height=1, width=1)
-    with pytest.raises(
-        ValueError, match="training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint"
-    ):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
         setting.module()(setting.x())
     assert setting.module().eval()(setting.x()).shape == (1, 8, 1, 1)
 
@@ -493,13 +451,6 @@ def test_compiles_for_any_size(kind: str) -> None:
         torch.testing.assert_close(got, want)
 
 
-@every_kind
-def test_network_matches_reference(kind: str) -> None:
-    model, images = small(kind).double(), IMAGES.double()
-    assert is_fused(model, images)
-    assert_close(results(model, images), results(model, images, "reference"), 1e-9, 1e-8)
-
-
 def penalty(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Gradients of a gradient penalty."""
     (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
@@ -512,18 +463,10 @@ def penalty(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @every_mode
 def test_gradient_penalty_equals_the_reference(kind: str, training: bool) -> None:
     module, x = Setting(kind).module().double().train(training), Setting(kind).x().double().requires_grad_()
-    with pytest.warns(UserWarning, match="create_graph=True differentiates reference operators"):
+    with pytest.warns(UserWarning, match="create_graph"):
         ours = penalty(module, x)
     with ops.backend("reference"):
         assert_close(ours, penalty(module, x), 1e-9, 1e-8)
-
-
-@every_kind
-def test_unfused_supports_second_derivatives(kind: str) -> None:
-    setting = Setting(kind, channels=16, r1=8, batch=1, height=3, width=3)
-    module = setting.module()
-    with ops.backend("unfused"):
-        assert torch.autograd.gradgradcheck(lambda x: module(x), setting.x().requires_grad_(), fast_mode=True)
 
 
 @every_kind

@@ -66,7 +66,7 @@ def test_stopped_trial_resumes_without_early_stopping(
     world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
 ) -> None:
     """A stopped trial has its run and checkpoints. Without early stopping, it trains the other epochs."""
-    trial = open_small_job(*SHORT, f"placement.workers={world}").trials[1]
+    trial = open_small_job(*SHORT, f"resources.workers={world}").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
     assert ended(start(workspace, trial, world, should_continue=stop_after_two_epochs)) == [0] * world
@@ -122,7 +122,7 @@ def test_grid_stops_the_trials_that_do_not_learn(write_grid: Callable[..., Path]
         seeds: [0, 1]
         early_stopping: {grace_epochs: 2, reduction: 2}
     """)
-    given = (f"placement.cpus={max(available_cpus() // 2, 1)}",)
+    given = (f"resources.cpus={max(available_cpus() // 2, 1)}",)
     first = Driver(path, tmp_path / "runs", given)
     assert first.finish() == 0, first.said
     stopped = re.findall(r"\] (\S+) stopped at epoch 2 of 4 by early stopping", first.said)

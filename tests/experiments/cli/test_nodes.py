@@ -17,9 +17,9 @@ CHECK_EVERY = 5
 EPOCHS, STEPS = 3, 12
 ONE_WORKER = (
     *(f"recipe.epochs={EPOCHS}", "recipe.batch_size=20", "data.train_per_class=24"),
-    *(f"reliability.check_every_n_steps={CHECK_EVERY}", "reliability.checkpoint_every_n_minutes=1e-9"),
+    *(f"checkpointing.check_every_n_steps={CHECK_EVERY}", "checkpointing.checkpoint_every_n_minutes=1e-9"),
 )
-TWO_WORKERS = (*ONE_WORKER, "placement.workers=2")
+TWO_WORKERS = (*ONE_WORKER, "resources.workers=2")
 TWO_TRIALS = """
 question: Which failures does a grid survive?
 rows:
@@ -86,8 +86,7 @@ def _assert_complete(job: Job) -> None:
 @pytest.mark.slow
 @needs_proc
 def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> None:
-    """Its process still reaches the shared folder, but no longer owns the trial: it ends when it wants to write a checkpoint, or
-    when Ray ends it."""
+    """Its process still reaches the shared folder, but no longer owns the trial: it ends when it would write a checkpoint."""
     runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
     grid.write_text(TWO_TRIALS)
     with separate_addresses() as network:

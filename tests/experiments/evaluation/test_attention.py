@@ -1,4 +1,4 @@
-"""`san show` and the page's samples: the weights that the network used, a description, and clear errors."""
+"""`san attention` and the page's samples: the weights that the network used, a description, and clear errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
-from experiments.evaluation.attention import Attention, between_channels, in_words, look, open_image
+from experiments.evaluation.attention import Attention, between_channels, compute_attention, in_words, open_image
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
 from pipelines import prepare_digits
 from san import ops
@@ -41,7 +41,7 @@ def opened(files: Path, kind: str) -> LoadedModel:
 
 def look_at(files: Path, kind: str, pixel: tuple[int, int] | None = None, grid: int = 1, layer: str | None = None) -> Attention:
     network = opened(files, kind)
-    return look(network, open_image(network, str(files / "colours.png")), pixel, grid, layer)
+    return compute_attention(network, open_image(network, str(files / "colours.png")), pixel, grid, layer)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_draws_weights_and_describes_them(
 ) -> None:
     out = tmp_path / "picture.png"
     options = ("--profile", "digits", "--out", out, *where)
-    _, text, _ = run_san("show", files / f"{KINDS[kind]}.pt", files / "colours.png", *options)
+    _, text, _ = run_san("attention", files / f"{KINDS[kind]}.pt", files / "colours.png", *options)
     with Image.open(out) as picture:
         assert picture.info["Description"] == text.removeprefix(f"{out}: ").rstrip("\n")
         assert picture.width == 1200 and picture.height > 800
@@ -94,7 +94,9 @@ def test_image_is_preprocessed_as_in_validation(files: Path, tmp_path: Path) -> 
     root = prepare_digits(tmp_path / "digits")
     network = open_checkpoint(files / "san10_pairwise.pt", (f"data.root={root}",), "digits")
     images = open_image(network, "40")
-    by_number, by_name = (look(network, open_image(network, image)) for image in ("40", str(root / images.paths[0])))
+    by_number, by_name = (
+        compute_attention(network, open_image(network, image)) for image in ("40", str(root / images.paths[0]))
+    )
     assert images.paths[0].startswith("val/1/")
     np.testing.assert_array_equal(by_number.image_HW3, by_name.image_HW3)
     np.testing.assert_array_equal(by_number.weight_GKn, by_name.weight_GKn)
@@ -114,7 +116,7 @@ def test_image_format_does_not_matter(files: Path, tmp_path: Path) -> None:
     for name, options in formats.items():
         with Image.open(files / "colours.png") as picture:
             picture.save(tmp_path / name, **options)
-        np.testing.assert_array_equal(look(network, open_image(network, str(tmp_path / name))).image_HW3, expected)
+        np.testing.assert_array_equal(compute_attention(network, open_image(network, str(tmp_path / name))).image_HW3, expected)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_rejects_other_images(
 ) -> None:
     """Captures file descriptors, because DALI prints its own messages about broken images before ours."""
     options = ("--profile", "digits")
-    code, out, err = captured_san(monkeypatch, capfd, "show", files / "san10_pairwise.pt", broken / image, *options)
+    code, out, err = captured_san(monkeypatch, capfd, "attention", files / "san10_pairwise.pt", broken / image, *options)
     assert (code, out) == (2, "")
     assert f"san: {broken / image}: {IMAGES[image]}" in err or f"san: {broken / image}: a {IMAGES[image]}" in err
 
@@ -198,6 +200,6 @@ def test_rejects(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     filled = [files / argument if argument.endswith((".pt", "colours.png")) else argument for argument in arguments]
-    code, out, err = run_san("show", *filled, "--profile", "digits")
+    code, out, err = run_san("attention", *filled, "--profile", "digits")
     assert (code, out) == (2, "")
     assert words in err

@@ -62,8 +62,8 @@ def test_key_depends_only_on_what_affects_the_result(small_grid: Path) -> None:
     assert len(set(keys.values())) == 3
     assert expand(small_grid, "data.source=shards", "data.root=elsewhere")["pairwise_3"].key == keys["pairwise_3"]
     places = ("data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
-    settings = ("placement.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
-    for same in (*places, *settings, "data.synthetic_classes=10", "data.synthetic_per_class=10", "placement.cpus=2"):
+    settings = ("resources.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
+    for same in (*places, *settings, "data.synthetic_classes=10", "data.synthetic_per_class=10", "resources.cpus=2"):
         assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
     for other in ("recipe.lr=0.01", "data.flip=true", "model.width_mult=1"):
         assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
@@ -118,7 +118,7 @@ def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
     assert sum(map(len, rows.values())) == 47 + 2 * 9
     for name, trials in rows.items():
         for trial in trials.values():
-            data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.placement
+            data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.resources
             assert data.split == ("val-original" if name in ("comparison", "rotation", "attack") else "val-split")
             assert (data.val_split_per_class, data.train_per_class) == (50, None)
             assert (data.size, data.resize, data.crop_area, data.flip) == (INPUT_SIZE, 256, (0.08, 1.0), True)
@@ -170,14 +170,14 @@ MISTAKES = {
         rows: [{id: a, model: {name: resnet26, footprint: 3}}]
         product:
           lr: [0.1]
-          placement.workers: [1, 2]
+          resources.workers: [1, 2]
           recipe.lr.x: [1]
           data.flip: []
           model.footprint: [3, 5]
         """,
         [
             "product.lr: ",
-            "product.placement.workers: ",
+            "product.resources.workers: ",
             "product.recipe.lr.x: ",
             "product.data.flip: empty list",
             "product.model.footprint: also set in row a",

@@ -1,17 +1,21 @@
-"""`san show --html`: the weights on the page, and the errors of its options."""
+"""`san attention --html`: the weights on the page, and the errors of its options."""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
+import shutil
+import subprocess
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments.evaluation.attention import look_everywhere, open_image
+from experiments.evaluation.attention import compute_all_attention, open_image
 from tests.experiments.conftest import San
+from tests.experiments.drivers import PATIENCE
 from tests.experiments.evaluation.test_attention import files, opened  # noqa: F401
 from tests.experiments.report.conftest import read_page, text_of
 
@@ -19,7 +23,7 @@ from tests.experiments.report.conftest import read_page, text_of
 def test_page_contains_the_weights_of_all_layers_and_pixels(files: Path, tmp_path: Path, run_san: San) -> None:  # noqa: F811
     page, picture = tmp_path / "page.html", files / "colours.png"
     options = ("--profile", "digits", "--html", page, "--compare", files / "san10_scalar.pt", "--layer", "0")
-    code, _, err = run_san("show", files / "san10_patchwise.pt", picture, *options)
+    code, _, err = run_san("attention", files / "san10_patchwise.pt", picture, *options)
     assert code == 0, err
     root = read_page(page)
     assert [text_of(heading) for heading in root.iter("h1")] == ["Attention weights of san10_patchwise and san10_scalar"]
@@ -27,7 +31,7 @@ def test_page_contains_the_weights_of_all_layers_and_pixels(files: Path, tmp_pat
     data = json.loads(element.text or "")
     for kind, network in zip(("patchwise", "scalar"), data["networks"], strict=True):
         model = opened(files, kind)
-        layers = look_everywhere(model, open_image(model, str(picture)))
+        layers = compute_all_attention(model, open_image(model, str(picture)))
         assert [layer["name"] for layer in network["layers"]] == list(layers)
         for attention, layer in zip(layers.values(), network["layers"], strict=True):
             channels, positions, pixels = attention.weight_GKn.shape
@@ -40,6 +44,24 @@ def test_page_contains_the_weights_of_all_layers_and_pixels(files: Path, tmp_pat
     np.testing.assert_allclose(image / 255, attention.image_HW3, atol=1 / 255)
 
 
+@pytest.mark.slow
+def test_script_shows_the_weights_of_the_pixel_in_the_middle(files: Path, tmp_path: Path, run_san: San) -> None:  # noqa: F811
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("a browser is missing: no chromium on PATH (Debian's package chromium)")
+    page, picture = tmp_path / "page.html", files / "colours.png"
+    run_san("attention", files / "san10_patchwise.pt", picture, "--profile", "digits", "--html", page)
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    command += ["--virtual-time-budget=10000", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout
+    network = opened(files, "patchwise")
+    attention = compute_all_attention(network, open_image(network, str(picture)))["stage2.blocks.0.attention"]
+    weight_GK = attention.weight_GKn[:, :, 3 * 6 + 3]  # a map of 6 x 6 pixels
+    strongest = np.take_along_axis(weight_GK, np.abs(weight_GK).argmax(1)[:, None], 1)[:, 0]
+    labels = [float(label) for label in re.findall(r'aria-label="channel \d+: strongest ([-.\de]+)', shown)]
+    np.testing.assert_allclose(labels, strongest, atol=attention.limit / 50)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -49,6 +71,6 @@ def test_page_contains_the_weights_of_all_layers_and_pixels(files: Path, tmp_pat
     ],
 )
 def test_rejects(options: tuple[str, ...], words: str, files: Path, run_san: San) -> None:  # noqa: F811
-    code, _, err = run_san("show", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits", *options)
+    code, _, err = run_san("attention", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits", *options)
     assert code == 2
     assert words in err

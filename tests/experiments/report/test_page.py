@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.cli.show import write_page
-from experiments.evaluation.attention import in_words, look, open_image
+from experiments.cli.report import write_page
+from experiments.evaluation.attention import compute_attention, in_words, open_image
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
@@ -75,7 +75,7 @@ def test_page_of_a_grid(finished_job: Callable[..., Job], tmp_path: Path, run_sa
     assert [line.get("d", "").count("L") for line in lines] == [2] * 2 * 4  # three epochs; two metrics of four rows
 
     opened = open_checkpoint(file)
-    attention = look(opened, open_image(opened, "180"))
+    attention = compute_attention(opened, open_image(opened, "180"))
     (section,) = root.findall(".//section[@aria-labelledby='attention-weights']")
     assert [picture.get("aria-label") for picture in section.iter("svg")] == [in_words(attention)]
     assert f"{attention.between:.0f} % of the variance" in text_of(section)

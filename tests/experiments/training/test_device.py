@@ -11,14 +11,14 @@ from experiments.errors import UserError
 from experiments.grids.config import EngineConfig, TrialConfig
 from experiments.training.device import (
     available_device,
-    computing,
-    enough_memory,
+    compute_tags,
+    explain_oom,
     gpu_problem,
     precision_warning,
     prepare_cpu,
     training_device,
 )
-from experiments.training.engine import arithmetic
+from experiments.training.engine import numerics
 from san.ops import library
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import expand
@@ -40,25 +40,25 @@ def test_config_decides_on_the_device(gpu: None, monkeypatch: pytest.MonkeyPatch
     assert available_device() == torch.device("cuda", 0)
     assert training_device(config()) == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert training_device(config("placement.gpus=1")) == torch.device("cuda", 1)
+    assert training_device(config("resources.gpus=1")) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(("cuda", "remedy"), [(None, "CUDA build of torch"), ("13.0", "`nvidia-smi`")])
 def test_rejects_an_unusable_gpu(cuda: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert remedy in gpu_problem() and "placement.gpus=0" in gpu_problem()
-    with pytest.raises(UserError, match=r"placement.gpus=1: .*placement.gpus=0"):
-        training_device(config("placement.gpus=1"))
+    assert remedy in gpu_problem() and "resources.gpus=0" in gpu_problem()
+    with pytest.raises(UserError, match=r"resources.gpus=1: .*resources.gpus=0"):
+        training_device(config("resources.gpus=1"))
 
 
 def test_reference_operators_on_a_gpu_need_an_option(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "missing", lambda device: "nvcc was not found")
     with pytest.raises(UserError, match=r"nvcc was not found\. .*engine\.reference_operators=true"):
-        training_device(config("placement.gpus=1"))
-    accepted = config("placement.gpus=1", "engine.reference_operators=true")
+        training_device(config("resources.gpus=1"))
+    accepted = config("resources.gpus=1", "engine.reference_operators=true")
     assert training_device(accepted).type == "cuda"
-    assert computing(accepted.engine, torch.device("cuda"))["operators"] == "reference (nvcc was not found)"
+    assert compute_tags(accepted.engine, torch.device("cuda"))["operators"] == "reference (nvcc was not found)"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_reference_operators_on_a_gpu_need_an_option(gpu: None, monkeypatch: pyt
     ids=str,
 )
 def test_defaults_depend_on_the_device(engine: tuple[str, ...], where: str, tf32: str, channels_last: str, gpu: None) -> None:
-    found = computing(config(*engine).engine, torch.device(where))
+    found = compute_tags(config(*engine).engine, torch.device(where))
     assert (found["tf32"], found["channels_last"]) == (tf32, channels_last)
 
 
@@ -81,7 +81,7 @@ def test_tf32_is_set_for_matmul_and_cudnn(wanted: bool | None, allowed: bool) ->
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = not allowed
     try:
-        with arithmetic(EngineConfig(tf32=wanted), torch.device("cuda")):
+        with numerics(EngineConfig(tf32=wanted), torch.device("cuda")):
             assert matmul.allow_tf32 == cudnn.allow_tf32 == allowed
             assert (matmul.fp32_precision == "tf32") == allowed, "what the kernels read"
     finally:
@@ -102,8 +102,8 @@ def test_out_of_memory_error_names_numbers_and_remedies(error: Exception, monkey
     properties: Any = type("Properties", (), {"total_memory": 24 * 2**30})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 22.5 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    wanted = config("placement.gpus=1", "recipe.batch_size=256", "recipe.grad_accum_steps=2")
-    with pytest.raises(Exception) as found, enough_memory(wanted, torch.device("cuda")):
+    wanted = config("resources.gpus=1", "recipe.batch_size=256", "recipe.grad_accum_steps=2")
+    with pytest.raises(Exception) as found, explain_oom(wanted, torch.device("cuda")):
         raise error
     if "illegal" in str(error):
         assert found.value is error

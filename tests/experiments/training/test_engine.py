@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.grids.config import EngineConfig, RecipeConfig
-from experiments.training.engine import Engine, arithmetic
+from experiments.training.engine import Engine, numerics
 from tests.experiments.processes import together
 
 RECIPE = RecipeConfig(epochs=2, batch_size=8, lr=0.5, momentum=0.9, weight_decay=1e-2, label_smoothing=0.1)
@@ -204,6 +204,6 @@ def test_channels_last_gives_the_same_results(process_group: None) -> None:
 
 
 def test_deterministic_algorithms_are_disabled_after_the_block() -> None:
-    with arithmetic(EngineConfig(deterministic=True), torch.device("cpu")):
+    with numerics(EngineConfig(deterministic=True), torch.device("cpu")):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()

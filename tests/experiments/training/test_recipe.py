@@ -124,14 +124,14 @@ def test_without_mixup_and_erasing_no_random_number_is_drawn() -> None:
 
 def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_job: Callable[..., Job]) -> None:
     for workers in (1, 1, 2, 1):
-        job = open_small_job(f"placement.workers={workers}", "recipe.batch_size=64")
+        job = open_small_job(f"resources.workers={workers}", "recipe.batch_size=64")
         run = job.tracker.open(job.trials[0])
     assert job.tracker.client.get_run(run.run_id).data.tags["san.workers"] == "1,2,1"
-    job.tracker.client.log_param(run.run_id, "placement.workers", 7)  # from a worker that was killed while it described the run
+    job.tracker.client.log_param(run.run_id, "resources.workers", 7)  # from a worker that was killed while it described the run
     run.describe(job.trials[0], san.complexity(job.trials[0].config.model.spec().build(10), 24))
     params = job.tracker.client.get_run(run.run_id).data.params
     assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.2", "0.4", "0.0")
-    assert params["placement.workers"] == "7"
+    assert params["resources.workers"] == "7"
 
 
 OFF = ("warmup_epochs=0", "mixup_alpha=0", "ema_decay=0", "grad_accum_steps=1", "precision=float32", "sync_batchnorm=false")
@@ -156,11 +156,11 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
         (["recipe.epochs=10000"], "9999"),
         (["recipe.ema_decay=1"], "less than 1"),
         (["recipe.precision=float16"], "'bfloat16'"),
-        (["recipe.sync_batchnorm=true"], "placement.gpus=1"),
+        (["recipe.sync_batchnorm=true"], "resources.gpus=1"),
         (["recipe.optimizer=adamw", "recipe.nesterov=true"], "recipe.optimizer=sgd"),
         (["engine.zero_stage=1", "recipe.decay=weights"], "engine.zero_stage=1"),
         (["engine.zero_stage=1", "engine.channels_last=true"], "engine.zero_stage=1"),
-        (["placement.gpus=1.5"], "whole number"),
+        (["resources.gpus=1.5"], "whole number"),
         (["data.resize=20"], "at least size (24)"),
         (["data.crop_area=[0.9, 0.1]"], "increasing"),
         (["data.crop_ratio=[2, 1]"], "increasing"),
@@ -174,7 +174,7 @@ def test_rejects_invalid_values(overrides: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "most"), [(["recipe.grad_accum_steps=12", "placement.workers=3"], 10), (["recipe.grad_accum_steps=32"], 31)]
+    ("overrides", "most"), [(["recipe.grad_accum_steps=12", "resources.workers=3"], 10), (["recipe.grad_accum_steps=32"], 31)]
 )
 def test_rejects_more_accumulation_steps_than_images_in_a_step(overrides: list[str], most: int, tmp_path: Path) -> None:
     """By the batch size before the images are listed, and by the smallest step of an epoch after that."""

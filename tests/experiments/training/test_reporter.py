@@ -52,11 +52,11 @@ def never() -> None:
 def test_reports_do_not_change_the_result(open_small_job: Callable[..., Job]) -> None:
     """Three epochs of four steps each, with a check and a report after each step, or almost none."""
     job = open_small_job(
-        "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "reliability.check_every_n_steps=1"
+        "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "checkpointing.check_every_n_steps=1"
     )
     often = next(trial for trial in job.trials if trial.row == "resnet26_3")
-    reliability = often.config.reliability.model_copy(update={"check_every_n_steps": 20})
-    seldom = replace(often, config=often.config.model_copy(update={"reliability": reliability}))
+    checkpointing = often.config.checkpointing.model_copy(update={"check_every_n_steps": 20})
+    seldom = replace(often, config=often.config.model_copy(update={"checkpointing": checkpointing}))
     assert seldom.key == often.key
     quiet = replace(job.workspace, store=LocalStore(job.workspace.runs / "quiet"))
     assert ended(start(job.workspace, often, 2, body=always)) == [0, 0]

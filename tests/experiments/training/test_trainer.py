@@ -31,7 +31,7 @@ def newest(workspace: Workspace, trial: Trial) -> Checkpoint:
     return Checkpoint.of_bytes(max(workspace.checkpoints(trial).glob("epoch-*.pt")).read_bytes())
 
 
-ONE_WORKER = ("recipe.warmup_epochs=0.5", "recipe.precision=bfloat16", "placement.cpus=2")
+ONE_WORKER = ("recipe.warmup_epochs=0.5", "recipe.precision=bfloat16", "resources.cpus=2")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
 def test_non_finite_loss_stops_the_trial(open_small_job: Callable[..., Job], process_group: None) -> None:
     """It is found at the next check. The message names the step."""
     job = open_small_job(
-        *SHORT, "recipe.lr=1e30", "reliability.check_every_n_steps=3", "reliability.checkpoint_every_n_minutes=1e-9"
+        *SHORT, "recipe.lr=1e30", "checkpointing.check_every_n_steps=3", "checkpointing.checkpoint_every_n_minutes=1e-9"
     )
     with pytest.raises(FloatingPointError, match=r"loss in step [23] of epoch 0 .*: .*/epoch-0000-step-0000001.pt"):
         run_trial(job.workspace, job.trials[0], silent)
@@ -149,7 +149,7 @@ def hang_in_the_second_step() -> None:
 @pytest.mark.slow  # test_watchdog.py covers one worker
 @pytest.mark.parametrize("world", [1, 2])
 def test_hanging_worker_is_ended(world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]) -> None:
-    trial = resnet(open_small_job(*SHORT, *ALWAYS, "reliability.hang_timeout_minutes=0.3"))
+    trial = resnet(open_small_job(*SHORT, *ALWAYS, "checkpointing.hang_timeout_minutes=0.3"))
     workspace = place("hangs")
     workers = start(workspace, trial, world, body=hang_in_the_second_step)
     for worker in workers:

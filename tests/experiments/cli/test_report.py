@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.cli.show import show
+from experiments.cli.report import print_report
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
 from experiments.report.build import note
@@ -23,7 +23,7 @@ def test_names_rows_that_are_missing_from_the_papers_table(
 ) -> None:
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
     job = open_job(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
-    show(job, {})
+    print_report(job, {})
     missing = "lacks a, b, c and 2 more rows"
     assert missing in capsys.readouterr().out
     assert missing in " ".join(plan_in_words(job, plan(job), None))
@@ -31,7 +31,7 @@ def test_names_rows_that_are_missing_from_the_papers_table(
 
 def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., Job]) -> None:
     job = finished_job()
-    files, complete = show(job, known_results(job))
+    files, complete = print_report(job, known_results(job))
     job.tracker.log_report(files, complete)
     experiment = job.tracker.client.get_experiment_by_name("invented")
     assert experiment is not None

@@ -22,7 +22,7 @@ from experiments.runs.summary import CONFUSION, Confusion
 from experiments.tracking import Result
 
 
-def show(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
+def print_report(job: Job, results: Mapping[str, Result]) -> tuple[list[Path], bool]:
     """Prints the table and the unfinished trials, and writes table, plot and page if the folder is writable. Returns the files,
     and whether all trials are finished."""
     forms = tables(job, results)
