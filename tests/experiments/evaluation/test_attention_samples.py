@@ -44,30 +44,12 @@ def test_samples_the_best_trial_of_each_kind_of_attention(
     assert [(trial.row, trial.seed) for trial in best_of_each_kind(finished)] == [(row, 1) for row in chosen]
 
 
-def damaged(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def with_two_classes(path: Path) -> None:
-    found = Checkpoint.read(path)
-    path.write_bytes(replace(found, origin=replace(found.origin, classes=("cat", "dog"))).as_bytes())
-
-
 def with_an_unknown_field(path: Path) -> None:
     found = Checkpoint.read(path)
     path.write_bytes(replace(found, origin=replace(found.origin, record={**found.origin.record, "late": 1})).as_bytes())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (Path.unlink, "No such file"),
-        (damaged, "epoch-0003-step-0000000.pt: not a file"),
-        (with_two_classes, "size mismatch"),
-        (with_an_unknown_field, "late: "),
-    ],
-    ids=["missing", "damaged", "other network", "other version"],
-)
+@pytest.mark.parametrize(("change", "message"), [(Path.unlink, "No such file"), (with_an_unknown_field, "late: ")])
 def test_unreadable_checkpoint_becomes_an_error_message(
     change: Callable[[Path], None], message: str, write_grid: Callable[[str], Path], tmp_path: Path
 ) -> None:

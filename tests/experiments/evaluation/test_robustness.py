@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -196,18 +195,6 @@ def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pyte
     assert [metrics["condition"] for metrics in sent] == [0, 0, 0, 1, 1, 1]
     assert set(sent[2]) == {"condition", "robustness/none/top1"}
     assert set(sent[5]) == {f"robustness/pgd-epsilon8-step2-n4/{number}" for number in ("success", "top1")} | {"condition"}
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_command_accepts_keys_run_ids_and_registered_models(protocol: Any, trained: Trained, run_san: San) -> None:
-    run_id = trained.job.tracker.results()[trained.job.trials[0].key].run_id
-    arguments = [run_id, trained.folder.name, "models:/small-digits-pairwise_3/1", "--protocol", protocol]
-    _, out, err = run_san("robustness", *arguments, "--runs", trained.job.workspace.runs, "--json")
-    cells = json.loads(out)
-    by_row = {row: [{**cell, "row": ""} for cell in cells if cell["row"] == f"pairwise_3 ({row})"] for row in arguments[:3]}
-    assert by_row[run_id] == by_row[trained.folder.name] == by_row[arguments[2]]
-    assert len(by_row[run_id]) == sum(len(condition.numbers) for condition in PROTOCOLS[protocol].conditions)
-    assert len(err.splitlines()) == 3 * len(PROTOCOLS[protocol].conditions)
 
 
 def test_model_overrides_apply_only_to_released_files(trained: Trained, tmp_path: Path, run_san: San) -> None:
