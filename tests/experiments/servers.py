@@ -21,29 +21,21 @@ from tests.experiments.drivers import PATIENCE
 LOOPBACK = "127.0.0.1"
 
 
-def free_port(host: str = LOOPBACK) -> int:
+def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 class Server:
     """`mlflow server` with a database, which can be killed and restarted at the same address."""
 
-    def __init__(
-        self,
-        folder: Path,
-        database: str,
-        *options: str,
-        environment: Mapping[str, str] = {},
-        workers: int = 1,
-        host: str = LOOPBACK,
-    ) -> None:
-        self.folder, self.port = folder, free_port(host)
-        self.uri = f"http://{host}:{self.port}"
+    def __init__(self, folder: Path, database: str, *options: str, environment: Mapping[str, str] = {}) -> None:
+        self.folder, self.port = folder, free_port()
+        self.uri = f"http://{LOOPBACK}:{self.port}"
         self.command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, *options]
         self.command += ["--artifacts-destination", str(folder / "artifacts")]
-        self.command += ["--host", host, "--port", str(self.port), "--workers", str(workers)]
+        self.command += ["--host", LOOPBACK, "--port", str(self.port), "--workers", "1"]
         self.environment = {**os.environ, **environment}
         self.environment.pop("MLFLOW_TRACKING_URI", None)
         self.process: subprocess.Popen[bytes] | None = None
@@ -82,12 +74,12 @@ class ObjectStore:
 
     KEYS: ClassVar = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "open sesame"}
 
-    def __init__(self, log: Path, host: str = LOOPBACK) -> None:
+    def __init__(self, log: Path) -> None:
         if importlib.util.find_spec("moto") is None:
             pytest.skip("moto, an S3 server, is missing: install requirements.txt")
-        self.log, self.port = log, free_port(host)
-        self.address = f"http://{host}:{self.port}"
-        command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(self.port)]
+        self.log, self.port = log, free_port()
+        self.address = f"http://{LOOPBACK}:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(self.port)]
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)
         limit = time.monotonic() + PATIENCE
