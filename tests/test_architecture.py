@@ -37,10 +37,6 @@ DOORS = {
 }
 LAYERS = ("cli", "report", "runner", "evaluation", "training", "tracking", "runs", "paper", "grids", "errors")
 """Packages of `experiments` from top to bottom; each imports only those below it."""
-KNOWN_VIOLATIONS = {
-    ("experiments/tracking/registry.py", "training"),  # registers a `Checkpoint`, with its `Origin`
-}
-"""Imports that still point upward: the file, and the package that it should not import."""
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -86,7 +82,7 @@ def test_packages_of_experiments_import_only_those_below() -> None:
         *LAYERS[:-1],
     }
     files = [path for path in root.rglob("*.py") if not path.name.startswith("__") or path.parent != root]
-    assert set().union(*map(upward_imports, files)) == KNOWN_VIOLATIONS
+    assert not set().union(*map(upward_imports, files))
 
 
 def test_every_door_is_used() -> None:

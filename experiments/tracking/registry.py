@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow.pyfunc
@@ -15,13 +17,13 @@ from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
-from experiments.grids.config import TrialConfig
-from experiments.tracking import pyfunc
+from experiments.grids.grid import Trial
+from experiments.runs.summary import Epoch
 from experiments.tracking.errors import TrackerError
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
-from experiments.training.checkpoint import Checkpoint, Origin
-from san import save_checkpoint
+from san import pyfunc, save_checkpoint
+from san.models.base import BaseModel
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,17 @@ RETRYABLE_CODES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_E
 """Error codes after which a later request may succeed. With other codes, there is no registry, or not for this user."""
 
 
-def register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A trial's network after one of its epochs."""
+
+    trial: Trial
+    epoch: Epoch
+    classes: tuple[str, ...]
+    model: BaseModel
+
+
+def register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
     """Registers a trial's weights as a version of the model `<grid>-<profile>-<row>`, unless they are registered already.
 
     If the store has no registry or rejects the request, this is logged.
@@ -49,14 +61,14 @@ def register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
         _log.warning("the model was not registered: %s", str(error).splitlines()[0])
 
 
-def _register(client: MlflowClient, run_id: str, best: Checkpoint) -> None:
-    name = model_name(best.origin)
+def _register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
+    name = model_name(best.trial)
     # Finds a version whose creation succeeded although the response was lost.
-    if pages(client.search_model_versions, f"name = '{name}' and tags.`san.trial` = '{best.key}'"):
+    if pages(client.search_model_versions, f"name = '{name}' and tags.`san.trial` = '{best.trial.key}'"):
         return
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder), run_id, best)
-        client.log_artifacts(run_id, folder, FOLDER)
+        _write(Path(folder) / FOLDER, run_id, best)
+        client.log_artifacts(run_id, folder)
     try:
         client.create_registered_model(name)
     except MlflowException as error:
@@ -90,56 +102,56 @@ def model_key(uri: str, name: str) -> str:
     return str(key)
 
 
-def model_name(origin: Origin) -> str:
+def model_name(trial: Trial) -> str:
     """Name of a row's registered model, which has a version for every seed and configuration."""
-    return re.sub("[^A-Za-z0-9_.-]", "-", f"{origin.grid}-{origin.profile}-{origin.row}")[:250]
+    return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{trial.profile}-{trial.row}")[:250]
 
 
-def _write(folder: Path, run_id: str, best: Checkpoint) -> None:
-    """Writes the files of a model: weights without code, and MLflow's description of them."""
-    save_checkpoint(best.model(), folder / WEIGHTS)
-    origin, size = best.origin, _config(best).data.size
-    signature = ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(origin.classes)))
-    description = Model(FOLDER, run_id, signature=signature, metadata={"classes": list(origin.classes)})
-    mlflow.pyfunc.add_to_model(description, loader_module=pyfunc.__name__, data=WEIGHTS)
-    description.save(folder / "MLmodel")
-    versions = {"mlflow": mlflow.__version__, "numpy": np.__version__, "torch": torch.__version__.partition("+")[0]}
-    (folder / "requirements.txt").write_text("".join(f"{package}=={version}\n" for package, version in versions.items()))
+def _write(folder: Path, run_id: str, best: TrainedModel) -> None:
+    """Writes MLflow's files of a model: weights without code, and their description."""
+    size = best.trial.config.data.size
+    with tempfile.TemporaryDirectory() as data, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*input example")  # the signature says enough
+        save_checkpoint(best.model, Path(data) / WEIGHTS)
+        mlflow.pyfunc.save_model(
+            folder,
+            loader_module=pyfunc.__name__,
+            data_path=Path(data) / WEIGHTS,
+            mlflow_model=Model(FOLDER, run_id),
+            signature=ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(best.classes))),
+            metadata={"classes": list(best.classes)},
+            pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", f"numpy=={np.__version__}"],
+        )
 
 
 def _schema(*shape: int) -> Schema:
     return Schema([TensorSpec(np.dtype("float32"), shape)])
 
 
-def _tags(best: Checkpoint) -> dict[str, str]:
-    origin, epoch = best.origin, best.history[-1]
+def _tags(best: TrainedModel) -> dict[str, str]:
+    trial, epoch = best.trial, best.epoch
     return {
-        "san.trial": best.key,
-        "san.grid": origin.grid,
-        "san.profile": origin.profile,
-        "san.row": origin.row,
-        "san.seed": str(origin.seed),
-        "san.data_digest": origin.data_digest,
+        "san.trial": trial.key,
+        "san.grid": trial.grid,
+        "san.profile": trial.profile,
+        "san.row": trial.row,
+        "san.seed": str(trial.seed),
+        "san.data_digest": trial.data_digest,
         "san.epoch": str(epoch.epoch + 1),
         "san.top1": str(epoch.top1),
         "san.top5": str(epoch.top5),
     }
 
 
-def _description(best: Checkpoint) -> str:
-    config, origin, epoch = _config(best), best.origin, best.history[-1]
-    data = config.data
+def _description(best: TrainedModel) -> str:
+    trial, epoch, data = best.trial, best.epoch, best.trial.config.data
     return (
-        f"{config.model.name}: row {origin.row} of grid {origin.grid}, profile {origin.profile}, seed {origin.seed}, "
-        f"after epoch {epoch.epoch + 1} of {config.recipe.epochs}; top-1 {epoch.top1:.2f} %, top-5 {epoch.top5:.2f} % on the "
-        f"validation images.\n\n"
+        f"{trial.config.model.name}: row {trial.row} of grid {trial.grid}, profile {trial.profile}, seed {trial.seed}, "
+        f"after epoch {epoch.epoch + 1} of {trial.config.recipe.epochs}; top-1 {epoch.top1:.2f} %, top-5 {epoch.top5:.2f} % "
+        f"on the validation images.\n\n"
         f"Input: RGB images, float32, [N, 3, {data.size}, {data.size}]: values from 0 to 1, normalized with mean "
         f"{list(data.mean)} and std {list(data.std)}. For validation, the shorter side was resized to {data.resize} pixels "
-        f"(linear, antialiased), followed by a center crop. Output: logits [N, {len(origin.classes)}]; the class names are "
+        f"(linear, antialiased), followed by a center crop. Output: logits [N, {len(best.classes)}]; the class names are "
         f"in the model's metadata.\n\n"
         f"Requires the package `san`; `san.load_checkpoint` reads the file {WEIGHTS}."
     )
-
-
-def _config(best: Checkpoint) -> TrialConfig:
-    return TrialConfig.model_validate(best.origin.record)

@@ -12,7 +12,7 @@ from experiments.grids.grid import Trial
 from experiments.runs.retry import OUTAGE_TIMEOUT, PAUSE
 from experiments.runs.summary import Epoch
 from experiments.tracking import TrackerError
-from experiments.tracking.registry import register
+from experiments.tracking.registry import TrainedModel, register
 from experiments.tracking.store import usable
 from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
@@ -131,5 +131,6 @@ class AsyncMetricLogger:
             return run.stop(self._stopped_by, len(self._history))
         run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
         if self._best is not None:
-            register(run.client, run.run_id, self._best)
+            best = TrainedModel(self.trial, self._best.history[-1], self._best.origin.classes, self._best.model())
+            register(run.client, run.run_id, best)
         run.finish()

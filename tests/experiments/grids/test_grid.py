@@ -118,14 +118,14 @@ def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
     assert sum(map(len, rows.values())) == 47 + 2 * 9
     for name, trials in rows.items():
         for trial in trials.values():
-            data, recipe, placement = trial.config.data, trial.config.recipe, trial.config.resources
+            data, recipe, resources = trial.config.data, trial.config.recipe, trial.config.resources
             assert data.split == ("val-original" if name in ("comparison", "rotation", "attack") else "val-split")
             assert (data.val_split_per_class, data.train_per_class) == (50, None)
             assert (data.size, data.resize, data.crop_area, data.flip) == (INPUT_SIZE, 256, (0.08, 1.0), True)
             assert data.crop_ratio == pytest.approx((3 / 4, 4 / 3))
             assert (recipe.epochs, recipe.batch_size, recipe.lr, recipe.momentum) == (EPOCHS, 256, 0.1, 0.9)
             assert (recipe.weight_decay, recipe.label_smoothing) == (1e-4, 0.1)
-            assert (placement.workers, placement.gpus) == (8, 1)
+            assert (resources.workers, resources.gpus) == (8, 1)
             assert trial.config.model.spec().num_stages is None and trial.config.model.spec().width_mult == 1
 
 
@@ -273,8 +273,8 @@ def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[.
 def test_profile_extends_another(small_grid: Path) -> None:
     paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
     assert one.data == paper.data
-    assert (one.placement.workers, one.recipe.grad_accum_steps) == (1, 8)
-    assert one.recipe.batch_size // one.recipe.grad_accum_steps == paper.recipe.batch_size // paper.placement.workers == 32
+    assert (one.resources.workers, one.recipe.grad_accum_steps) == (1, 8)
+    assert one.recipe.batch_size // one.recipe.grad_accum_steps == paper.recipe.batch_size // paper.resources.workers == 32
     fast = expand(small_grid, profile="imagenet-fast")["pairwise_3"].config.recipe
     assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
 

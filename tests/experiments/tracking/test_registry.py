@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import san
 from experiments.runner.job import Job
 from experiments.tracking.registry import model_name
 from experiments.training import metric_logger
-from experiments.training.checkpoint import Checkpoint, Origin, best_in
+from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.trainer import run_trial
 from tests.experiments.samples import silent
 
@@ -146,7 +147,7 @@ def test_lost_checkpoints_are_not_registered(
 
 
 @pytest.mark.parametrize(
-    ("grid", "name"), [("mine", "mine-digits-a_b.3"), ("a b:c/d'e", "a-b-c-d-e-digits-a_b.3"), ("x" * 300, "x" * 250)]
+    ("grid", "name"), [("mine", "mine-digits-resnet26_3"), ("a b:c/d'e", "a-b-c-d-e-digits-resnet26_3"), ("x" * 300, "x" * 250)]
 )
-def test_model_name_is_valid_in_mlflow(grid: str, name: str) -> None:
-    assert model_name(Origin(grid, "digits", "a_b.3", 0, {}, "", ())) == name
+def test_model_name_is_valid_in_mlflow(grid: str, name: str, open_small_job: Callable[..., Job]) -> None:
+    assert model_name(replace(open_small_job().trials[1], grid=grid)) == name
