@@ -90,4 +90,8 @@ def claimed_trials(
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:
-    return {"owner": "unknown", "trials": []} | json.loads(content or b"{}")
+    try:
+        written: dict[str, Any] = json.loads(content or b"{}")
+    except ValueError:  # damaged
+        written = {}
+    return {"owner": "unknown", "trials": []} | written

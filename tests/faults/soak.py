@@ -142,7 +142,9 @@ class Episode:
             raise ProblemError(f"not complete after {RERUNS} reruns")
         uri = self.place if self.store else None
         log = self.folder / f"command{len(self.drivers)}"
-        driver = Driver(GRID, self.runs, self.overrides, self.environment, "tests.faults.witness", uri, log.with_suffix(".log"))
+        # In a bucket, a command that was killed leaves its claim.
+        overrides = [*self.overrides, *(["--take-over"] if self.drivers and uri else [])]
+        driver = Driver(GRID, self.runs, overrides, self.environment, "tests.faults.witness", uri, log.with_suffix(".log"))
         self.drivers.append(driver)
 
     def run(self, faults: list[Fault]) -> None:

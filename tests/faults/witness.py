@@ -3,7 +3,7 @@
 Each training step appends a line `rank pid step trial seconds` to `runs/steps.txt`: steps count from 1 over all epochs, the
 trial is its key, and the time is `time.monotonic()`. If runs are stored in a bucket, the file is in the scratch folder of the
 driver. With WITNESS_KILL_AT_WRITE=n in the environment, the trial is killed once, in the middle of its n-th checkpoint. With
-WITNESS_PAUSE=s, it waits for s seconds after each step.
+WITNESS_PAUSE=s, it waits for s seconds after each step. A worker that finds the file `runs/hang` deletes it and hangs.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ def watched_trial(runs: Path, workspace: Workspace, trial: Trial, *rest: Any, **
     """`run_trial` with a record. Patches its process permanently, which only runs trials of this grid."""
     rank = os.environ.get("RANK", "0")
     record = open(runs / "steps.txt", "a", buffering=1)
-    pause = float(os.environ.get("WITNESS_PAUSE", "0"))
+    pause, hang = float(os.environ.get("WITNESS_PAUSE", "0")), runs / "hang"
 
     def watched_step(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         loss = TRAIN_STEP(engine, images_NCHW, labels_N)
         record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch} {trial.key} {time.monotonic()}\n")
         time.sleep(pause)
+        if hang.exists():
+            hang.unlink(missing_ok=True)
+            time.sleep(100_000)
         return loss
 
     Engine.train_step = watched_step  # type: ignore[method-assign]
@@ -74,7 +77,7 @@ def _kill_in_a_write(runs: Path) -> None:
     def deadly(descriptor: int) -> None:
         nonlocal writes
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        writes += "/checkpoints/" in name and name.endswith(".partial") and "summary" not in name
+        writes += "/epoch-" in name and name.endswith(".partial")
         if writes == wanted:
             os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
             killed.touch()

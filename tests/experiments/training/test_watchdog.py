@@ -11,17 +11,10 @@ from experiments.grids.config import PROJECT_DIR
 from tests.experiments.drivers import PATIENCE
 
 
-@pytest.mark.parametrize(
-    ("hang", "code", "log"),
-    [
-        ("time.sleep(100_000)", 1, "Timeout (0:00:01)!"),
-        ("ctypes.PyDLL(None).sleep(100_000)", 1, "Timeout (0:00:01)!"),  # keeps the global interpreter lock
-        ("os.kill(os.getpid(), signal.SIGSTOP)", -9, ""),
-    ],
-)
-def test_ends_a_worker_that_hangs(hang: str, code: int, log: str) -> None:
+@pytest.mark.parametrize("hang", ["time.sleep(100_000)", "ctypes.PyDLL(None).sleep(100_000)"])  # the second keeps Python's lock
+def test_ends_a_worker_that_hangs(hang: str) -> None:
     script = f"""
-import ctypes, os, signal, sys, time
+import ctypes, sys, time
 from experiments.training.watchdog import Watchdog
 with Watchdog(30, sys.stderr):
     pass
@@ -34,5 +27,5 @@ with Watchdog(1, sys.stderr) as watchdog:
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=PROJECT_DIR, capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stdout, done.stderr.partition("\n")[0]) == (code, "steps\n", log)
-    assert ('File "<string>", line 11' in done.stderr) == bool(log)
+    assert (done.returncode, done.stdout) == (1, "steps\n")
+    assert done.stderr.startswith("Timeout") and 'File "<string>", line 11' in done.stderr
