@@ -228,7 +228,7 @@ def _state(cell: PlannedTrial) -> str:
 def _hours(hours: Hours | None) -> str:
     from experiments.runner.progress import duration
 
-    return "" if hours is None else f"  {'' if hours.basis == 'like' else 'about '}{duration(3600 * hours.wall)}"
+    return "" if hours is None else f"  {'about ' if hours.is_rough else ''}{duration(3600 * hours.wall)}"
 
 
 @cli.command()

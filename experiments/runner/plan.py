@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
 from experiments.grids.grid import Trial
 from experiments.paper.tables import note_on_missing_rows
-from experiments.runner.estimate import Basis, Estimator, Hours
+from experiments.runner.estimate import Estimator, Hours
 from experiments.runner.job import Job, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask, pending_tasks
 from experiments.runner.progress import duration
@@ -137,13 +137,6 @@ def _is_settled(cell: PlannedTrial) -> bool:
     return cell.finished or cell.stopped_at is not None
 
 
-BASES: dict[Basis, str] = {
-    "like": "estimated from finished runs with the same model and settings",
-    "flops": "estimated from model FLOPs and the speed of other finished runs",
-    "guess": "rough guess from model FLOPs, because no comparable run has finished (may be off by a factor of 3)",
-}
-
-
 def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:
     hours = [cell.hours for cell in missing if cell.hours is not None]
     cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
@@ -151,10 +144,7 @@ def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[st
     if at_once:
         longest = duration(3600 * max(wall / at_once, max(each.wall for each in hours)))
         text = f"{longest} with {at_once} {'trial' if at_once == 1 else 'trials'} at a time ({text})"
-    counts = Counter(each.basis for each in hours)
-    if len(counts) == 1:
-        return [f"training time: {text}; {BASES[hours[0].basis]}"]
-    return [
-        f"training time: {text}",
-        *(f"  {counts[basis]} trials: {words}" for basis, words in BASES.items() if counts[basis]),
-    ]
+    rough = sum(each.is_rough for each in hours)
+    if rough:
+        text += f"; a rough guess from FLOPs for {rough} of {len(hours)} trials (may be off by a factor of 3)"
+    return [f"training time: {text}"]

@@ -188,7 +188,7 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
     )
     assert longer is not None and other is not None and done is equal is None
     assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
-    assert (longer.cpu, longer.gpu, longer.basis, other.basis) == (longer.wall, 0, "like", "guess")
+    assert (longer.cpu, longer.gpu, longer.is_rough, other.is_rough) == (longer.wall, 0, False, True)
 
     lines = plan_in_words(job, planned, None)
     assert "4 trials, 2 to train" in lines[0]
