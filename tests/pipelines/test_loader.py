@@ -1,13 +1,11 @@
 """Batches: which images, pixel values, reproducibility, error messages, reused pipelines, the GPU path."""
 
 import gc
-import sys
 import time
 import weakref
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import numpy as np
@@ -135,17 +133,12 @@ def pixels(one: Loader, epoch: int) -> torch.Tensor:
     return torch.cat([batch.images_NCHW for batch in one.epoch(epoch)])
 
 
-def test_epoch_after_restart_is_bit_identical(shades: Path) -> None:
-    running = loader(shades, "train", seed=4)
-    epochs = [pixels(running, epoch) for epoch in range(3)]
-    assert torch.equal(pixels(loader(shades, "train", seed=4), 2), epochs[2])
-
-
-def test_epoch_does_not_depend_on_threads_or_incomplete_epochs(shades: Path) -> None:
-    one, many = loader(shades, "train"), loader(shades, "train")
-    many.threads = 3
-    next(many.epoch(0))
-    assert torch.equal(pixels(one, 1), pixels(many, 1))
+def test_epoch_depends_on_neither_earlier_epochs_nor_threads(shades: Path) -> None:
+    running, restarted = loader(shades, "train", seed=4), loader(shades, "train", seed=4)
+    running.threads = 3
+    whole, left = pixels(running, 0), running.epoch(1)
+    next(left)
+    assert torch.equal(pixels(running, 2), pixels(restarted, 2)) and not torch.equal(whole, pixels(restarted, 2))
 
 
 def steps_of(one: Loader, epoch: int) -> list[torch.Tensor]:
@@ -188,7 +181,7 @@ def test_rest_of_an_epoch_is_bit_identical(shades: Path, data: st.DataObject, ba
 def test_rejects_rest_of_epoch_with_idle_ranks(colours: Path) -> None:
     one = loader(colours, "train", batch_size=8, world_size=4)
     assert list(one.epoch(0, COUNT)) == []
-    with pytest.raises(DataError, match=r"3 images with batch size 8 .* for 4 workers"):
+    with pytest.raises(DataError, match=r"3 images .* 4 workers"):
         one.epoch(0, COUNT - 3)
 
 
@@ -283,7 +276,7 @@ def damaged(kind: str) -> bytes:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_error_names_a_broken_image(colours: Path, split: str, kind: str, reason: str) -> None:
     (colours / split / "class1" / "13.png").write_bytes(damaged(kind))
-    with pytest.raises(DataError, match=rf"{split}/class1/13\.png: cannot use this image: {reason}.*san data check {colours}`"):
+    with pytest.raises(DataError, match=rf"{split}/class1/13\.png: .*{reason}.*san data check"):
         list(loader(colours, split).epoch(0))
 
 
@@ -299,7 +292,7 @@ def test_error_names_a_truncated_jpeg_for_crops_above_the_missing_part(tmp_path:
     (tmp_path / split / "a/1.jpg").write_bytes(whole[: len(whole) * 9 // 10])
     one = loader(tmp_path, split, batch_size=1, crop_area=(0.01, 0.02))
     for epoch in range(5):
-        with pytest.raises(DataError, match=r"a/1\.jpg: cannot use this image: damaged"):
+        with pytest.raises(DataError, match=r"a/1\.jpg: .*damaged"):
             list(one.epoch(epoch))
 
 
@@ -308,7 +301,7 @@ def test_error_names_a_changed_image(colours: Path, split: str) -> None:
     one = loader(colours, split)
     with open(one.dataset.root / one.dataset.paths[5], "ab") as file:
         file.write(b"more")
-    with pytest.raises(DataError, match=rf"{one.dataset.paths[5]}: \d+ bytes, but \d+ when the file was listed"):
+    with pytest.raises(DataError, match=rf"{one.dataset.paths[5]}: \d+ bytes, but \d+ when"):
         list(one.epoch(0))
 
 
@@ -390,7 +383,7 @@ def test_wait_seconds_exclude_the_consumer(colours: Path) -> None:
 
 
 def test_rejects_training_with_idle_ranks(colours: Path) -> None:
-    with pytest.raises(DataError, match=r"23 images with batch size 2 give steps of only 1 .* for 2 workers"):
+    with pytest.raises(DataError, match=r"23 images .* 2 workers"):
         loader(colours, "train", batch_size=2, world_size=2)
 
 
@@ -416,21 +409,14 @@ def test_synthetic_batches_are_noise_with_correct_labels(train: bool) -> None:
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"rank": 2, "world_size": 2}, {"seed": -1}])
 def test_rejects_invalid_settings(colours: Path, wrong: dict[str, Any]) -> None:
     (key, value), *_ = wrong.items()
-    with pytest.raises(DataError, match=rf"a loader needs batch_size >= 1, .* not .*{key}={value}"):
+    with pytest.raises(DataError, match=f"{key}={value}"):
         loader(colours, "val", **wrong)
 
 
 @pytest.mark.parametrize(("number", "seen"), [(-1, 0), (0, -1), (0, COUNT + 1)])
 def test_rejects_invalid_epochs(colours: Path, number: int, seen: int) -> None:
-    with pytest.raises(DataError, match=rf"epoch {number} after {seen} images: expected an epoch >= 0 and 0 to 23 images"):
+    with pytest.raises(DataError, match=f"epoch {number} after {seen} images"):
         loader(colours, "train").epoch(number, seen)
-
-
-def test_import_is_light() -> None:
-    """Listing files must not load DALI."""
-    code = "import sys, pipelines; sys.exit(any(name.startswith('nvidia.dali') for name in sys.modules))"
-    root = Path(__file__).resolve().parents[2]
-    assert run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

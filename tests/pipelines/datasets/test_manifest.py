@@ -50,43 +50,34 @@ def test_rejects_any_changed_byte(tmp_path: Path) -> None:
                 read_list(path)
 
 
-NO_LIST = ": not an image list; expected a digest .*; move the file away, or keep lists in another folder"
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", NO_LIST),
-        ("\n", NO_LIST),
-        ("n01440764/1.JPEG 0\nn01440764/2.JPEG 0\n", NO_LIST),
-        ("# digest e3b0c44298fc1c14\n", ": damaged or edited by hand.*; regenerate the list with `san data check`"),
-    ],
-)
-def test_rejects_other_files_and_overwrites_only_lists(tmp_path: Path, text: str, sentence: str) -> None:
+@pytest.mark.parametrize("text", ["", "n01440764/1.JPEG 0\nn01440764/2.JPEG 0\n"])
+def test_never_overwrites_other_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "train.txt"
     path.write_text(text)
-    with pytest.raises(DataError, match=rf"train\.txt{sentence}"):
+    for call in (lambda: read_list(path), lambda: write_list(path, ["train/a/1.jpg"], [1])):
+        with pytest.raises(DataError, match=r"train\.txt: .*not an image list"):
+            call()
+    assert path.read_text() == text
+
+
+def test_overwrites_a_damaged_list(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text("# digest e3b0c44298fc1c14\n")
+    with pytest.raises(DataError, match="damaged"):
         read_list(path)
-    if sentence == NO_LIST:
-        with pytest.raises(DataError, match=r"already exists and is not an image list; keep lists in another folder"):
-            write_list(path, ["train/a/1.jpg"], [1])
-        assert path.read_text() == text
-    else:
-        write_list(path, ["train/a/1.jpg"], [1])
-        assert list(read_list(path).sizes) == [1]
+    write_list(path, ["train/a/1.jpg"], [1])
+    assert list(read_list(path).sizes) == [1]
 
 
 def test_rejects_names_with_line_breaks(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"'train/a/1\\n\.jpg': this file name contains a line break.*; rename the file, or leave"
-    ):
+    with pytest.raises(DataError, match="line break"):
         write_list(tmp_path / "train.txt", ["train/a/1\n.jpg"], [1])
     assert not list(tmp_path.iterdir())
 
 
 def test_rejects_a_broken_link(folder: Path) -> None:
     (folder / "train.txt").symlink_to("lists/train.txt")
-    with pytest.raises(DataError, match=r"train\.txt: cannot read this file \(No such file or directory\); .* or remove it"):
+    with pytest.raises(DataError, match=r"train\.txt: .*No such file"):
         Dataset.open(folder, "train")
 
 
@@ -95,7 +86,7 @@ def test_rejects_the_list_of_another_split(folder: Path, split: str, whose: str)
     data = Dataset.scan(folder, whose)
     write_list(list_path(folder, split), data.paths, data.sizes)
     own = "val" if split == "val" else "train"
-    with pytest.raises(DataError, match=rf"{split}\.txt: lists images of {whose}/, but {split} needs images of {own}/"):
+    with pytest.raises(DataError, match=rf"{split}\.txt: .*{whose}/.*{own}/"):
         Dataset.open(folder, split)
 
 
@@ -122,7 +113,7 @@ def test_list_in_the_folder_of_lists_has_priority(folder: Path, tmp_path_factory
     write_list(list_path(lists, "train"), few.paths, few.sizes)
     assert Dataset.open(folder, "train", lists) == few
     assert Dataset.open(folder, "train") == scanned
-    with pytest.raises(DataError, match=r".*/nowhere: no such folder of image lists; create it with `san data check"):
+    with pytest.raises(DataError, match="/nowhere: no such folder"):
         Dataset.open(folder, "train", lists / "nowhere")
 
 
@@ -137,19 +128,12 @@ def test_list_of_a_part_of_a_folder(folder: Path) -> None:
 def test_rejects_a_list_of_other_classes(folder: Path) -> None:
     listed(folder, "train")
     shutil.move(folder / "train/b", folder / "train/d")
-    with pytest.raises(DataError, match=r"the list has no d and .*/train has no b; use the folder"):
-        Dataset.open(folder, "train")
-
-
-def test_rejects_a_list_without_its_folder(folder: Path) -> None:
-    listed(folder, "train")
-    shutil.rmtree(folder / "train")
-    with pytest.raises(DataError, match="has no folder train/"):
+    with pytest.raises(DataError, match=r"has no d and .*has no b"):
         Dataset.open(folder, "train")
 
 
 @pytest.mark.parametrize("path", ["1.jpg", "train/1.jpg", "train/a/b/1.jpg"])
 def test_rejects_paths_of_another_layout(folder: Path, path: str) -> None:
     write_list(folder / "train.txt", ["train/a/1.jpg", path], [1, 1])
-    with pytest.raises(DataError, match=r"train\.txt: expected rows of the form <folder>/<class>/<image>"):
+    with pytest.raises(DataError, match=r"train\.txt: .*<folder>/<class>/<image>"):
         Dataset.open(folder, "train")

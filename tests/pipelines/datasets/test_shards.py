@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import pickle
+import re
 import shutil
 import tarfile
 import tempfile
@@ -93,15 +93,6 @@ def test_names_of_images_contain_shard_and_member(data: Dataset, out: Path) -> N
     assert held.paths == data.hold_out(1)[1].paths and held.digest() == data.hold_out(1)[1].digest()
 
 
-def test_open_shards_can_be_pickled(data: Dataset, out: Path) -> None:
-    packed(data, out)
-    opened = Dataset.open_shards(out, "train")
-    opened.encoded(5)
-    copied = pickle.loads(pickle.dumps(opened))
-    assert copied == opened
-    assert copied.encoded(5).tobytes() == opened.encoded(5).tobytes()
-
-
 def test_threads_share_files_which_are_closed_at_the_end(data: Dataset, out: Path) -> None:
     packed(data, out)
     before = len(os.listdir("/proc/self/fd"))
@@ -115,10 +106,6 @@ def test_threads_share_files_which_are_closed_at_the_end(data: Dataset, out: Pat
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def times(out: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-
-
 def test_shards_are_reproducible(data: Dataset, out: Path, tmp_path: Path) -> None:
     packed(data, out, workers=1)
     packed(data, tmp_path / "again", workers=3)
@@ -127,11 +114,17 @@ def test_shards_are_reproducible(data: Dataset, out: Path, tmp_path: Path) -> No
     assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in files)
 
 
-def test_complete_shards_are_kept(data: Dataset, out: Path) -> None:
+def test_complete_shards_are_kept_and_others_rejected(data: Dataset, out: Path) -> None:
+    def times() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+
     packed(data, out)
-    before = times(out)
+    before = times()
     assert all(one.kept for one in packed(data, out))
-    assert times(out) == before
+    for other, size in ((data, 20_000), (data.without([0]), 6000)):
+        with pytest.raises(DataError, match="already holds shards of train"):
+            packed(other, out, size)
+    assert times() == before and len(Dataset.open_shards(out, "train")) == len(data)
 
 
 def test_interrupted_packing_leaves_nothing(data: Dataset, out: Path) -> None:
@@ -150,49 +143,28 @@ def test_splits_can_share_a_folder(data: Dataset, out: Path) -> None:
     assert [len(Dataset.open_shards(out, split)) for split in ("train", "train-split", "val")] == [23, 1, 1]
 
 
-def test_rejects_shards_of_other_images_or_sizes(data: Dataset, out: Path) -> None:
-    packed(data, out)
-    before = times(out)
-    sentence = "already holds shards of train made from other images or with another --shard-size"
-    for other, size in ((data, 20_000), (data.without([0]), 6000)):
-        with pytest.raises(DataError, match=sentence):
-            packed(other, out, size)
-    assert times(out) == before
-    assert len(Dataset.open_shards(out, "train")) == len(data)
-
-
 def test_rejects_a_second_process(data: Dataset, out: Path) -> None:
     begun = pack(data, out, 6000, 1)
     next(begun)
-    with pytest.raises(DataError, match=r"\.train\.part: another process is packing here, .* remove this folder"):
+    with pytest.raises(DataError, match=r"\.train\.part: another process"):
         packed(data, out)
     assert len(list(begun)) > 1 and len(Dataset.open_shards(out, "train")) == len(data)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            lambda path: path.unlink(),
-            r"train/b/04\.JPEG: cannot read this image \(No such file or directory\); .*`san data check`",
-        ),
-        (
-            lambda path: path.write_bytes(b"x"),
-            r"train/b/04\.JPEG: 1 bytes, but 790 when the file was listed; .*`san data check`",
-        ),
-        (lambda path: path.write_bytes(b""), r"train/b/04\.JPEG: 0 bytes, but 790 when the file was listed"),
-    ],
+    ("change", "words"),
+    [(Path.unlink, "No such file"), (lambda path: path.write_bytes(b"x"), "1 bytes, but 790 when")],
 )
-def test_packing_stops_at_a_changed_image(data: Dataset, out: Path, change: Callable[[Path], object], sentence: str) -> None:
+def test_packing_stops_at_a_changed_image(data: Dataset, out: Path, change: Callable[[Path], object], words: str) -> None:
     change(data.root / "train/b/04.JPEG")
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=rf"train/b/04\.JPEG: .*{words}"):
         packed(data, out, 10**6)
     assert not list(out.iterdir())
 
 
 def test_rejects_line_breaks_in_names_before_packing(data: Dataset, out: Path) -> None:
     (data.root / "train/c/9\n9.JPEG").write_bytes(b"image")
-    with pytest.raises(DataError, match=r"'train/c/9\\n9\.JPEG': this file name contains a line break"):
+    with pytest.raises(DataError, match="line break"):
         packed(Dataset.scan(data.root, "train"), out)
     assert not out.exists()
 
@@ -200,20 +172,13 @@ def test_rejects_line_breaks_in_names_before_packing(data: Dataset, out: Path) -
 def test_rejects_the_index_of_another_split(data: Dataset, out: Path) -> None:
     packed(data, out)
     shutil.copy(out / "train.index", out / "val.index")
-    with pytest.raises(DataError, match=r"val\.index: lists images of train/, but val needs images of val/"):
+    with pytest.raises(DataError, match=r"val\.index: .*train/"):
         Dataset.open_shards(out, "val")
-
-
-def test_rejects_a_folder_that_cannot_be_created(data: Dataset) -> None:
-    with pytest.raises(
-        DataError, match=r"00\.JPEG/out: cannot write to this folder \(Not a directory\); .* use another folder"
-    ):
-        packed(data, data.root / "train/a/00.JPEG" / "out")
 
 
 def test_rejects_shards_larger_than_the_free_space(data: Dataset, out: Path) -> None:
     endless = Dataset(data.root, data.split, data.classes, data.paths, data.labels, (2**60,) * len(data))
-    with pytest.raises(DataError, match=r"\d+ bytes are free, but the shards need \d+; free some space"):
+    with pytest.raises(DataError, match=r"\d+ bytes are free"):
         packed(endless, out)
 
 
@@ -222,36 +187,29 @@ def lost_byte(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "sentence"),
+    ("name", "damage"),
     [
-        (
-            "train-00001.tar",
-            Path.unlink,
-            r"train-00001\.tar has changed since it was packed \(No such file or directory\); copy or pack",
-        ),
-        ("train-00001.tar", lost_byte, r"train-00001\.tar has changed since it was packed \(\d+ bytes instead of \d+\)"),
-        ("train.index", lost_byte, r"train\.index: this index is damaged or was edited by hand; copy the index again"),
-        ("train.index", lambda path: path.write_text(""), r"train\.index: this index is damaged"),
+        ("train-00001.tar", Path.unlink),
+        ("train-00001.tar", lost_byte),
+        ("train.index", lost_byte),
+        ("train.index", lambda path: path.write_text("")),
     ],
 )
-def test_rejects_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object], sentence: str) -> None:
+def test_rejects_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object]) -> None:
     packed(data, out)
     damage(out / name)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=re.escape(name)):
         Dataset.open_shards(out, "train")
 
 
-@pytest.mark.parametrize("length", [0, 700])
 @pytest.mark.parametrize("read_before", [False, True])
-def test_error_names_a_shard_that_was_truncated_after_opening(data: Dataset, out: Path, length: int, read_before: bool) -> None:
+def test_error_names_a_shard_that_was_truncated_after_opening(data: Dataset, out: Path, read_before: bool) -> None:
     packed(data, out, 10**6)
     opened = Dataset.open_shards(out, "train")
     if read_before:
         opened.encoded(0)
-    os.truncate(out / "train-00000.tar", length)
-    with pytest.raises(
-        DataError, match=rf"{out}: train-00000\.tar has changed since it was packed \(only {length} bytes\); copy"
-    ):
+    os.truncate(out / "train-00000.tar", 700)
+    with pytest.raises(DataError, match=r"train-00000\.tar .*only 700 bytes"):
         opened.encoded(20)
 
 
@@ -265,7 +223,7 @@ def test_checksum_finds_a_changed_byte(data: Dataset, out: Path) -> None:
     found = dict(opened.shards.damaged(2))
     assert list(found) == [one.shard.name for one in shards]
     assert [name for name, complaint in found.items() if complaint] == ["train-00001.tar"]
-    assert f"instead of {shards[1].shard.sha256}; copy or pack the shard again" in str(found["train-00001.tar"])
+    assert shards[1].shard.sha256 in str(found["train-00001.tar"])
 
 
 PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -307,8 +265,3 @@ def test_shards_give_the_same_batches_as_the_folder(
             assert torch.equal(folder.labels_N, shards.labels_N)
             seen += len(folder.labels_N)
     assert seen == len(both[0])
-
-
-def test_shards_can_be_moved(both: tuple[Dataset, Dataset], tmp_path: Path) -> None:
-    moved = Path(shutil.copytree(both[1].root, tmp_path / "moved"))
-    assert Dataset.open_shards(moved, "train").digest() == both[0].digest()
