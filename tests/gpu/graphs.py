@@ -55,12 +55,12 @@ def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings
     """Runs forward and backward like the engine, with plain gradient descent and without DeepSpeed."""
     from experiments.training.engine import _flat_gradients
     from experiments.training.graphs import StepGraphs
-    from experiments.training.recipe import Blend
+    from experiments.training.recipe import MixedBatch
 
     model = network(name, settings).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     gradients = _flat_gradients(model)
 
-    def forward_backward(part: Blend, images: int) -> Tensor:
+    def forward_backward(part: MixedBatch, images: int) -> Tensor:
         with torch.autocast(settings.device, torch.bfloat16, enabled=precision == "bfloat16"):
             logits = model(part.images_NCHW.contiguous(memory_format=torch.channels_last))
         loss = part.loss(logits, 0.1) * (len(part.labels_N) / images)
@@ -71,7 +71,7 @@ def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
         gradients.zero_()
-        loss = run(Blend(images, labels), len(labels))
+        loss = run(MixedBatch(images, labels), len(labels))
         with torch.no_grad():
             for weight in model.parameters():
                 assert weight.grad is not None
