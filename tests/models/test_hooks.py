@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
 import san
 from tests.nn.kinds import randomize_vectors
@@ -89,17 +87,3 @@ def test_backward_hooks_do_not_change_results(name: str) -> None:
         layer.register_full_backward_hook(lambda *_, part=part: seen.add(part))  # type: ignore[misc]
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-9, atol=1e-9)
     assert seen >= set(norms(model))
-
-
-@every_model
-def test_global_hooks_are_called_for_all_norms(name: str) -> None:
-    model = made(name)
-    names = {layer: part for part, layer in model.named_modules()}
-    forward: list[str] = []
-    backward: list[str] = []
-    with ExitStack() as hooks:
-        hooks.enter_context(register_module_forward_hook(lambda layer, *_: forward.append(names[layer])))
-        hooks.enter_context(register_module_full_backward_hook(lambda layer, *_: backward.append(names[layer])))
-        gradients(model)
-    assert set(forward) >= set(norms(model))
-    assert set(backward) >= set(norms(model))

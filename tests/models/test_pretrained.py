@@ -38,10 +38,10 @@ def test_folder_restores_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "{", "config.json: cannot read this file .*; expected a folder of save_pretrained"),
-        ("config.json", "{}", "config.json: not written by save_pretrained; expected the entries variant, "),
-        ("config.json", None, "model.safetensors: does not match san10_patchwise with 5 classes"),
-        ("model.safetensors", "damaged", "model.safetensors: cannot read this file"),
+        ("config.json", "{", "config.json: cannot read"),
+        ("config.json", "{}", "config.json: .*variant"),
+        ("config.json", None, "model.safetensors: does not match"),
+        ("model.safetensors", "damaged", "model.safetensors: cannot read"),
     ],
 )
 def test_rejects_a_folder_that_cannot_be_loaded(file: str, content: str | None, message: str, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_rejects_a_folder_that_cannot_be_loaded(file: str, content: str | None, 
 
 
 def test_rejects_a_backbone(tmp_path: Path) -> None:
-    with pytest.raises(san.CheckpointError, match="only classifiers can be saved"):
+    with pytest.raises(san.CheckpointError, match="classifiers"):
         save_folder(san.create_model("resnet26", features_only=True), tmp_path / "shared", **FACTS)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import san
 from san.models.base import BaseModel
-from san.models.released import from_released_key, from_released_state_dict, released_key
+from san.models.released import from_released_key, released_key
 from tests.golden.fill import batch, fill
 
 ROOT = Path(__file__).parents[2]
@@ -84,15 +84,6 @@ def test_recognizes_footprint_of_patchwise_models_only(footprint: int, tmp_path:
         assert_same(model, san.load_released_checkpoint(tmp_path / "a.pth", **SMALL, **overrides))
 
 
-@every_released
-def test_names_round_trip(name: str) -> None:
-    with torch.device("meta"):
-        ours = san.create_model(name).state_dict()
-    theirs = {released_key(key): value for key, value in ours.items()}
-    assert len(theirs) == len(ours)
-    assert list(from_released_state_dict(theirs)) == list(ours)
-
-
 @pytest.mark.parametrize("change", ["prefix", "bare", "old format", "no counts"])
 def test_loads_every_form_of_a_released_file(change: str, tmp_path: Path) -> None:
     model = trained("san10_pairwise", **SMALL)
@@ -156,79 +147,59 @@ def resnet(path: Path) -> None:
 
 
 unchanged = saved(lambda state: None)
-MISMATCH = "does not match san10_pairwise with 3 classes;"
-DAMAGED = "not a file written by torch.save, or damaged"
-NO_STATE = "no state dict found, neither at the top level nor under"
-
-# Writes a file; arguments of load_released_checkpoint; part of the message.
+# Writes a file; arguments of load_released_checkpoint; words of the message.
 REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
-    "missing key": (
-        saved(lambda state: state.pop("fc.bias")), SMALL, f"{MISMATCH} 1 missing: fc.bias"
-    ),
-    "left-over key": (
-        saved(lambda state: state.update({"fc.scale": torch.ones(3)})), SMALL,
-        f"{MISMATCH} 1 unexpected: fc.scale",
-    ),
+    "missing key": (saved(lambda state: state.pop("fc.bias")), SMALL, "1 missing: fc.bias"),
+    "left-over key": (saved(lambda state: state.update({"fc.scale": torch.ones(3)})), SMALL, "1 unexpected: fc.scale"),
     "other shape": (
-        saved(lambda state: state.update({"bn0.weight": torch.ones(5)})), SMALL,
-        f"{MISMATCH} 1 of the wrong shape: bn0.weight [5] instead of [32]",
+        saved(lambda state: state.update({"bn0.weight": torch.ones(5)})),
+        SMALL,
+        "bn0.weight [5] instead of [32]",
     ),
     "other dtype": (
-        saved(lambda state: state.update({"fc.bias": torch.ones(3, dtype=torch.int64)})), SMALL,
-        f"{MISMATCH} 1 of the wrong type: fc.bias torch.int64",
+        saved(lambda state: state.update({"fc.bias": torch.ones(3, dtype=torch.int64)})),
+        SMALL,
+        "fc.bias torch.int64",
     ),
-    "prefix on some keys": (
-        saved(lambda state: state.update({"module.fc.bias": state.pop("fc.bias")})), SMALL,
-        f"{MISMATCH} 1 missing: fc.bias; 1 unexpected: module.fc.bias",
-    ),
-    "other depths": (
-        unchanged, {"name": "san15_pairwise", **SMALL},
-        "does not match san15_pairwise with 3 classes; 87 missing: layer0.2.bn1.weight, layer0.2.bn1.bias, "
-        "layer0.2.bn1.running_mean, layer0.2.bn1.running_var, layer0.2.sam.conv1.weight, layer0.2.sam.conv1.bias, "
-        "layer0.2.sam.conv2.weight, layer0.2.sam.conv2.bias and 79 more",
-    ),
+    "other depths": (unchanged, {"name": "san15_pairwise", **SMALL}, "87 missing: layer0.2.bn1.weight, "),
     "other attention": (unchanged, {"name": "san10_patchwise", **SMALL}, "10 unexpected: layer0.0.sam.conv_p.weight, "),
-    "other widths": (unchanged, {"num_stages": 3}, "of the wrong shape: conv_in.weight [32, 3, 1, 1] instead of"),
-    "unknown variant": (
-        unchanged, {"width_mult": 0.5}, "(2, 1, 2) blocks per stage match none of san10_pairwise (2, 1, 2, 4, 1), "
-    ),
-    "no released form": (
-        unchanged, {"relation": "summation", **SMALL},
-        "with relation='summation' cannot be converted to the authors' format, which requires relation='subtraction'",
-    ),
-    "ResNet": (resnet, {}, "not one of the authors' SANs; expected keys such as layer0.0.sam.conv1.weight"),
-    "ResNet requested": (resnet, {"name": "resnet26"}, "resnet26 cannot be converted to the authors' format, which has only "),
+    "other widths": (unchanged, {"num_stages": 3}, "conv_in.weight [32, 3, 1, 1] instead of"),
+    "unknown variant": (unchanged, {"width_mult": 0.5}, "(2, 1, 2) blocks per stage"),
+    "no released form": (unchanged, {"relation": "summation", **SMALL}, "relation='summation'"),
+    "ResNet": (resnet, {}, "not one of the authors' SANs"),
+    "ResNet requested": (resnet, {"name": "resnet26"}, "resnet26 cannot be converted"),
     "our format": (
-        lambda path: san.save_checkpoint(san.create_model("san10_pairwise", 3, **SMALL), path), {},
-        "in this project's format, not the authors'; use load_checkpoint",
+        lambda path: san.save_checkpoint(san.create_model("san10_pairwise", 3, **SMALL), path),
+        {},
+        "use load_checkpoint",
     ),
-    "missing": (lambda path: None, {}, "cannot read this file (No such file or directory)"),
-    "a directory": (Path.mkdir, {}, "cannot read this file (Is a directory)"),
-    "an empty file": (Path.touch, {}, DAMAGED),
-    "text": (lambda path: path.write_text("hello\n" * 9), {}, DAMAGED),
+    "missing": (lambda path: None, {}, "No such file"),
+    "a directory": (Path.mkdir, {}, "Is a directory"),
+    "text": (lambda path: path.write_text("hello\n" * 9), {}, "damaged"),
     "half a file": (
-        lambda path: (unchanged(path), path.write_bytes(path.read_bytes()[:4000])), SMALL,
-        DAMAGED,
+        lambda path: (unchanged(path), path.write_bytes(path.read_bytes()[:4000])),
+        SMALL,
+        "damaged",
     ),
     "code": (
-        lambda path: torch.save({"state_dict": Harmful(path.with_name("mark"))}, path), {},
-        "rejected because loading this file would run code (posix.mkdir); ",
+        lambda path: torch.save({"state_dict": Harmful(path.with_name("mark"))}, path),
+        {},
+        "would run code (posix.mkdir)",
     ),
-    "a list": (lambda path: torch.save([torch.ones(3)], path), {}, "expected a dict of weights, not list"),
-    "an empty dict": (lambda path: torch.save({}, path), {}, NO_STATE),
-    "no tensors": (lambda path: torch.save({"state_dict": {"fc.bias": 3}}, path), {}, NO_STATE),
-}  # fmt: skip
+    "a list": (lambda path: torch.save([torch.ones(3)], path), {}, "not list"),
+    "no tensors": (lambda path: torch.save({"state_dict": {"fc.bias": 3}}, path), {}, "no state dict"),
+}
 
 
 @pytest.mark.parametrize("what", REFUSALS)
 def test_rejects(what: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    write, arguments, sentence = REFUSALS[what]
+    write, arguments, words = REFUSALS[what]
     path = tmp_path / "a.pth"
     write(path)
     with pytest.raises(san.CheckpointError) as caught:
         san.load_released_checkpoint(path, **arguments)
     message = str(caught.value)
-    assert sentence in message and "\n" not in message
+    assert words in message and "\n" not in message
     assert message.startswith(f"{path}: ") or "authors' format" in message
     assert not (tmp_path / "mark").exists()
     assert not recwarn.list
@@ -240,18 +211,14 @@ def test_rejects(what: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) ->
         ("resnet26", {}),
         ("san10_scalar", {}),
         ("san10_pairwise", {"relation": "summation"}),
-        ("san15_pairwise", {"mapping": "LRLRL"}),
         ("san19_pairwise", {"position": "none"}),
-        ("san10_patchwise", {"transformation": "phi_eq_psi"}),
-        ("san15_patchwise", {"relation": "star"}),
-        ("san19_patchwise", {"group_size": 4}),
         ("san19_patchwise", {"in_channels": 1}),
     ],
 )
 def test_other_models_cannot_be_saved_in_the_authors_format(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     model = san.create_model(name, 3, **overrides, **SMALL)
     changes = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-    with pytest.raises(san.CheckpointError, match=f"{name}.*{changes}.* cannot be converted to the authors' format"):
+    with pytest.raises(san.CheckpointError, match=f"{name}.*{changes}"):
         san.save_released_checkpoint(model, tmp_path / "a.pth")
     san.save_checkpoint(model, tmp_path / "a.pth")
     assert san.load_checkpoint(tmp_path / "a.pth").spec == model.spec
@@ -266,35 +233,29 @@ def test_files_without_in_channels_are_loaded_as_rgb_models(tmp_path: Path) -> N
 
 
 def test_rejects_unknown_keys() -> None:
-    with pytest.raises(ValueError, match=r"'layer1.0.conv1.weight' is not a parameter of the authors' network"):
+    with pytest.raises(ValueError, match=r"layer1\.0\.conv1\.weight"):
         from_released_key("layer1.0.conv1.weight")
-    with pytest.raises(ValueError, match=r"'fc.weight' is not a parameter of a SAN model"):
+    with pytest.raises(ValueError, match=r"fc\.weight"):
         released_key("fc.weight")
 
 
-CANNOT_BUILD = "the model described in this file cannot be built"
 OURS: dict[str, tuple[dict[str, object], str]] = {
-    "unknown name": ({"name": "resnet27"}, f"{CANNOT_BUILD} (unknown model 'resnet27'; did you"),
-    "unknown field": ({"overrides": {"depth": 3}}, f"{CANNOT_BUILD} (resnet26 has no field dep"),
-    "no fields": ({"overrides": 3}, CANNOT_BUILD),
-    "other classes": ({"num_classes": 4}, "does not match resnet26 with 4 classes; 2 of the wrong shape: fc.weight [3"),
-    "no weights": ({"state_dict": {}}, "not written by save_checkpoint or `san convert`"),
+    "unknown name": ({"name": "resnet27"}, "resnet27"),
+    "unknown field": ({"overrides": {"depth": 3}}, "no field dep"),
+    "no fields": ({"overrides": 3}, "cannot be built"),
+    "other classes": ({"num_classes": 4}, "2 of the wrong shape: fc.weight"),
+    "no weights": ({"state_dict": {}}, "save_checkpoint"),
+    "the authors' file": ({"name": None}, "load_released_checkpoint"),
 }
 
 
 @pytest.mark.parametrize("what", OURS)
 def test_rejects_changed_files_in_our_format(what: str, tmp_path: Path) -> None:
-    changes, sentence = OURS[what]
+    changes, words = OURS[what]
     state = san.create_model("resnet26", 3, **SMALL).state_dict()
     content = {"name": "resnet26", "overrides": SMALL, "num_classes": 3, "state_dict": state} | changes
-    torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(san.CheckpointError, match=re.escape(sentence)):
-        san.load_checkpoint(tmp_path / "a.pth")
-
-
-def test_load_checkpoint_rejects_the_authors_files(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"fc.bias": torch.ones(3)}}, tmp_path / "a.pth")
-    with pytest.raises(san.CheckpointError, match="use load_released_checkpoint for the authors' files"):
+    torch.save({key: value for key, value in content.items() if value is not None}, tmp_path / "a.pth")
+    with pytest.raises(san.CheckpointError, match=re.escape(words)):
         san.load_checkpoint(tmp_path / "a.pth")
 
 
@@ -307,45 +268,40 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(san.CheckpointError, match=r"a.pth: cannot write this file \(No space left on device\)"):
+    with pytest.raises(san.CheckpointError, match="No space left"):
         san.save_checkpoint(model, path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.pth"]
 
 
 CHANGES: dict[str, tuple[Callable[[BaseModel], object], str]] = {
-    "another stem": (
-        lambda model: setattr(model, "stem", nn.Conv2d(1, 32, 1, bias=False)),
-        "1 of the wrong shape: stem.weight [32, 1, 1, 1] instead of [32, 3, 1, 1]",
-    ),
+    "another stem": (lambda model: setattr(model, "stem", nn.Conv2d(1, 32, 1, bias=False)), "stem.weight [32, 1, 1, 1]"),
     "removed layer": (
         lambda model: model.set_submodule("stage1.blocks.0.norm1", nn.Identity()),
-        "missing: stage1.blocks.0.norm1.weight, ",
+        "missing: stage1.blocks.0.norm1.weight",
     ),
-    "added layer": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 unexpected: extra.weight, extra.bias"),
+    "added layer": (lambda model: model.add_module("extra", nn.Linear(1, 1)), "2 unexpected: extra.weight"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("save", [san.save_checkpoint, san.save_released_checkpoint])
 def test_changed_models_are_not_saved(what: str, save: Callable[[BaseModel, Path], None], tmp_path: Path) -> None:
-    change, sentence = CHANGES[what]
+    change, words = CHANGES[what]
     model, path = san.create_model("san10_pairwise", 3, **SMALL), tmp_path / "a.pth"
     change(model)
-    with pytest.raises(san.CheckpointError) as caught:
+    with pytest.raises(san.CheckpointError, match=re.escape(words)):
         save(model, path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}: not saved, because the model no longer matches ") and sentence in message
     assert not path.exists()
 
 
 def test_rejects_paths_and_backbones_that_cannot_be_saved(tmp_path: Path) -> None:
     model = san.create_model("san10_pairwise", 3, **SMALL)
-    with pytest.raises(san.CheckpointError, match="exists and is not a regular file; choose another path"):
+    with pytest.raises(san.CheckpointError, match="not a regular file"):
         san.save_checkpoint(model, tmp_path)
-    with pytest.raises(san.CheckpointError, match=r"cannot write this file \(No such file or directory\)"):
+    with pytest.raises(san.CheckpointError, match="No such file"):
         san.save_checkpoint(model, tmp_path / "nowhere" / "a.pth")
     for save in (san.save_checkpoint, san.save_released_checkpoint):
-        with pytest.raises(san.CheckpointError, match="only classifiers can be saved, not backbones"):
+        with pytest.raises(san.CheckpointError, match="backbones"):
             save(san.create_model("san10_pairwise", features_only=True, **SMALL), tmp_path / "a.pth")
     assert not os.listdir(tmp_path)

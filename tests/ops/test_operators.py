@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from san import ops
 from san.ops import library
-from san.ops.functional import _backend
 from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator, gradients
 
 assert library.load(), "these tests need the compiled kernels"
@@ -132,30 +131,24 @@ def test_compiles_to_one_graph(operator: Operator) -> None:
 MAP = torch.zeros(2, 8, 5, 5)
 WEIGHT = torch.zeros(2, 2, 9, 25)
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "three dimensions": (lambda: ops.unfold(MAP[0], 3), r"x must have 4 dimensions \[N, C, H, W\], not \[8, 5, 5\]"),
-    "integers": (lambda: ops.unfold(MAP.int(), 3), "x must be float16.* not torch.int32"),
-    "even footprint": (lambda: ops.unfold(MAP, 4), "must be odd and positive .* not 4"),
-    "large footprint": (
-        lambda: ops.unfold(MAP, 11),
-        "11x11 footprint with reflection padding needs a feature map of at least 6x6, not 5x5",
-    ),
-    "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"same shape, not \[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
-    "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "same dtype and device, not torch.float32 on cpu"),
-    "two devices": (lambda: ops.subtraction(MAP, MAP.to("meta"), 3), "torch.float32 on meta"),
-    "groups that do not divide": (
-        lambda: ops.dot(MAP, MAP, 3, groups=3),
-        "phi \(8\) must be a positive multiple of groups \(3\)",
-    ),
-    "no groups": (lambda: ops.dot(MAP, MAP, 3, groups=0), "phi \(8\) must be a positive multiple of groups \(0\)"),
-    "no channels": (lambda: ops.hadamard(MAP[:, :0], MAP[:, :0], 3), "\(0\) must be a positive multiple of groups \(0\)"),
-    "hadamard of a scalar": (lambda: ops.hadamard(MAP[0, 0, 0], MAP[0, 0, 0], 3), "phi must have 4 dimensions"),
-    "summation of booleans": (lambda: ops.summation(MAP, MAP.bool(), 3), "psi must be float16.* not torch.bool"),
-    "weight of another footprint": (lambda: ops.aggregation(MAP, WEIGHT, 5), r"\[N=2, G, K=25, P=25\].* not \[2, 2, 9, 25\]"),
+    "three dimensions": (lambda: ops.unfold(MAP[0], 3), r"x .*\[N, C, H, W\], not \[8, 5, 5\]"),
+    "integers": (lambda: ops.unfold(MAP.int(), 3), "x .*torch.int32"),
+    "even footprint": (lambda: ops.unfold(MAP, 4), "odd.*4"),
+    "large footprint": (lambda: ops.unfold(MAP, 11), "11x11 footprint.*6x6, not 5x5"),
+    "two shapes": (lambda: ops.subtraction(MAP, MAP[:1], 3), r"\[2, 8, 5, 5\] and \[1, 8, 5, 5\]"),
+    "two dtypes": (lambda: ops.subtraction(MAP, MAP.double(), 3), "torch.float32 on cpu"),
+    "two devices": (lambda: ops.subtraction(MAP, MAP.to("meta"), 3), "on meta"),
+    "groups that do not divide": (lambda: ops.dot(MAP, MAP, 3, groups=3), r"phi \(8\).*groups \(3\)"),
+    "no groups": (lambda: ops.dot(MAP, MAP, 3, groups=0), r"groups \(0\)"),
+    "no channels": (lambda: ops.hadamard(MAP[:, :0], MAP[:, :0], 3), r"\(0\)"),
+    "hadamard of a scalar": (lambda: ops.hadamard(MAP[0, 0, 0], MAP[0, 0, 0], 3), "phi .*4 dimensions"),
+    "summation of booleans": (lambda: ops.summation(MAP, MAP.bool(), 3), "psi .*torch.bool"),
+    "weight of another footprint": (lambda: ops.aggregation(MAP, WEIGHT, 5), r"K=25.* not \[2, 2, 9, 25\]"),
     "channels not shared evenly": (
         lambda: ops.aggregation(MAP, WEIGHT[:, :1].repeat(1, 3, 1, 1), 3),
-        "beta \(8\) must be a positive multiple of the weight channels \(3\)",
+        r"beta \(8\).*\(3\)",
     ),
-    "unknown backend": (lambda: ops.backend("fast"), "'auto', 'unfused' or 'reference', not 'fast'"),  # type: ignore[arg-type]
+    "unknown backend": (lambda: ops.backend("fast"), "'reference', not 'fast'"),  # type: ignore[arg-type]
 }
 
 
@@ -184,15 +177,15 @@ def test_all_public_operators_have_a_reference() -> None:
     assert set(ops.__all__) == {"Backend", "backend", "hadamard", "summation"} | {operator.name for operator in OPERATORS}
 
 
-def test_backend_applies_to_one_thread() -> None:
-    found: list[str] = []
-    other = threading.Thread(target=lambda: found.append(_backend.get()))
+def test_backend_applies_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = []
+    monkeypatch.setattr(library, "runs_on", lambda device: kernels.append(threading.current_thread()) or True)
+    other = threading.Thread(target=ops.unfold, args=(MAP, 3))
     with ops.backend("reference"):
+        ops.unfold(MAP, 3)
         other.start()
         other.join()
-        assert _backend.get() == "reference"
-    assert found == ["auto"]
-    assert _backend.get() == "auto"
+    assert set(kernels) == {other}
 
 
 def test_backend_reference_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
