@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,15 +46,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 14, 30, 44
 """Margins of an SVG chart in pixels at its own size."""
 LETTER, LINE = 8.4, 15.0
 """Width and height of a label's letter where the page shows it largest, on a telephone."""
-LABEL_PLACES = (
-    *(("left", 6, 6), ("right", -6, 6), ("left", 6, -14), ("right", -6, -14)),
-    *(("left", 8, -4), ("right", -8, -4), ("center", 0, 9), ("center", 0, -18)),
-)
-"""Where a label may be: its alignment, and its distance from the point."""
 SETTINGS: Any = {"svg.fonttype": "none", "lines.scale_dashes": False, "axes.axisbelow": True}
-
-Box = tuple[float, float, float, float]
-"""Left, bottom, right, top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,40 +253,18 @@ def _y_limits(chart: Chart, points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _draw_labels(axes: Any, chart: Chart) -> None:
-    """Draws each label at the first place around its point that is free, if possible also of lines. A label without a free
-    place is left out; the mouse shows it."""
-    places = {point: tuple(axes.transData.transform((point.x, point.y))) for one in chart.series for point in one.points}
-    boxes = [(x - 6, y - 6, x + 6, y + 6) for x, y in places.values()]
-    for point, (x, _) in places.items():
-        (_, low), (_, high) = axes.transData.transform([(point.x, point.low), (point.x, point.high)])
-        boxes.append((x - 2, low, x + 2, high))
-    lines = [box for one in chart.series for box in _boxes_along([places[point] for point in one.points])]
-    area = (LEFT, BOTTOM, WIDTH - RIGHT + 14, HEIGHT - TOP + 8)
-    for point, (x, y) in places.items():
+    """Labels the points, except where a label would cover that of another point; the mouse shows those."""
+    taken: list[tuple[float, float, float]] = []
+    for point in (point for one in chart.series for point in one.points if point.label):
+        x, y = axes.transData.transform((point.x, point.y))
         width = LETTER * len(point.label)
-        for taken, (align, dx, dy) in product(([*boxes, *lines], boxes), LABEL_PLACES if point.label else ()):
-            left = x + dx - {"left": 0.0, "center": width / 2, "right": width}[align]
-            box = (left, y + dy - 3, left + width, y + dy + LINE - 3)
-            inside = area[0] < box[0] and area[1] < box[1] and box[2] < area[2] and box[3] < area[3]
-            if inside and not any(_overlap(box, other) for other in taken):
-                boxes.append(box)
-                where = {"xytext": (dx, dy), "textcoords": "offset points", "ha": align, "va": "baseline"}
-                axes.annotate(point.label, (point.x, point.y), color=INK, gid="label", **where)
-                break
-
-
-def _boxes_along(places: Sequence[tuple[float, float]]) -> list[Box]:
-    """Small boxes on the line that joins the places."""
-    found = []
-    for (x1, y1), (x2, y2) in pairwise(places):
-        steps = math.ceil(math.hypot(x2 - x1, y2 - y1) / 3)
-        middles = [(x1 + (x2 - x1) * step / steps, y1 + (y2 - y1) * step / steps) for step in range(1, steps)]
-        found += [(x - 1, y - 1, x + 1, y + 1) for x, y in middles]
-    return found
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+        is_left = x + width > WIDTH
+        left = x - width if is_left else x
+        if any(left < right and start < left + width and abs(y - height) < LINE for start, right, height in taken):
+            continue
+        taken.append((left, left + width, y))
+        where = {"xytext": (-6 if is_left else 6, 6), "textcoords": "offset points", "ha": "right" if is_left else "left"}
+        axes.annotate(point.label, (point.x, point.y), color=INK, gid="label", **where)
 
 
 def as_element(drawn: Any, attributes: str, titles: Mapping[str, str] = MappingProxyType({}), salt: str = "") -> str:

@@ -7,31 +7,30 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments.report.charts import save_plot, short_names
-from experiments.report.plots import LETTER, Chart, Point, Series, svg
+from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
 from experiments.runner.job import Job, open_job
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
 
-def test_labels_avoid_lines() -> None:
-    """Labels of a rising line are on its left."""
-    points = [Point(place, place, place, place, f"p{place}", "") for place in range(4)]
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 100)), min_size=1, max_size=12, unique=True))
+def test_labels_do_not_cover_each_other(places: list[tuple[float, float]]) -> None:
+    points = [Point(x, y, y, y, f"p{number}", "") for number, (x, y) in enumerate(places)]
     chart = svg(Chart("", "", [Series("a", 0, points)], "x", "y"))
-    labels = re.findall(r'<g class="label"><text style="text-anchor: (\w+).*?" x="(\S+)" y="(\S+)">', chart)
-    (line,) = re.findall(r'<g class="line"><path d="M (.*?)"', chart)
-    places = [tuple(map(float, place.split())) for place in line.split(" L")]
-    xs, ys = zip(*places, strict=True)
-    assert len(labels) == 4
-    for anchor, x, y in labels:
-        left = float(x) - {"start": 0, "end": 2 * LETTER, "middle": LETTER}[anchor]
-        middle = np.linspace(left, left + 2 * LETTER, 50)
-        inside = (xs[0] <= middle) & (middle <= xs[-1])
-        under = np.interp(middle, xs, ys)[inside]
-        assert not np.any((float(y) - 10 < under) & (under < float(y)))
+    labels = re.findall(r'<g class="label"><text style="text-anchor: (\w+).*?" x="(\S+)" y="(\S+)">(\w+)<', chart)
+    assert labels[0][3] == "p0"
+    boxes = []
+    for anchor, x, y, text in labels:
+        width = LETTER * len(text)
+        left = float(x) - (width if anchor == "end" else 0)
+        assert 0 < left and left + width < WIDTH + LETTER
+        assert not any(left < right and start < left + width and abs(float(y) - at) < LINE - 1 for start, right, at in boxes)
+        boxes.append((left, left + width, float(y)))
 
 
 @pytest.mark.parametrize(
