@@ -9,20 +9,14 @@ import atexit
 import dataclasses
 import gc
 import json
-import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import click
 
-from experiments.cli import checkpoints
+from experiments.cli import checkpoints, models, runs
 from experiments.cli.data import data
 from experiments.cli.options import (
     ADDRESS,
@@ -35,8 +29,6 @@ from experiments.cli.options import (
     SEEDS,
     TAKE_OVER,
     GroupedCommands,
-    age,
-    as_value,
     named_address,
     printable,
 )
@@ -45,7 +37,6 @@ from experiments.errors import UnavailableError, UserError
 if TYPE_CHECKING:
     from experiments.runner.estimate import Hours
     from experiments.runner.plan import PlannedTrial
-    from experiments.tracking.listing import Listed
 
 
 class _Commands(GroupedCommands):
@@ -70,81 +61,13 @@ def cli() -> None:
 
 
 cli.add_command(data)
-for command in (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.attention):
-    cli.add_command(command)
-
-
-@cli.command()
-@click.argument("pattern", default="*")
-@AS_JSON
-def models(pattern: str, as_json: bool) -> None:
-    """List the named models and their fields.
-
-    PATTERN selects models by name. Every field can be overridden in grids and commands.
-
-    \b
-    Example: san models 'san*_pairwise'
-    """
-    from san.models import list_models, model_spec
-
-    records = [dataclasses.asdict(model_spec(name)) for name in list_models(pattern)]
-    if not records:
-        raise UserError(f"no model matches {pattern!r}; run `san models` to list all models")
-    if as_json:
-        click.echo(json.dumps(records))
-        return
-    for record in records:
-        name = record.pop("name")
-        click.echo(" ".join([f"{name:16s}", *(f"{key}={as_value(value)}" for key, value in record.items())]))
-
-
-@cli.command()
-def doctor() -> None:
-    """Show which kernels run, and why others do not.
-
-    Also shows the versions of Python, the packages, the compilers and CUDA. The exit code is 1 if the CPU kernels do not run.
-
-    \b
-    Example: san doctor
-    """
-    import torch
-
-    from experiments.runs.provenance import machine, versions
-    from san.ops import library
-
-    click.echo(f"{versions()}\n{machine()}\nCUDA of torch: {torch.version.cuda or 'none'}")
-    for line in library.describe():
-        click.echo(line)
-    sys.exit(library.missing("cpu") is not None)
-
-
-@cli.command()
-@click.argument("name", required=False)
-@OVERRIDES
-@click.option(
-    "--grid", type=click.Path(path_type=Path), help="Count every row of this grid at full size, next to the paper's counts."
-)
-@click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
-@click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
-@AS_JSON
-def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
-    """Count a model's parameters and FLOPs.
-
-    NAME is one of the models that `san models` lists; overrides such as footprint=9 change its fields. Without NAME, counts
-    all models, or the rows of --grid.
-
-    \b
-    Example: san complexity san10_pairwise footprint=9
-    """
-    if name is not None and grid is not None:
-        raise UserError(f"both a model and a grid: {name!r} and `--grid {grid}`; give only one of these")
-    from experiments.report import counts
-
-    if name is not None:
-        lines = counts.of_variant(name, overrides, size)
-    else:
-        lines = counts.of_variants(size) if grid is None else counts.of_grid(grid, size)
-    click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages or name is not None))
+for group in (
+    (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.attention),
+    (models.models, models.complexity, models.doctor),
+    (runs.list_runs, runs.delete, runs.ui),
+):
+    for command in group:
+        cli.add_command(command)
 
 
 @cli.command()
@@ -379,137 +302,6 @@ def submit(
 
     command = run_command(grid, profile, overrides, runs, seeds, take_over)
     submit_grid(grid, overrides, names=names, wait=wait, profile=profile, runs=runs, address=address, command=command)
-
-
-@cli.command("runs")
-@click.argument("grid", required=False)
-@click.option("--follow", is_flag=True, help="Refresh every 5 seconds until no run is active.")
-@RUNS
-@AS_JSON
-def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: bool) -> None:
-    """List runs with state, epoch, top-1 and age, newest first.
-
-    GRID is the name or file of a grid. Without it, lists all runs in the store.
-
-    \b
-    Example: san runs footprint --follow
-    """
-    from experiments.runs.workspace import has_store, open_workspace
-    from experiments.tracking.listing import list_runs as listed_runs
-
-    if as_json and follow:
-        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of these options")
-    uri = open_workspace(runs).tracking_uri
-    while True:
-        listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
-        if as_json:
-            click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
-            return
-        if not listed and not follow:
-            click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
-        lines = [_listed(run) for run in listed]
-        in_place = follow and sys.stdout.isatty()
-        if in_place:  # the oldest runs do not fit on a full screen
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[:columns] for line in lines[: rows - 1]]
-            click.clear()
-        click.echo("".join(f"{line}\n" for line in lines), nl=False)
-        if not follow or all(run.state != "running" for run in listed):
-            return
-        try:
-            time.sleep(5)
-        except KeyboardInterrupt:  # Ctrl-C ends the command
-            return
-        if not in_place:
-            click.echo()
-
-
-@cli.command()
-@click.argument("names", nargs=-1, required=True, metavar="KEY|GRID...")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@RUNS
-def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
-    """Delete trials: their runs, checkpoints and logs.
-
-    KEY is a trial's key from the output of `san runs`; the name of a GRID means all its trials. Trials that are being trained
-    are not deleted. `san run` trains a deleted trial again.
-
-    \b
-    Example: san delete 0123456789ab
-    """
-    from experiments.runs.workspace import open_workspace
-    from experiments.tracking.deletion import delete_trials, find_trials
-
-    workspace = open_workspace(runs)
-    found = find_trials(workspace.tracking_uri, names)
-    click.echo("\n".join(f"{cell.key}  {cell.grid}-{cell.profile} {cell.name}" for cell in found), err=True)
-    if not yes and not sys.stdin.isatty():
-        raise UserError(f"{len(found)} runs would be deleted; add --yes to delete them without a question")
-    if not yes and not click.confirm(f"Delete these {len(found)} runs with their checkpoints and logs?", err=True):
-        return
-    delete_trials(workspace, found)
-    click.echo(f"deleted {len({cell.key for cell in found})} trials")
-
-
-def _listed(run: Listed) -> str:
-    epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
-    top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
-    name = printable(f"{run.key}  {run.grid}-{run.profile} {run.name}")
-    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {name}"
-
-
-@cli.command()
-@click.option("--port", type=click.IntRange(1, 65535), help="Port on this machine.  [default: first free port from 5000]")
-@RUNS
-def ui(port: int | None, runs: Path | str | None) -> None:
-    """Browse runs in MLflow's web interface on this machine.
-
-    Prints the address of each grid's page. Press Ctrl-C to stop the server.
-
-    \b
-    Example: san ui --port 5000
-    """
-    from experiments.runs.workspace import has_store, open_workspace
-    from experiments.tracking.listing import experiment_pages
-
-    uri = open_workspace(runs).tracking_uri
-    if not has_store(uri):
-        raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or use --runs to give a folder that contains runs")
-    is_server = uri.startswith("http")
-    if is_server and port is not None:
-        raise UserError(f"--port {port}: MLFLOW_TRACKING_URI already names a server, {uri}; leave out --port")
-    port = None if is_server else _free_port(port)
-    address = uri if is_server else f"http://127.0.0.1:{port}"
-    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
-    login = f"; log in as {user}" if user else ""
-    how = f"(the server in MLFLOW_TRACKING_URI{login})" if is_server else "(starting; press Ctrl-C to stop)"
-    found = experiment_pages(uri, address.rstrip("/"))
-    width = max(map(len, found), default=0)
-    click.echo("\n".join([f"{address}  {how}", *(f"{name:{width}s}  {page}" for name, page in found.items())]))
-    if is_server:
-        return
-    options = ["--host", "127.0.0.1", "--port", str(port), "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}"]
-    mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options, "--workers", "1"]
-    with subprocess.Popen(mlflow, start_new_session=True) as server:  # otherwise its processes would print tracebacks on Ctrl-C
-        try:
-            sys.exit(server.wait())
-        except KeyboardInterrupt:  # Ctrl-C ends the command
-            os.killpg(server.pid, signal.SIGTERM)
-
-
-def _free_port(wanted: int | None) -> int:
-    """The given port, or the first free port from 5000 on.
-
-    Raises:
-        UserError: the port is in use.
-    """
-    for port in range(5000, 5100) if wanted is None else (wanted,):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise UserError(f"port {wanted or '5000 to 5099'} is in use; choose another with --port")
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from experiments.tracking.errors import TrackerError
-from experiments.tracking.result import runs_page
 from experiments.tracking.store import pages, usable
 from experiments.tracking.tracker import Tracker
 
@@ -90,16 +89,3 @@ def _listed(run: Run) -> Listed:
         age=time.time() - (run.info.end_time or run.info.start_time) / 1000,
         error=tags.get("san.error"),
     )
-
-
-def experiment_pages(uri: str, server: str) -> dict[str, str]:
-    """The address of each grid's page on a server.
-
-    Raises:
-        TrackerError: the store cannot be used.
-    """
-    tracker = Tracker(uri, "", "")
-    with usable(uri):
-        experiments = pages(tracker.client.search_experiments)
-    ours = (experiment for experiment in experiments if experiment.name != "Default")  # which is MLflow's own
-    return {experiment.name: f"{server}/{runs_page(experiment.experiment_id)}" for experiment in ours}

@@ -1,0 +1,127 @@
+"""`san runs`, `san delete` and `san ui`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from experiments.cli.options import AS_JSON, RUNS, age, printable
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.tracking.listing import Listed
+
+
+@click.command("runs")
+@click.argument("grid", required=False)
+@click.option("--follow", is_flag=True, help="Refresh every 5 seconds until no run is active.")
+@RUNS
+@AS_JSON
+def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: bool) -> None:
+    """List runs with state, epoch, top-1 and age, newest first.
+
+    GRID is the name or file of a grid. Without it, lists all runs in the store.
+
+    \b
+    Example: san runs footprint --follow
+    """
+    from experiments.runs.workspace import has_store, open_workspace
+    from experiments.tracking.listing import list_runs as listed_runs
+
+    if as_json and follow:
+        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of these options")
+    uri = open_workspace(runs).tracking_uri
+    while True:
+        listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
+        if as_json:
+            click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
+            return
+        if not listed and not follow:
+            click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
+        lines = [_listed(run) for run in listed]
+        in_place = follow and sys.stdout.isatty()
+        if in_place:  # the oldest runs do not fit on a full screen
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in lines[: rows - 1]]
+            click.clear()
+        click.echo("".join(f"{line}\n" for line in lines), nl=False)
+        if not follow or all(run.state != "running" for run in listed):
+            return
+        try:
+            time.sleep(5)
+        except KeyboardInterrupt:  # Ctrl-C ends the command
+            return
+        if not in_place:
+            click.echo()
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="KEY|GRID...")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@RUNS
+def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
+    """Delete trials: their runs, checkpoints and logs.
+
+    KEY is a trial's key from the output of `san runs`; the name of a GRID means all its trials. Trials that are being trained
+    are not deleted. `san run` trains a deleted trial again.
+
+    \b
+    Example: san delete 0123456789ab
+    """
+    from experiments.runs.workspace import open_workspace
+    from experiments.tracking.deletion import delete_trials, find_trials
+
+    workspace = open_workspace(runs)
+    found = find_trials(workspace.tracking_uri, names)
+    click.echo("\n".join(f"{cell.key}  {cell.grid}-{cell.profile} {cell.name}" for cell in found), err=True)
+    if not yes and not sys.stdin.isatty():
+        raise UserError(f"{len(found)} runs would be deleted; add --yes to delete them without a question")
+    if not yes and not click.confirm(f"Delete these {len(found)} runs with their checkpoints and logs?", err=True):
+        return
+    delete_trials(workspace, found)
+    click.echo(f"deleted {len({cell.key for cell in found})} trials")
+
+
+def _listed(run: Listed) -> str:
+    epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
+    top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
+    name = printable(f"{run.key}  {run.grid}-{run.profile} {run.name}")
+    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {name}"
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on this machine.")
+@RUNS
+def ui(port: int, runs: Path | str | None) -> None:
+    """Browse runs in MLflow's web interface on this machine.
+
+    Starts `mlflow ui`; press Ctrl-C to stop it. If MLFLOW_TRACKING_URI names a server, prints its address instead.
+
+    \b
+    Example: san ui --port 5000
+    """
+    from experiments.runs.workspace import has_store, open_workspace
+
+    uri = open_workspace(runs).tracking_uri
+    if not has_store(uri):
+        raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or use --runs to give a folder that contains runs")
+    if uri.startswith("http"):
+        click.echo(f"{uri}  (the server in MLFLOW_TRACKING_URI)")
+        return
+    click.echo(f"http://127.0.0.1:{port}  (starting; press Ctrl-C to stop)")
+    mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]
+    with subprocess.Popen(mlflow, start_new_session=True) as server:  # otherwise its processes would print tracebacks on Ctrl-C
+        try:
+            sys.exit(server.wait())
+        except KeyboardInterrupt:
+            os.killpg(server.pid, signal.SIGTERM)
