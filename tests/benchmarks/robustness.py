@@ -25,7 +25,6 @@ from experiments.evaluation.attack import Attack, OnPixels, predictions, targets
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.transform import transform
-from tests.benchmarks.tables import spread
 
 SYNTHETIC = ("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=4", "resources.cpus=2")
 SETTINGS: dict[str, tuple[str, str, tuple[str, ...], str, int]] = {
@@ -97,7 +96,8 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def overhead(rounds: list[dict[str, float]], what: str) -> str:
-    return spread([100 * (times[what] / times["passes"] - 1) for times in rounds])
+    percent = [100 * (times[what] / times["passes"] - 1) for times in rounds]
+    return f"{statistics.median(percent):+.1f} ({min(percent):+.1f} to {max(percent):+.1f})"
 
 
 def line(setting: str, name: str, rounds: int) -> str:
