@@ -62,7 +62,7 @@ setup(
         "onnx": ["onnxscript>=0.7"],
         "hub": ["huggingface_hub>=1"],
         "dev": [
-            *("pytest", "pytest-xdist", "hypothesis", "jsonschema", "ruff", "mypy", "types-PyYAML", "clang-format"),
+            *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-PyYAML", "clang-format"),
             *("onnxscript", "onnxruntime"),
             *("build", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"),
             "moto[s3,server]>=5",  # an S3 server for tests with buckets

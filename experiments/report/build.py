@@ -93,7 +93,8 @@ def note(job: Job, results: Mapping[str, Result]) -> str:
 def _links_elsewhere(job: Job, results: Mapping[str, Result]) -> str:
     """Links to the experiments of other grids that trained some of the trials; they work on any page of the server."""
     known = [results[trial.key] for trial in job.trials if trial.key in results]
-    places = Counter((result.tags["san.grid"], result.experiment_id) for result in known)
+    # Results from the file of a study have no tags.
+    places = Counter((result.tags["san.grid"], result.experiment_id) for result in known if result.tags)
     links = [
         f"{cells} of {len(job.trials)} in [{grid}]({runs_page(experiment_id)})"
         for (grid, experiment_id), cells in places.items()
