@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cuda_ext import build
 from san.ops import definitions, reference
@@ -124,8 +122,7 @@ def test_nan_only_affects_footprints_that_contain_it(operator: str, shim: Any) -
 
 def test_error_names_the_kernel_and_operator_of_a_failed_launch(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_SHIM_FAIL", "finish_kernel")
-    message = r"san::pair_weights_backward: kernel finish_kernel failed: as the test asked; an earlier kernel may be"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="pair_weights_backward: kernel finish_kernel failed"):
         run_kernels("pair_weights", sample("pair_weights", dtype=torch.float32), Sizes(), shim)
 
 
@@ -150,21 +147,6 @@ def test_aggregation_accepts_every_memory_format(
         grads = shim.aggregation_backward(grad.contiguous(memory_format=memory_format), beta, weight, footprint)
         torch.testing.assert_close([out, *grads], wanted, rtol=1e-12, atol=1e-12)
         assert [x.stride() for x in (out, *grads)] == [x.stride() for x in (beta, beta, weight)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_memory_format_does_not_change_bits_of_aggregation(dtype: torch.dtype, shim: Any) -> None:
-    generator = torch.Generator().manual_seed(5)
-    beta, grad = (torch.randn(2, 16, 6, 5, generator=generator).to(dtype) for _ in range(2))
-    weight = torch.randn(2, 8, 9, 30, generator=generator).to(dtype)
-
-    def run(beta: Tensor, weight: Tensor) -> list[Tensor]:
-        return [shim.aggregation(beta, weight, 3), *shim.aggregation_backward(grad, beta, weight, 3)]
-
-    last, by_pixels = beta.contiguous(memory_format=torch.channels_last), stored_by_pixels(weight)
-    sliced = torch.cat((beta, beta), 1)[:, 16:]  # a view with gaps
-    for one, other in ((last, weight), (beta, by_pixels), (last, by_pixels), (sliced, weight[:1].expand(2, -1, -1, -1))):
-        assert all(map(torch.equal, run(one, other), run(beta, other.contiguous())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -255,7 +237,7 @@ def test_long_sums_do_not_drift(operator: str, shim: Any) -> None:
 @pytest.mark.parametrize("operator", ["unfold", "subtraction"])
 def test_refuses_channels_with_more_values_than_32_bits_count(operator: str, shim: Any) -> None:
     x, grad = torch.zeros(1).expand(1, 1, 300, 300), torch.zeros(1).expand(1, 1, 257**2, 300**2)
-    with pytest.raises(RuntimeError, match=r"a 257x257 footprint gives 5944410000 values .* fewer than 2\^32"):
+    with pytest.raises(RuntimeError, match="257x257 footprint"):
         getattr(shim, operator)(*(x,) * (1 if operator == "unfold" else 2), 257)
     with pytest.raises(RuntimeError, match=r"fewer than 2\^32"):
         getattr(shim, f"{operator}_backward")(grad, 300, 300, 257)
@@ -276,54 +258,11 @@ int main() {
 
 
 def test_blocks_cover_more_than_2_to_the_27_pixels(tmp_path: Path) -> None:
-    assert run_program(compile_program(PLAN, tmp_path)) == "1"
-
-
-PROBE = """
-#include <cstdio>
-#include "cuda/launch.h"
-
-namespace san::cuda {
-
-__global__ void sum_kernel(float* result, bool waits) {
-  float* sums = reinterpret_cast<float*>(shared_memory_base());
-  float value = static_cast<float>(threadIdx.x);
-  for (int bits = 16; bits > 0; bits /= 2) value += __shfl_xor_sync(~0u, value, bits);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
-  if (waits) __syncthreads();
-  if (threadIdx.x == 0) *result = sums[0] + sums[1];
-}
-
-}  // namespace san::cuda
-
-int main() {
-  for (const bool waits : {true, false}) {
-    float result = 0;
-    SAN_LAUNCH_SHARED(san::cuda::sum_kernel, 1, 64, 2 * sizeof(float), 0, &result, waits);
-    std::printf("%g ", result);
-  }
-}
-"""
-
-
-def compile_program(text: str, folder: Path) -> Path:
-    source, program = folder / "probe.cu", folder / "probe"
-    source.write_text(text)
-    compile_command = build.compile_command(source, folder / "probe.o", build.Toolchain.find(), shim=True)
+    source, program = tmp_path / "plan.cu", tmp_path / "plan"
+    source.write_text(PLAN)
+    compile_command = build.compile_command(source, tmp_path / "plan.o", build.Toolchain.find(), shim=True)
     build.run([*compile_command, f"-I{build.SOURCE_DIR}"])
     torch_lib = Path(torch.__file__).parent / "lib"
-    link = [compile_command[0], str(folder / "probe.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]
+    link = [compile_command[0], str(tmp_path / "plan.o"), f"-L{torch_lib}", "-ltorch_cpu", f"-Wl,-rpath,{torch_lib}"]
     build.run([*link, "-o", str(program)])
-    return program
-
-
-def run_program(program: Path, **environment: str) -> str:
-    return subprocess.run([program], capture_output=True, text=True, check=True, env=os.environ | environment).stdout
-
-
-def test_shim_shows_a_missing_barrier(tmp_path: Path) -> None:
-    program = compile_program(PROBE, tmp_path)
-    for reverse in ({}, {"SAN_SHIM_REVERSE": "1"}):
-        with_barrier, without = run_program(program, **reverse).split()
-        assert float(with_barrier) == 63 * 64 / 2
-        assert reverse or "nan" in without
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "1"

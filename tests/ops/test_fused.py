@@ -191,23 +191,12 @@ def test_kernels_reject(what: str) -> None:
         computed(operator, tensors, Sizes(**changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
-def test_backward_rejects_a_gradient_of_the_wrong_shape(operator: str) -> None:
+@every_operator
+def test_backward_rejects_gradients_of_the_wrong_shape(operator: str) -> None:
     tensors = sample(operator)
     outputs = computed(operator, tensors, Sizes())
-    arguments = backward_arguments(operator, tensors, outputs, (outputs[0][:1],), Sizes())
-    with pytest.raises(
-        RuntimeError, match="must have the same shape" if operator == "pair_weights" else r"grad must be \[2, 5, 6, 5\]"
-    ):
-        getattr(torch.ops.san, f"{operator}_backward")(*arguments)
-
-
-@pytest.mark.parametrize("operator", ["pair_statistics", "pair_covariance", "patch_statistics"])
-def test_backward_rejects_statistics_of_the_wrong_size(operator: str) -> None:
-    tensors = sample(operator)
-    outputs = computed(operator, tensors, Sizes())
-    arguments = backward_arguments(operator, tensors, outputs, (outputs[0][1:], outputs[1]), Sizes())
-    with pytest.raises(RuntimeError, match="must have the"):
+    arguments = backward_arguments(operator, tensors, outputs, (outputs[0][1:], *outputs[1:]), Sizes())
+    with pytest.raises(RuntimeError, match="must"):
         getattr(torch.ops.san, f"{operator}_backward")(*arguments)
 
 
@@ -226,13 +215,6 @@ for operator in OPERATORS:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
     assert done.stdout.count("0x0 footprint does not fit") == len(OPERATORS)
-
-
-def test_loads_the_kernels_on_the_first_call() -> None:
-    """Runs in a new process, in which nothing has loaded the kernels."""
-    code = "import torch, san.ops.fused as f\nx = torch.randn(1, 4, 5, 5)\nprint(f.pair_statistics(x, x, 3)[0].shape)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "[4]" in done.stdout, done.stderr
 
 
 @every_operator

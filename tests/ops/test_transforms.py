@@ -122,19 +122,6 @@ def test_func_grad_equals_backward_for_parameters(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_compiled_transform_is_one_graph(transform: str) -> None:
-    torch.compiler.reset()
-    module = san.PairwiseAttention(32, 3, group_size=4).double().eval()
-    x, t = torch.randn(2, 2, 32, 5, 4, dtype=torch.float64)
-
-    def transformed(x: Tensor) -> Tensor:
-        return TRANSFORMS[transform](lambda z: module(z), x, t)  # vmap reads __name__, which a compiled module lacks
-
-    compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), transformed(x))
-
-
 def test_fuses_again_after_a_transform() -> None:
     x = torch.zeros(1, 1, 3, 3)
     chosen: list[bool] = []
