@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cuda_ext.build import load
 from pipelines import Transform
-from pipelines.resample import _by_torch, _Memory, resampler, visible_region
+from pipelines.resample import _by_torch, resampler, visible_region
 from pipelines.transform import CropParams, random_numbers, training_crops, validation_crops
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
@@ -135,14 +135,18 @@ def test_result_does_not_depend_on_number_of_threads() -> None:
 
 
 def test_memory_is_reused_only_after_all_views_are_gone() -> None:
-    memory = _Memory((4, 3, 8, 8))
-    first, second = memory.take(4), memory.take(3)
-    assert first.data_ptr() != second.data_ptr() and second.shape == (3, 3, 8, 8)
-    place, view = first.data_ptr(), first[1:, :2].numpy()
-    del first
-    assert memory.take(4).data_ptr() != place, "a view of a view still uses this memory"
-    del view
-    assert memory.take(4).data_ptr() == place
+    transform = Transform(size=8, resize=8)
+    start_N2, extent_N2, settings_N9 = visible_region(crops_of(transform, [(20, 30)] * 4, train=True), 8)
+    regions = cut(pictures([(20, 30)] * 4, 0), start_N2, extent_N2)
+    with resampler(transform, 1, max_batch=4) as squares:
+        first = squares.begin(regions, settings_N9)()
+        place, view = first.data_ptr(), first[1:, :2].numpy()
+        kept = view.copy()
+        del first
+        second = squares.begin([255 - region for region in regions], settings_N9)()
+        assert np.array_equal(view, kept), "a view of a view still uses this memory"
+        del view
+        assert squares.begin(regions, settings_N9)().data_ptr() == place and second.data_ptr() != place
 
 
 def test_error_in_thread_is_raised() -> None:
