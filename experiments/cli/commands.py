@@ -96,10 +96,12 @@ def run(
     \b
     Example: san run experiments/grids/footprint.yaml --profile digits
     """
-    from experiments.cli.run import run as run_job
-    from experiments.runner.job import open_job
+    from experiments.cli.run import run as run_grid
+    from experiments.runner.grid_run import open_grid_run
 
-    sys.exit(0 if run_job(open_job(grid, profile, overrides, runs, seeds, only=only, take_over=take_over), address) else 1)
+    sys.exit(
+        0 if run_grid(open_grid_run(grid, profile, overrides, runs, seeds, only=only, take_over=take_over), address) else 1
+    )
 
 
 @cli.command()
@@ -128,18 +130,18 @@ def plan(
     \b
     Example: san plan experiments/grids/footprint.yaml --profile digits
     """
-    from experiments.runner.job import open_job
+    from experiments.runner.grid_run import open_grid_run
     from experiments.runner.plan import plan as plan_job
     from experiments.runner.plan import plan_in_words
 
-    job = open_job(grid, profile, overrides, runs, seeds, writes=False, only=only)
-    cells = plan_job(job)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only)
+    cells = plan_job(grid_run)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
         return
     width = max(len(cell.row) for cell in cells)
     lines = [f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {_state(cell)}{_hours(cell.hours)}" for cell in cells]
-    click.echo("\n".join([*lines, "", *plan_in_words(job, cells, address)]))
+    click.echo("\n".join([*lines, "", *plan_in_words(grid_run, cells, address)]))
 
 
 def _state(cell: PlannedTrial) -> str:
@@ -190,22 +192,22 @@ def report(
     """
     from experiments.cli.report import print_report, print_unfinished, write_page
     from experiments.report.build import records_of, tables
-    from experiments.runner.job import finished_results, known_results, open_job, say
+    from experiments.runner.grid_run import finished_results, known_results, open_grid_run, say
 
     if as_json and form != "text":
         raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
-    job = open_job(grid, profile, overrides, runs, seeds)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds)
     if html is not None:
-        write_page(job, finished_results(job), html)
+        write_page(grid_run, finished_results(grid_run), html)
         say(f"report: {html}")
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(job, known_results(job))]))
+        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, known_results(grid_run))]))
     elif form != "text":
-        results = finished_results(job)
-        click.echo(tables(job, results)[form].rstrip("\n"))
-        print_unfinished(job, results)
+        results = finished_results(grid_run)
+        click.echo(tables(grid_run, results)[form].rstrip("\n"))
+        print_unfinished(grid_run, results)
     else:
-        _, complete = print_report(job, finished_results(job))
+        _, complete = print_report(grid_run, finished_results(grid_run))
         sys.exit(0 if complete else 1)
 
 
@@ -275,7 +277,7 @@ def study(
 @click.option(
     "--address",
     callback=named_address,
-    help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
+    help="GridRun server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
 @TAKE_OVER
 def submit(

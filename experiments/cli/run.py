@@ -15,7 +15,7 @@ from experiments.paper.tables import paper_claims
 from experiments.report.build import note
 from experiments.report.study import section_of, write_study
 from experiments.runner.execute import measure, prepare, train
-from experiments.runner.job import Job, is_done, is_finished, known_results, open_job, say
+from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, open_grid_run, say
 from experiments.runner.plan import missing_measurements, to_train
 from experiments.runs.retry import retry
 from experiments.tracking import Result, TrackerError
@@ -23,41 +23,41 @@ from experiments.tracking.results_file import add_results, read_results
 from experiments.training.images import open_data
 
 
-def run(job: Job, address: str | None) -> bool:
+def run(grid_run: GridRun, address: str | None) -> bool:
     """Trains unfinished trials, prints the table and draws the plot. Returns whether all trials are finished.
 
     Raises:
         UserError, ClusterError: the grid cannot run here; nothing was written.
         KeyboardInterrupt: the user stopped the run; the next call resumes.
     """
-    results = known_results(job)
-    missing = {trial.key: trial for trial, _ in to_train(job, results)}
-    done = sum(is_finished(results, trial) for trial in job.wanted)
-    stopped = sum(is_done(job, results, trial) for trial in job.wanted) - done
-    equal = len(job.wanted) - done - stopped - len(missing)
+    results = known_results(grid_run)
+    missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
+    done = sum(is_finished(results, trial) for trial in grid_run.wanted)
+    stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.wanted) - done
+    equal = len(grid_run.wanted) - done - stopped - len(missing)
     found = f", {done} already finished" if done else ""
     found += f", {stopped} already stopped early" if stopped else ""
     found += f", {equal} identical to another trial" if equal else ""
-    say(f"grid {job.name}, profile {job.profile}: {len(job.wanted)} trials{found}, {len(missing)} to train")
-    if not missing and not missing_measurements(job, results):
-        files, complete = print_report(job, results)
-        _refresh(job, results, files, complete)
+    say(f"grid {grid_run.name}, profile {grid_run.profile}: {len(grid_run.wanted)} trials{found}, {len(missing)} to train")
+    if not missing and not missing_measurements(grid_run, results):
+        files, complete = print_report(grid_run, results)
+        _refresh(grid_run, results, files, complete)
         return complete
     try:
-        trained = train(job, missing, address, note(job, results)) if missing else []
-        results = retry(lambda: known_results(job))
-        unsent = [missing[key].name for key in trained if not is_done(job, results, missing[key])]
+        trained = train(grid_run, missing, address, note(grid_run, results)) if missing else []
+        results = retry(lambda: known_results(grid_run))
+        unsent = [missing[key].name for key in trained if not is_done(grid_run, results, missing[key])]
         if unsent:
             say(
                 f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
                 "run the same command again to send the rest"
             )
-        if unmeasured := missing_measurements(job, results):
-            measure(job, unmeasured, address, note(job, results))
-            results = retry(lambda: known_results(job))
-        files, complete = print_report(job, results)
-        retry(lambda: job.tracker.log_report(files, complete and job.wanted == job.trials))
-        retry(lambda: job.tracker.describe(note(job, results)))
+        if unmeasured := missing_measurements(grid_run, results):
+            measure(grid_run, unmeasured, address, note(grid_run, results))
+            results = retry(lambda: known_results(grid_run))
+        files, complete = print_report(grid_run, results)
+        retry(lambda: grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials))
+        retry(lambda: grid_run.tracker.describe(note(grid_run, results)))
     except TrackerError as error:
         raise TrackerError(
             f"{error}\ntrained trials are kept; run the same command again to resume and to send the missing results"
@@ -81,37 +81,39 @@ def study(
     `trains`, nothing is trained: finished trials are added to the file, and the page is written.
 
     Raises:
-        UserError: as `open_job` and `run`, before training starts.
+        UserError: as `open_grid_run` and `run`, before training starts.
     """
     for path, option in ((page, "--page"), (kept, "--results")):
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise UserError(f"{path}: cannot write this file; choose another one with {option}")
-    jobs = [open_job(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds, take_over=take_over) for name in paper_claims()]
-    for job in jobs:
-        results = known_results(job) | read_results(kept)
-        missing = {trial.key: trial for trial, _ in to_train(job, results)}
+    grid_runs = [
+        open_grid_run(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds, take_over=take_over) for name in paper_claims()
+    ]
+    for grid_run in grid_runs:
+        results = known_results(grid_run) | read_results(kept)
+        missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
         if missing and trains:
-            say(f"grid {job.name}, profile {job.profile}: {len(missing)} trials to train")
-            train(job, missing, address, note(job, results))
-            results = retry(functools.partial(known_results, job)) | read_results(kept)
-        add_results(kept, job.trials, results)
+            say(f"grid {grid_run.name}, profile {grid_run.profile}: {len(missing)} trials to train")
+            train(grid_run, missing, address, note(grid_run, results))
+            results = retry(functools.partial(known_results, grid_run)) | read_results(kept)
+        add_results(kept, grid_run.trials, results)
     results = read_results(kept)
-    training, validation = open_data(jobs[0].trials[0].config.data)
-    sections = [section_of(job.grid, job.trials, results) for job in jobs]
+    training, validation = open_data(grid_runs[0].trials[0].config.data)
+    sections = [section_of(grid_run.grid, grid_run.trials, results) for grid_run in grid_runs]
     files = write_study(sections, page, len(training), len(validation))
     say(f"study: {files[0]}")
-    return all(is_finished(results, trial) for job in jobs for trial in job.trials)
+    return all(is_finished(results, trial) for grid_run in grid_runs for trial in grid_run.trials)
 
 
-def _refresh(job: Job, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
+def _refresh(grid_run: GridRun, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
     """Updates MLflow's pages of a finished grid, because another grid or version may have trained its trials.
 
     A user without write access still gets the table.
     """
     try:
-        prepare(job, note(job, results))
-        job.tracker.log_report(files, complete and job.wanted == job.trials)
+        prepare(grid_run, note(grid_run, results))
+        grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials)
     except TrackerError as error:
         say(f"MLflow's pages of the grid were not updated: {error}")

@@ -15,7 +15,7 @@ from experiments.report.data import (
     table_rows,
 )
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.tracking import Result
 from experiments.tracking.result import runs_page
 
@@ -23,66 +23,66 @@ LONGEST_NOTE = 5000
 """Characters. MLflow rejects longer descriptions of experiments (20 000 in newer versions) and truncates those of runs."""
 
 
-def rows_of(job: Job, results: Mapping[str, Result]) -> list[TableRow]:
+def rows_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[TableRow]:
     """The rows of a grid's table, with the numbers of finished trials."""
-    if job.grid.table is None:
-        return table_rows(job.grid, job.trials, results, {}, counts_of_trained(job.trials))
-    counts = counts_at_paper_setting(job.full_size)
-    return table_rows(job.grid, job.trials, results, paper_rows(job.grid.table), counts)
+    if grid_run.grid.table is None:
+        return table_rows(grid_run.grid, grid_run.trials, results, {}, counts_of_trained(grid_run.trials))
+    counts = counts_at_paper_setting(grid_run.full_size)
+    return table_rows(grid_run.grid, grid_run.trials, results, paper_rows(grid_run.grid.table), counts)
 
 
-def measurements_of(job: Job, results: Mapping[str, Result]) -> list[Measurement]:
+def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Measurement]:
     """The measurements of a grid that names a protocol; empty for other grids."""
-    if job.grid.robustness is None:
+    if grid_run.grid.robustness is None:
         return []
-    paper = paper_numbers(job.grid.table) if job.grid.table else {}
-    return grid_measurements(PROTOCOLS[job.grid.robustness], job.trials, results, paper)
+    paper = paper_numbers(grid_run.grid.table) if grid_run.grid.table else {}
+    return grid_measurements(PROTOCOLS[grid_run.grid.robustness], grid_run.trials, results, paper)
 
 
-def records_of(job: Job, results: Mapping[str, Result]) -> Sequence[TableRow | Measurement]:
+def records_of(grid_run: GridRun, results: Mapping[str, Result]) -> Sequence[TableRow | Measurement]:
     """The records of the grid's printed table."""
-    return measurements_of(job, results) if job.grid.robustness else rows_of(job, results)
+    return measurements_of(grid_run, results) if grid_run.grid.robustness else rows_of(grid_run, results)
 
 
-def tables(job: Job, results: Mapping[str, Result]) -> dict[str, str]:
+def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
     """The grid's table in each format: text, markdown, latex, csv."""
     records: Sequence[TableRow | Measurement]
-    if job.grid.robustness:
-        records = found = measurements_of(job, results)
+    if grid_run.grid.robustness:
+        records = found = measurements_of(grid_run, results)
         table = protocol_table(found)
     else:
-        records = rows = rows_of(job, results)
+        records = rows = rows_of(grid_run, results)
         table = grid_table(rows)
     return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(records)}
 
 
-def caption(job: Job) -> str:
-    return f"{job.grid.question} {setting(job)}"
+def caption(grid_run: GridRun) -> str:
+    return f"{grid_run.grid.question} {setting(grid_run)}"
 
 
-def setting(job: Job) -> str:
-    epochs = job.trials[0].config.recipe.epochs
-    lacking = note_on_missing_rows(job.grid.table, (trial.row for trial in job.trials))
-    paper = f"Paper: ImageNet, table `{job.grid.table}`{lacking}. " if job.grid.table else ""
-    ours = f"Ours: profile `{job.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
-    if job.grid.robustness:
-        return f"{PROTOCOLS[job.grid.robustness].caption} {paper}{ours}."
-    if job.grid.table is None:
+def setting(grid_run: GridRun) -> str:
+    epochs = grid_run.trials[0].config.recipe.epochs
+    lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in grid_run.trials))
+    paper = f"Paper: ImageNet, table `{grid_run.grid.table}`{lacking}. " if grid_run.grid.table else ""
+    ours = f"Ours: profile `{grid_run.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
+    if grid_run.grid.robustness:
+        return f"{PROTOCOLS[grid_run.grid.robustness].caption} {paper}{ours}."
+    if grid_run.grid.table is None:
         return f"{ours}; params and FLOPs of the trained models."
     return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."
 
 
-def note(job: Job, results: Mapping[str, Result]) -> str:
+def note(grid_run: GridRun, results: Mapping[str, Result]) -> str:
     """The description of the grid in MLflow, as Markdown: links to trials of other grids, and the table without top-5,
     truncated if necessary."""
-    if job.grid.robustness:
-        table = protocol_table([one for one in measurements_of(job, results) if one.number != "top5"])
+    if grid_run.grid.robustness:
+        table = protocol_table([one for one in measurements_of(grid_run, results) if one.number != "top5"])
     else:
-        table = grid_table(rows_of(job, results), SHORT)
+        table = grid_table(rows_of(grid_run, results), SHORT)
     heading, rule, *others = table.markdown().splitlines()
     spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
     # MLflow shows only the first line of the first paragraph until it is unfolded, so the links are at its beginning.
-    first = f"{_links_elsewhere(job, results)}**{job.grid.question}** {setting(job)}"
+    first = f"{_links_elsewhere(grid_run, results)}**{grid_run.grid.question}** {setting(grid_run)}"
     text = "\n".join([first, "", spaced[0], rule, *spaced[1:]])
     if len(text) <= LONGEST_NOTE:
         return text
@@ -90,14 +90,14 @@ def note(job: Job, results: Mapping[str, Result]) -> str:
     return f"{kept}\n\n{len(text.splitlines()) - len(kept.splitlines())} more rows are in `table.md`."
 
 
-def _links_elsewhere(job: Job, results: Mapping[str, Result]) -> str:
+def _links_elsewhere(grid_run: GridRun, results: Mapping[str, Result]) -> str:
     """Links to the experiments of other grids that trained some of the trials; they work on any page of the server."""
-    known = [results[trial.key] for trial in job.trials if trial.key in results]
+    known = [results[trial.key] for trial in grid_run.trials if trial.key in results]
     # Results from the file of a study have no tags.
     places = Counter((result.tags["san.grid"], result.experiment_id) for result in known if result.tags)
     links = [
-        f"{cells} of {len(job.trials)} in [{grid}]({runs_page(experiment_id)})"
+        f"{cells} of {len(grid_run.trials)} in [{grid}]({runs_page(experiment_id)})"
         for (grid, experiment_id), cells in places.items()
-        if grid != job.name
+        if grid != grid_run.name
     ]
     return f"Trials: {', '.join(links)}. " if links else ""

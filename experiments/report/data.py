@@ -15,7 +15,7 @@ from experiments.grids.config import value_at
 from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
 from experiments.report import interval
-from experiments.runner.job import finished_trials
+from experiments.runner.grid_run import finished_trials
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
@@ -281,7 +281,7 @@ class GridReport:
     measurements: Sequence[Measurement]
     """The table of the grid's protocol, if it names one."""
     profile_option: str = "digits"
-    """As in `Job`."""
+    """As in `GridRun`."""
     confusions: Mapping[str, Confusion] = field(default_factory=dict)
     """By row, summed over its finished seeds; empty for many classes."""
 

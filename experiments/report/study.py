@@ -18,7 +18,7 @@ from experiments.report.charts import save_plot
 from experiments.report.data import TableRow, finished_metrics, table_rows
 from experiments.report.interval import Interval
 from experiments.report.tables import ACCURACY, Table, grid_table
-from experiments.runner.job import finished_trials
+from experiments.runner.grid_run import finished_trials
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"

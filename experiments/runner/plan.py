@@ -11,7 +11,7 @@ from cluster import ClusterError, Placement, Resources, concurrency, workers_tha
 from experiments.grids.grid import Trial
 from experiments.paper.tables import note_on_missing_rows
 from experiments.runner.estimate import Estimator, Hours
-from experiments.runner.job import Job, finished_trials, is_done, known_results
+from experiments.runner.grid_run import GridRun, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask, pending_tasks
 from experiments.runner.progress import duration
 from experiments.tracking import Result
@@ -32,76 +32,78 @@ class PlannedTrial:
     """None if there is nothing to train."""
 
 
-def plan(job: Job) -> list[PlannedTrial]:
+def plan(grid_run: GridRun) -> list[PlannedTrial]:
     """The finished and stopped trials, then those to train, in the order in which `run` starts them."""
-    results = known_results(job)
-    done = [trial for trial in job.wanted if is_done(job, results, trial)]
+    results = known_results(grid_run)
+    done = [trial for trial in grid_run.wanted if is_done(grid_run, results, trial)]
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
-    for trial in job.wanted:
+    for trial in grid_run.wanted:
         alike[trial.key].append(trial)
     cells = []
     for trial in done:
         result = results[trial.key]
         cells.append(PlannedTrial(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
-    for first, hours in to_train(job, results):
+    for first, hours in to_train(grid_run, results):
         for trial in alike[first.key]:  # equal trials are trained once
             cells.append(PlannedTrial(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
     return cells
 
 
-def to_train(job: Job, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
+def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
     """The trials that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
 
     In the order in which they start: the shortest first, so that results are available early.
     """
     missing: dict[str, Trial] = {}
-    for trial in job.wanted:
-        if not is_done(job, results, trial):
+    for trial in grid_run.wanted:
+        if not is_done(grid_run, results, trial):
             missing.setdefault(trial.key, trial)
     estimator = Estimator(results.values())
     found = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
     return sorted(found, key=lambda each: each[1].wall)
 
 
-def missing_measurements(job: Job, results: Mapping[str, Result]) -> dict[str, MeasureTask]:
+def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, MeasureTask]:
     """The measurements of the grid's protocol that finished trials lack."""
     return (
-        pending_tasks(job.workspace, job.grid.robustness, finished_trials(job.wanted, results)) if job.grid.robustness else {}
+        pending_tasks(grid_run.workspace, grid_run.grid.robustness, finished_trials(grid_run.wanted, results))
+        if grid_run.grid.robustness
+        else {}
     )
 
 
-def plan_in_words(job: Job, cells: Sequence[PlannedTrial], address: str | None) -> list[str]:
+def plan_in_words(grid_run: GridRun, cells: Sequence[PlannedTrial], address: str | None) -> list[str]:
     """The number of trials to train, how many run at a time, their resources and the training time."""
     from cluster.session import is_local, session, this_machine  # imports Ray
 
     missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
-    first = f"grid {job.name}, profile {job.profile}: {len(cells)} trials, {len(missing)} to train"
-    lacking = note_on_missing_rows(job.grid.table, (cell.row for cell in cells))
-    beside = [f"compared with the paper's table `{job.grid.table}`{lacking}"] if lacking else []
+    first = f"grid {grid_run.name}, profile {grid_run.profile}: {len(cells)} trials, {len(missing)} to train"
+    lacking = note_on_missing_rows(grid_run.grid.table, (cell.row for cell in cells))
+    beside = [f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else []
     if not missing:
         return [first, *beside]
     first += " in the order above"
     here = this_machine if is_local(address) else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
-            at_once = min(trials_that_fit(job, resources), len(missing))
+            at_once = min(trials_that_fit(grid_run, resources), len(missing))
         except ClusterError as error:
             return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
     nodes = len(resources.nodes)
     where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
-    return [first, *beside, f"{where} has {room(job, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+    return [first, *beside, f"{where} has {room(grid_run, resources, at_once)}", *_in_hours(missing.values(), at_once)]
 
 
-def trials_that_fit(job: Job, resources: Resources) -> int:
+def trials_that_fit(grid_run: GridRun, resources: Resources) -> int:
     """How many trials run at once.
 
     Raises:
         ClusterError: none fits; names the overrides with which one would fit.
     """
     try:
-        return concurrency(job.placement, resources)
+        return concurrency(grid_run.placement, resources)
     except ClusterError as error:
-        fits = _overrides_that_fit(job.placement, job.trials[0].config.recipe.grad_accum_steps, resources)
+        fits = _overrides_that_fit(grid_run.placement, grid_run.trials[0].config.recipe.grad_accum_steps, resources)
         if not fits:
             raise
         raise ClusterError(
@@ -125,9 +127,9 @@ def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resour
     return (fewer_workers if workers < placement.workers else []) + (fewer_cpus if cpus < placement.cpus else [])
 
 
-def room(job: Job, resources: Resources, at_once: int) -> str:
+def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:
     now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
-    room = f"{at_once} {'trial' if at_once == 1 else 'trials'} at a time, {job.placement} per trial"
+    room = f"{at_once} {'trial' if at_once == 1 else 'trials'} at a time, {grid_run.placement} per trial"
     if resources.grows:
         return f"{now} now: {room}; the autoscaler may add nodes while trials wait"
     return f"{now}: {room}"

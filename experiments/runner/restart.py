@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from cluster.supervision import exit_lost, kill_descendants
 from experiments.grids.grid import Trial
-from experiments.runner.job import Job, say
+from experiments.runner.grid_run import GridRun, say
 from experiments.tracking import TrackerError
 
 LIMIT = 10
@@ -30,7 +30,7 @@ class Restart:
     On a cluster that this command did not start, and after `LIMIT` restarts without progress, exits with code 1.
     """
 
-    job: Job
+    grid_run: GridRun
     trials: Iterable[Trial]
     local: bool
     has_advanced: Callable[[], bool] = lambda: False
@@ -51,4 +51,4 @@ class Restart:
 
     def _mark_interrupted(self) -> None:
         with suppress(TrackerError):
-            self.job.tracker.interrupted(self.trials)
+            self.grid_run.tracker.interrupted(self.trials)

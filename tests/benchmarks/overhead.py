@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.training.device import training_device
 from experiments.training.images import loaders
 from experiments.training.trainer import run_trial
@@ -132,12 +132,12 @@ class Turns:
 
 def measure_trial(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Trial, Turns]:
     """Trains the trial and the plain loop in turn; every worker calls this. The number of epochs must be even."""
-    job = open_job(GRID, profile, overrides, runs)
+    grid_run = open_grid_run(GRID, profile, overrides, runs)
     if os.environ.get("RANK", "0") == "0":
-        job.tracker.prepare(job.grid, runs / "artifacts")
-    trial = next(trial for trial in job.trials if trial.row == ROW)
+        grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+    trial = next(trial for trial in grid_run.trials if trial.row == ROW)
     turns = Turns(bare_epochs(trial))
-    run_trial(job.workspace, trial, turns.report)
+    run_trial(grid_run.workspace, trial, turns.report)
     return trial, turns
 
 

@@ -26,7 +26,7 @@ from cluster import Placement
 from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
 from experiments.grids.config import PROJECT_DIR, flat
-from experiments.runner.job import known_results, open_job
+from experiments.runner.grid_run import known_results, open_grid_run
 from experiments.runs.summary import Epoch
 
 GRID = """
@@ -85,19 +85,19 @@ def _megabytes() -> float:
 def runs(number: int, folder: Path) -> Iterator[dict[str, float]]:
     """Writes finished runs as trials do, but in fewer calls, and reads all of them."""
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    job = open_job(grid_of(number, folder), "digits", (), folder / "runs")
-    job.workspace.runs.mkdir()
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
+    grid_run = open_grid_run(grid_of(number, folder), "digits", (), folder / "runs")
+    grid_run.workspace.runs.mkdir()
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
     metrics = [Metric(key, value, int(time.time() * 1000), 0) for key, value in EPOCH.metrics().items()]
     began = time.monotonic()
-    for trial in job.trials[:number]:
-        run = job.tracker.open(trial)
+    for trial in grid_run.trials[:number]:
+        run = grid_run.tracker.open(trial)
         params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
         run.client.log_batch(run.run_id, params=params, metrics=metrics)
         run.client.set_terminated(run.run_id, RunStatus.to_string(RunStatus.FINISHED))
     written = time.monotonic()
-    assert len(known_results(job)) == number
-    size = (job.workspace.runs / "mlflow.db").stat().st_size / 2**20
+    assert len(known_results(grid_run)) == number
+    size = (grid_run.workspace.runs / "mlflow.db").stat().st_size / 2**20
     yield {"runs": number, "write_seconds": written - began, "read_seconds": time.monotonic() - written, "megabytes": size}
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from experiments.report import interval
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from tests.experiments.processes import ended, start
 
 GRID = Path(__file__).parent / "workers.yaml"
@@ -26,13 +26,13 @@ GRID = Path(__file__).parent / "workers.yaml"
 def top1(folder: Path, workers: int, seed: int) -> float:
     """Returns the top-1 in percent after the last epoch; trains the trial first if needed."""
     runs = folder / f"{workers}-workers"
-    job = open_job(GRID, "digits", (f"resources.workers={workers}",), runs, seed + 1)
-    (trial,) = (trial for trial in job.trials if trial.seed == seed)
-    summary = job.workspace.checkpoints(trial) / "summary.csv"
+    grid_run = open_grid_run(GRID, "digits", (f"resources.workers={workers}",), runs, seed + 1)
+    (trial,) = (trial for trial in grid_run.trials if trial.seed == seed)
+    summary = grid_run.workspace.checkpoints(trial) / "summary.csv"
     epochs = trial.config.recipe.epochs
     if not summary.exists() or len(summary.read_text().splitlines()) <= epochs:
-        job.tracker.prepare(job.grid, runs / "artifacts")
-        assert ended(start(job.workspace, trial, workers), seconds=280) == [0] * workers
+        grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+        assert ended(start(grid_run.workspace, trial, workers), seconds=280) == [0] * workers
     with open(summary, newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == epochs

@@ -21,7 +21,7 @@ from cluster.supervision import OnLost
 from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.grids.config import DataConfig
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.tracking.tracker import Tracker
@@ -116,26 +116,26 @@ def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainTrial], N
 
 
 @pytest.fixture
-def open_small_job(small_grid: Path, runs: Path) -> Callable[..., Job]:
-    """Opens a job on the small grid with a prepared tracker."""
+def open_small_grid(small_grid: Path, runs: Path) -> Callable[..., GridRun]:
+    """Opens a grid run on the small grid with a prepared tracker."""
 
-    def open_it(*overrides: str) -> Job:
-        job = open_job(small_grid, "digits", overrides, runs)
-        job.tracker.prepare(job.grid, runs / "artifacts")
-        return job
+    def open_it(*overrides: str) -> GridRun:
+        grid_run = open_grid_run(small_grid, "digits", overrides, runs)
+        grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+        return grid_run
 
     return open_it
 
 
 @pytest.fixture
-def place(open_small_job: Callable[..., Job], tmp_path: Path) -> Callable[[str], Workspace]:
+def place(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> Callable[[str], Workspace]:
     """A folder of runs with a tracker that knows the small grid."""
 
     def make(name: str) -> Workspace:
-        job = open_small_job()
+        grid_run = open_small_grid()
         runs = tmp_path / name
         runs.mkdir()
-        shutil.copy(job.workspace.runs / "mlflow.db", runs / "mlflow.db")
+        shutil.copy(grid_run.workspace.runs / "mlflow.db", runs / "mlflow.db")
         return Workspace(LocalStore(runs), f"sqlite:///{runs / 'mlflow.db'}")
 
     return make
@@ -179,7 +179,7 @@ def folder_of_1000_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trained:
     """A trial of two epochs, validated on 120 images of val-split."""
 
-    job: Job
+    grid_run: GridRun
     folder: Path
 
     @property
@@ -194,8 +194,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, proc
     runs = tmp_path_factory.mktemp("trained") / "runs"
     runs.mkdir()
     shutil.copy(empty_database, runs / "mlflow.db")
-    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs)
-    job.tracker.prepare(job.grid, runs / "artifacts")
-    trial = job.trials[0]
-    run_trial(job.workspace, trial, lambda metrics: None)
-    return Trained(job, job.workspace.checkpoints(trial))
+    grid_run = open_grid_run(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs)
+    grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+    trial = grid_run.trials[0]
+    run_trial(grid_run.workspace, trial, lambda metrics: None)
+    return Trained(grid_run, grid_run.workspace.checkpoints(trial))

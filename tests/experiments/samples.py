@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from experiments.grids.grid import Trial
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.runs.store import LocalStore
 from experiments.runs.summary import Epoch
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
@@ -23,9 +23,9 @@ ALWAYS = ("checkpointing.check_every_n_steps=1", "checkpointing.checkpoint_every
 """A checkpoint after every step."""
 
 
-def finish_trial(job: Job, trial: Trial, top1: float) -> None:
+def finish_trial(grid_run: GridRun, trial: Trial, top1: float) -> None:
     """Creates the finished MLflow run of a trial with one epoch."""
-    tracked = job.tracker.open(trial)
+    tracked = grid_run.tracker.open(trial)
     tracked.describe(trial, Complexity(1, 2, 3, ()))
     tracked.log([replace(EPOCH, top1=top1)], {0: 1000})
     tracked.finish()

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
@@ -310,7 +310,7 @@ def _judged(scene: Scene, whole: Scene) -> int:
 def _tracked_epochs(scene: Scene) -> list[list[int]]:
     """Returns the epochs of each run in MLflow."""
     with patch.dict(os.environ, {"MLFLOW_TRACKING_URI": scene.server.uri} if scene.server else {}):
-        client = open_job(GRID, "digits", scene.overrides, scene.runs).tracker.client
+        client = open_grid_run(GRID, "digits", scene.overrides, scene.runs).tracker.client
     experiment = client.get_experiment_by_name(GRID.stem)
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")

@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import open_runs
 from experiments.training.checkpoint import DAMAGE, Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
@@ -290,7 +290,7 @@ class Episode:
 
     def check_tracking(self) -> None:
         with patch.dict(os.environ, self.environment):
-            client = open_job(GRID, "digits", self.overrides, self.place).tracker.client
+            client = open_grid_run(GRID, "digits", self.overrides, self.place).tracker.client
         experiment = client.get_experiment_by_name(GRID.stem)
         assert experiment is not None
         runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")

@@ -17,7 +17,7 @@ import boto3
 import pytest
 
 from experiments.cli import main
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.runs.bucket import S3Store
 from experiments.training.checkpoint import best_in
 from tests.experiments.conftest import SMALL_GRID
@@ -58,20 +58,20 @@ def test_killed_trial_resumes_on_another_node(
     world: int, bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each worker has a separate scratch folder. `san evaluate` reads the result from the bucket."""
-    job = open_job(SMALL_GRID, "digits", (*SHORT, *ALWAYS), bucket.address)
-    job.tracker.prepare(job.grid, tmp_path / "artifacts")
-    (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
+    grid_run = open_grid_run(SMALL_GRID, "digits", (*SHORT, *ALWAYS), bucket.address)
+    grid_run.tracker.prepare(grid_run.grid, tmp_path / "artifacts")
+    (trial,) = (trial for trial in grid_run.trials if trial.row == "resnet26_3")
     first, second = (functools.partial(on_node, str(tmp_path / node)) for node in ("first", "second"))
-    assert ended(start(job.workspace, trial, world, Kill("step", 7), body=first))[-1] == -9
-    folder = job.workspace.folder(trial)
+    assert ended(start(grid_run.workspace, trial, world, Kill("step", 7), body=first))[-1] == -9
+    folder = grid_run.workspace.folder(trial)
     before = [name for name in bucket.names(folder) if name.endswith(".pt")][-1]
-    assert ended(start(job.workspace, trial, world, body=second)) == [0] * world
+    assert ended(start(grid_run.workspace, trial, world, body=second)) == [0] * world
     assert len(bucket.names("logs")) == 1  # of both workers, because the nodes of this test have the same name
     (log,) = (tmp_path / "second-0").rglob("*.log")
     assert f"resuming from {Path(before).name}" in log.read_text()
     assert not list((tmp_path / "second-0").rglob("epoch-*.pt")), "a checkpoint stays on the node"
 
-    result, best = job.tracker.results()[trial.key], best_in(bucket, folder)
+    result, best = grid_run.tracker.results()[trial.key], best_in(bucket, folder)
     assert result.finished and best is not None
     for checkpoint in (trial.key, bucket.uri(folder), bucket.uri(f"{folder}/{best.name}")):
         monkeypatch.setattr(sys, "argv", ["san", "evaluate", checkpoint, "--runs", bucket.address, "--json"])
@@ -91,14 +91,14 @@ def test_grid_runs_without_a_shared_folder(
 ) -> None:
     """All files are in the bucket, and no file contains the credentials."""
     grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
-    job = (str(grid), *SHORT[1:], "recipe.epochs=1")
+    grid_run = (str(grid), *SHORT[1:], "recipe.epochs=1")
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
     finished = "1 trials, 1 already finished"
     for command, expected in (
-        (("run", *job), "trained 1 trial in "),
-        (("run", *job), finished),
-        (("report", *job), f"report: {bucket.uri('small-digits/report.html')}\n"),
-        (("plan", *job), "finished"),
+        (("run", *grid_run), "trained 1 trial in "),
+        (("run", *grid_run), finished),
+        (("report", *grid_run), f"report: {bucket.uri('small-digits/report.html')}\n"),
+        (("plan", *grid_run), "finished"),
         (("runs",), "1/1"),
     ):
         monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", bucket.address])

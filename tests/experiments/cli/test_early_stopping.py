@@ -11,7 +11,7 @@ import pytest
 
 from cluster.session import available_cpus
 from experiments.report.build import rows_of
-from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
@@ -63,10 +63,10 @@ def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_stopped_trial_resumes_without_early_stopping(
-    world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
+    world: int, open_small_grid: Callable[..., GridRun], place: Callable[[str], Workspace]
 ) -> None:
     """A stopped trial has its run and checkpoints. Without early stopping, it trains the other epochs."""
-    trial = open_small_job(*SHORT, f"resources.workers={world}").trials[1]
+    trial = open_small_grid(*SHORT, f"resources.workers={world}").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
     assert ended(start(workspace, trial, world, should_continue=stop_after_two_epochs)) == [0] * world
@@ -92,20 +92,20 @@ def test_stopped_trial_resumes_without_early_stopping(
 
 
 def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: Callable[..., Path], runs: Path) -> None:
-    def open_it(last: str, name: str = "which.yaml") -> Job:
-        return open_job(write_grid(GRID.format(last=last), name), "digits", (), runs)
+    def open_it(last: str, name: str = "which.yaml") -> GridRun:
+        return open_grid_run(write_grid(GRID.format(last=last), name), "digits", (), runs)
 
-    job = open_it(STOPPING)
-    job.tracker.prepare(job.grid, runs / "artifacts")
-    good, bad, _ = job.trials
-    finish_trial(job, good, 60.0)
-    stopped = job.tracker.open(bad)
+    grid_run = open_it(STOPPING)
+    grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+    good, bad, _ = grid_run.trials
+    finish_trial(grid_run, good, 60.0)
+    stopped = grid_run.tracker.open(bad)
     stopped.log([replace(EPOCH, top1=20.0)], {0: 1_000})
     stopped.stop("which-digits", 1)
-    planned = {trial.row: (trial.finished, trial.stopped_at) for trial in plan(job)}
+    planned = {trial.row: (trial.finished, trial.stopped_at) for trial in plan(grid_run)}
     assert planned == {"good": (True, None), "bad": (False, 1), "fair": (False, None)}
-    assert [trial.row for trial, _ in to_train(job, known_results(job))] == ["fair"]
-    lines = {line.id: (line.top1, line.note) for line in rows_of(job, known_results(job))}
+    assert [trial.row for trial, _ in to_train(grid_run, known_results(grid_run))] == ["fair"]
+    lines = {line.id: (line.top1, line.note) for line in rows_of(grid_run, known_results(grid_run))}
     assert lines["good"] == (60.0, None)
     assert lines["bad"][0] is None and "stopped at epoch 1 of 9" in (lines["bad"][1] or "")
     for other in (open_it(STOPPING, "other.yaml"), open_it("")):

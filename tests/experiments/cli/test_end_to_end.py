@@ -20,7 +20,7 @@ from cluster import Placement
 from cluster.session import available_cpus
 from cluster.sweep import sweep
 from experiments.grids.grid import Trial
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
 from tests.cluster.cells import Memory
@@ -36,9 +36,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
         yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES))
 
 
-def logged_epochs(job: Job) -> dict[str, list[int]]:
+def logged_epochs(grid_run: GridRun) -> dict[str, list[int]]:
     """The epochs of each trial's run in MLflow, in the order in which they were logged."""
-    client = job.tracker.client
+    client = grid_run.tracker.client
     experiment = client.get_experiment_by_name("small")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
@@ -68,17 +68,17 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
 
     last = start()
     assert last.finish() == 0, last.said
-    job = open_job(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
-    epochs = logged_epochs(job)
+    grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
+    epochs = logged_epochs(grid_run)
     assert sorted(name.split()[0] for name in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
     assert all(steps == [0, 1, 2] for steps in epochs.values()), epochs
-    assert all(result.finished for result in job.tracker.results().values())
+    assert all(result.finished for result in grid_run.tracker.results().values())
 
     again = start()
     assert again.finish() == 0, again.said
     assert "3 trials, 3 already finished, 0 to train" in again.said
     assert again.said.count("top-1 paper") == 1
-    assert logged_epochs(job) == epochs
+    assert logged_epochs(grid_run) == epochs
 
     folder = tmp_path / "runs" / "small-digits"
     rows = list(csv.DictReader((folder / "table.csv").open()))
@@ -112,14 +112,14 @@ def test_result_does_not_depend_on_earlier_trials_of_the_process(
     for name, step in (("forwards", 1), ("backwards", -1)):
         (tmp_path / name).mkdir()
         shutil.copy(empty_database, tmp_path / name / "mlflow.db")
-        job = open_job(write_grid(THREE_SETTINGS), "digits", (), tmp_path / name)
-        job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-        cells = {trial.key: trial for trial in job.trials[::step]}
+        grid_run = open_grid_run(write_grid(THREE_SETTINGS), "digits", (), tmp_path / name)
+        grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+        cells = {trial.key: trial for trial in grid_run.trials[::step]}
         one_at_a_time = Placement(cpus=available_cpus())
-        train = functools.partial(train_and_save, job.workspace)
+        train = functools.partial(train_and_save, grid_run.workspace)
         outcomes = sweep(train, cells, one_at_a_time, storage=tmp_path / name, observer=Memory(), retries=0)
         assert [outcome.error for outcome in outcomes.values()] == [None] * 3, outcomes
-        saved.append({trial.row: torch.load(tmp_path / name / f"{trial.row}.pt") for trial in job.trials})
+        saved.append({trial.row: torch.load(tmp_path / name / f"{trial.row}.pt") for trial in grid_run.trials})
     for cells_of_a_sweep in saved:
         assert len({cell["pid"] for cell in cells_of_a_sweep.values()}) == 1
     for row, cell in saved[0].items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from experiments.cli.submit import PACKAGES
 from experiments.grids.config import PROJECT_DIR
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import PATIENCE
 
@@ -27,8 +27,8 @@ def test_installed_project_writes_to_the_current_folder(tmp_path: Path) -> None:
     code = f"""
 import json, sys
 from pathlib import Path
-from experiments.runner.job import open_job
-job = open_job(Path({str(SMALL_GRID)!r}), "digits", ())
+from experiments.runner.grid_run import open_grid_run
+job = open_grid_run(Path({str(SMALL_GRID)!r}), "digits", ())
 print(json.dumps([job.trials[0].config.data.root, job.trials[0].key, str(job.workspace.runs)]))
 """
     done = subprocess.run(
@@ -39,4 +39,4 @@ print(json.dumps([job.trials[0].config.data.root, job.trials[0].key, str(job.wor
     assert (root, runs) == (str(here / "data" / "digits"), str(here / "runs"))
     assert (here / "data" / "digits" / "val").exists()
     assert sorted(site.rglob("*")) == before
-    assert key == open_job(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0].key
+    assert key == open_grid_run(SMALL_GRID, "digits", (), tmp_path / "runs").trials[0].key

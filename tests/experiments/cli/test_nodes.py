@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.experiments.drivers import PATIENCE, Driver
 from tests.faults.witness import Step, steps_of
@@ -69,18 +69,18 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
     assert 0 <= twice <= CHECK_EVERY
 
-    _assert_complete(open_job(grid, "digits", TWO_WORKERS, runs))
+    _assert_complete(open_grid_run(grid, "digits", TWO_WORKERS, runs))
 
 
-def _assert_complete(job: Job) -> None:
+def _assert_complete(grid_run: GridRun) -> None:
     """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
-    results, client = job.tracker.results(), job.tracker.client
-    assert [results[trial.key].finished for trial in job.trials] == [True] * len(job.trials)
-    experiment = client.get_experiment_by_name(job.name)
+    results, client = grid_run.tracker.results(), grid_run.tracker.client
+    assert [results[trial.key].finished for trial in grid_run.trials] == [True] * len(grid_run.trials)
+    experiment = client.get_experiment_by_name(grid_run.name)
     assert experiment is not None
     found = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
     histories = [client.get_metric_history(run.info.run_id, "val/top1") for run in found]
-    assert [sorted(metric.step for metric in history) for history in histories] == [list(range(EPOCHS))] * len(job.trials)
+    assert [sorted(metric.step for metric in history) for history in histories] == [list(range(EPOCHS))] * len(grid_run.trials)
 
 
 @pytest.mark.slow
@@ -116,4 +116,4 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> 
     print(f"missed after {missed:.0f} s, ended after {ended:.0f} s; {len(numbers) - EPOCHS * STEPS} steps trained twice")
     assert len(order) == 2
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
-    _assert_complete(open_job(grid, "digits", ONE_WORKER, runs))
+    _assert_complete(open_grid_run(grid, "digits", ONE_WORKER, runs))

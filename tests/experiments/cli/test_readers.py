@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from experiments.grids.config import PROJECT_DIR
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import LEFT_OUT, PATIENCE
 from tests.experiments.samples import finish_trial
@@ -19,11 +19,11 @@ def on_a_full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # Python must be able to write a few bytes to /tmp
 
 
-def test_report_prints_the_table_if_the_disk_is_full(open_small_job: Callable[..., Job]) -> None:
-    job = open_small_job()
-    finish_trial(job, job.trials[0], 91.5)
+def test_report_prints_the_table_if_the_disk_is_full(open_small_grid: Callable[..., GridRun]) -> None:
+    grid_run = open_small_grid()
+    finish_trial(grid_run, grid_run.trials[0], 91.5)
     done = subprocess.run(
-        [sys.executable, "-m", "experiments", "report", str(SMALL_GRID), "--runs", str(job.workspace.runs)],
+        [sys.executable, "-m", "experiments", "report", str(SMALL_GRID), "--runs", str(grid_run.workspace.runs)],
         cwd=PROJECT_DIR,
         env={key: value for key, value in os.environ.items() if key not in LEFT_OUT},
         capture_output=True,
@@ -34,4 +34,4 @@ def test_report_prints_the_table_if_the_disk_is_full(open_small_job: Callable[..
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 1  # trials are missing
     assert "Does it run?" in done.stdout and "91.5" in done.stdout
-    assert f"{job.workspace.runs / 'small-digits'}: cannot write" in done.stderr and "File too large" in done.stderr
+    assert f"{grid_run.workspace.runs / 'small-digits'}: cannot write" in done.stderr and "File too large" in done.stderr

@@ -12,7 +12,7 @@ from experiments.cli.report import print_report
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
 from experiments.report.build import note
-from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.tracking import Result
 from tests.experiments.conftest import San
@@ -22,26 +22,26 @@ def test_names_rows_that_are_missing_from_the_papers_table(
     write_grid: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
-    job = open_job(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
-    print_report(job, {})
+    grid_run = open_grid_run(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
+    print_report(grid_run, {})
     missing = "lacks a, b, c and 2 more rows"
     assert missing in capsys.readouterr().out
-    assert missing in " ".join(plan_in_words(job, plan(job), None))
+    assert missing in " ".join(plan_in_words(grid_run, plan(grid_run), None))
 
 
-def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., Job]) -> None:
-    job = finished_job()
-    files, complete = print_report(job, known_results(job))
-    job.tracker.log_report(files, complete)
-    experiment = job.tracker.client.get_experiment_by_name("invented")
+def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., GridRun]) -> None:
+    grid_run = finished_job()
+    files, complete = print_report(grid_run, known_results(grid_run))
+    grid_run.tracker.log_report(files, complete)
+    experiment = grid_run.tracker.client.get_experiment_by_name("invented")
     assert experiment is not None
-    (parent,) = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
-    artifacts = {artifact.path for artifact in job.tracker.client.list_artifacts(parent.info.run_id)}
+    (parent,) = grid_run.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    artifacts = {artifact.path for artifact in grid_run.tracker.client.list_artifacts(parent.info.run_id)}
     assert artifacts == {"table.md", "table.csv", "plot.png", "report.html"}
 
 
 def test_report_command_prints_every_format_and_rejects_mistakes(
-    finished_job: Callable[..., Job], tmp_path: Path, run_san: San
+    finished_job: Callable[..., GridRun], tmp_path: Path, run_san: San
 ) -> None:
     """Formats other than text write no files, and neither does a mistake."""
     finished_job()
@@ -65,7 +65,7 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
     """For the grids of the paper with several seeds, whose trials another grid has trained."""
-    job = open_job(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
+    grid_run = open_grid_run(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
     names = [
         metric
         for condition in PROTOCOLS[name].conditions
@@ -79,10 +79,10 @@ def test_mlflow_description_has_all_conditions_and_rows(name: Any, tmp_path: Pat
             tags={"san.grid": "comparison"},
             experiment_id="1234567890",
         )
-        for trial in job.trials
+        for trial in grid_run.trials
     }
-    text = note(job, results)
+    text = note(grid_run, results)
     assert "18 of 18 in [comparison](#/experiments/1234567890/" in text
     for condition in PROTOCOLS[name].conditions:
-        for row in job.grid.rows:
+        for row in grid_run.grid.rows:
             assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in text

@@ -22,7 +22,7 @@ from experiments.grids.config import flat
 from experiments.grids.grid import Trial
 from experiments.paper.tables import paper_claims, paper_rows
 from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
-from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
 from experiments.runs import retry
@@ -41,11 +41,11 @@ EQUAL_ROWS = """
 
 
 @pytest.fixture
-def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., Job]:
-    """Opens a job on the text of a grid."""
+def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., GridRun]:
+    """Opens a grid run on the text of a grid."""
 
-    def open_it(text: str, name: str = "first", **options: object) -> Job:
-        return open_job(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
+    def open_it(text: str, name: str = "first", **options: object) -> GridRun:
+        return open_grid_run(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
 
     return open_it
 
@@ -67,15 +67,15 @@ def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
 
 
 def test_equal_trials_are_trained_once(
-    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+    open_text: Callable[..., GridRun], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Equal rows of a grid, rows of another grid, and all rows when the command is repeated."""
-    job = open_text(EQUAL_ROWS)
-    assert run(job, None)
+    grid_run = open_text(EQUAL_ROWS)
+    assert run(grid_run, None)
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
     assert "3 trials, 1 identical to another trial, 2 to train" in err
-    assert [(line.top1, line.paper_top1) for line in rows_of(job, known_results(job))] == [
+    assert [(line.top1, line.paper_top1) for line in rows_of(grid_run, known_results(grid_run))] == [
         (2.0, None),
         (1.0, None),
         (2.0, None),
@@ -86,7 +86,7 @@ def test_equal_trials_are_trained_once(
         ["other", "1.0"],
         ["written_out", "2.0"],
     ]
-    assert run(job, None)
+    assert run(grid_run, None)
     assert "3 trials, 3 already finished, 0 to train" in capsys.readouterr().err
 
     second = open_text("{question: q, product: {model.name: [san10_pairwise], model.footprint: [5, 3]}}", "second")
@@ -96,10 +96,10 @@ def test_equal_trials_are_trained_once(
     assert [line.top1 for line in rows_of(second, known_results(second))] == [1.0, 3.0]
 
 
-def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
+def shown_by_mlflow(grid_run: GridRun) -> tuple[str, Run, dict[str, str]]:
     """The description of a grid's experiment, the parent run, and the text of its files by name."""
-    client = job.tracker.client
-    experiment = client.get_experiment_by_name(job.name)
+    client = grid_run.tracker.client
+    experiment = client.get_experiment_by_name(grid_run.name)
     assert experiment is not None
     (parent,) = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
     assert parent.data.tags["mlflow.note.content"] == experiment.tags["mlflow.note.content"]
@@ -109,67 +109,69 @@ def shown_by_mlflow(job: Job) -> tuple[str, Run, dict[str, str]]:
 
 
 def test_mlflow_page_of_a_grid_is_current(
-    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch
+    open_text: Callable[..., GridRun], trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shows finished trials while others train, and results that another grid or version has changed."""
     assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
-    job = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
+    grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
     before: list[tuple[str, str]] = []
     sweep = importlib.import_module("cluster.sweep").sweep
 
     def recording(*arguments: Any, **options: Any) -> dict[str, Outcome]:
-        description, parent, _ = shown_by_mlflow(job)
+        description, parent, _ = shown_by_mlflow(grid_run)
         before.append((description, parent.info.status))
         return dict(sweep(*arguments, **options))
 
     monkeypatch.setattr("cluster.sweep.sweep", recording)
-    assert run(job, None)
+    assert run(grid_run, None)
     ((description, status),) = before
     assert status == "RUNNING"
     assert "\n| a | 1.0 |" in description and "\n| b | - |" in description
-    description, parent, _ = shown_by_mlflow(job)
+    description, parent, _ = shown_by_mlflow(grid_run)
     assert "\n| b | 2.0 |" in description
     assert parent.info.status == "FINISHED"
 
-    result = job.tracker.results()[job.trials[1].key]
-    job.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)
-    assert run(job, None)
-    changed, parent, files = shown_by_mlflow(job)
+    result = grid_run.tracker.results()[grid_run.trials[1].key]
+    grid_run.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)
+    assert run(grid_run, None)
+    changed, parent, files = shown_by_mlflow(grid_run)
     assert changed == description.replace("| 2.0 |", "| 77.0 |")
     assert "77.0" in files["table.md"] and "77.0" in files["report.html"]
     assert parent.info.status == "FINISHED"
 
 
-def test_page_of_a_grid_links_to_the_grids_that_trained_its_trials(open_text: Callable[..., Job], trained: list[str]) -> None:
+def test_page_of_a_grid_links_to_the_grids_that_trained_its_trials(
+    open_text: Callable[..., GridRun], trained: list[str]
+) -> None:
     """Also if the grid has trained no trial itself."""
     first = open_text(EQUAL_ROWS)
     second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
     assert run(first, None) and run(second, None)
-    for job in (first, second):
-        assert "#/experiments/" not in shown_by_mlflow(job)[0]
+    for grid_run in (first, second):
+        assert "#/experiments/" not in shown_by_mlflow(grid_run)[0]
     third = open_text(EQUAL_ROWS + "      - {id: mine, model: {name: resnet26}}\n", "third")
     assert run(third, None)
     assert len(trained) == 3
     description, _, files = shown_by_mlflow(third)
-    for job, trials in ((first, 3), (second, 1)):
-        experiment = job.tracker.client.get_experiment_by_name(job.name)
+    for grid_run, trials in ((first, 3), (second, 1)):
+        experiment = grid_run.tracker.client.get_experiment_by_name(grid_run.name)
         assert experiment is not None
-        assert f"{trials} of 4 in [{job.name}](#/experiments/{experiment.experiment_id}/runs?" in description
+        assert f"{trials} of 4 in [{grid_run.name}](#/experiments/{experiment.experiment_id}/runs?" in description
     assert "| mine | 3.0 |" in description
     assert files.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
 
 
-def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[..., Job]) -> None:
+def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[..., GridRun]) -> None:
     rates = [round(0.001 * (i + 1), 3) for i in range(300)]
-    job = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
-    whole, short = tables(job, {})["markdown"].splitlines(), note(job, {}).splitlines()
+    grid_run = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
+    whole, short = tables(grid_run, {})["markdown"].splitlines(), note(grid_run, {}).splitlines()
     assert len("\n".join(short)) <= LONGEST_NOTE < len("\n".join(whole))
     rows, rest = [re.split(r"(?:&nbsp;)? \| ", line)[0] for line in short[2:-2]], short[-1]
     assert rows == [line.split(" | ")[0] for line in whole[: len(rows)]]
     assert rest.startswith(f"{len(whole) - len(rows)} more rows ")
 
 
-def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[..., Job]) -> None:
+def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[..., GridRun]) -> None:
     first = open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}")
     (trial,) = first.trials
     first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
@@ -181,8 +183,8 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
         "{id: equal, recipe: {epochs: 36, lr: 0.1}}",
         "{id: other, model: {footprint: 5}}",
     ]
-    job = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}", "second")
-    planned = plan(job)
+    grid_run = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}", "second")
+    planned = plan(grid_run)
     assert [trial.finished for trial in planned] == [True, False, False, False]
     done, longer, equal, other = (
         {each.row: each.hours for each in planned}[row] for row in ("trial", "longer", "equal", "other")
@@ -191,23 +193,23 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
     assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
     assert (longer.cpu, longer.gpu, longer.is_rough, other.is_rough) == (longer.wall, 0, False, True)
 
-    lines = plan_in_words(job, planned, None)
+    lines = plan_in_words(grid_run, planned, None)
     assert "4 trials, 2 to train" in lines[0]
     wall = max((longer.wall + other.wall) / 2, longer.wall, other.wall)
     assert f" {duration(3600 * wall)} with 2 trials at a time" in lines[2]
     assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[2]
 
 
-def finish(job: Job, trial: Trial, **metrics: float) -> None:
+def finish(grid_run: GridRun, trial: Trial, **metrics: float) -> None:
     """Marks a trial as finished, with these metrics."""
-    run = job.tracker.open(trial)
+    run = grid_run.tracker.open(trial)
     params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
     run.client.log_batch(run.run_id, [Metric(key, value, 0, 0) for key, value in metrics.items()], params)
     run.finish()
 
 
-def test_cheapest_trials_start_first(open_text: Callable[..., Job], trained: list[str]) -> None:
-    """The cost is estimated from FLOPs, images and epochs, or from measured speeds."""
+def test_cheapest_trials_start_first(open_text: Callable[..., GridRun], trained: list[str]) -> None:
+    """The cost is estimated from measured speeds, or from FLOPs, images and epochs."""
     rows = [
         "{id: large}",
         "{id: small, model: {footprint: 3}}",
@@ -216,28 +218,28 @@ def test_cheapest_trials_start_first(open_text: Callable[..., Job], trained: lis
         "{id: as_small, model: {footprint: 3}, recipe: {lr: 0.3}}",
     ]
     text = f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}"
-    job = open_text(text)
-    planned = [cell.row for cell in plan(job)]
+    grid_run = open_text(text)
+    planned = [cell.row for cell in plan(grid_run)]
     assert planned == ["few_images", "small", "as_small", "large", "small_and_long"]
 
-    # A finished run shows that small trials are slow; the speed of the others is scaled by their FLOPs.
+    # A finished run shows that small trials are slow.
     small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
     measured = open_text(f"{{question: q, rows: [{small}]}}", "measured")
     measured.tracker.prepare(measured.grid, measured.workspace.runs / "artifacts")
     (trial,) = measured.trials
-    finish(measured, trial, **{"summary/images_per_second": 1.0, "flops_paper": 1e3})
-    planned = [cell.row for cell in plan(job)]
-    assert planned == ["small", "as_small", "small_and_long", "few_images", "large"]
+    finish(measured, trial, **{"summary/images_per_second": 1.0})
+    planned = [cell.row for cell in plan(grid_run)]
+    assert planned == ["few_images", "large", "small", "as_small", "small_and_long"]
 
-    assert run(job, None)
+    assert run(grid_run, None)
     assert trained == [f"first/{row}" for row in planned]
-    assert [cell.row for cell in plan(job)] == [trial.row for trial in job.trials]
+    assert [cell.row for cell in plan(grid_run)] == [trial.row for trial in grid_run.trials]
 
 
 def test_trial_that_another_process_trains_is_skipped(
-    open_text: Callable[..., Job], trained: list[str], capsys: pytest.CaptureFixture[str]
+    open_text: Callable[..., GridRun], trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = open_text(EQUAL_ROWS)
+    grid_run = open_text(EQUAL_ROWS)
     claim = """
 import sys
 from pathlib import Path
@@ -247,49 +249,49 @@ with claimed_trials(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]:
     print("claimed", flush=True)
     sys.stdin.read()
 """
-    arguments = [sys.executable, "-c", claim, str(job.workspace.runs), job.trials[0].key]
+    arguments = [sys.executable, "-c", claim, str(grid_run.workspace.runs), grid_run.trials[0].key]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "claimed\n"
-        assert not run(job, None)
+        assert not run(grid_run, None)
         assert trained == ["first/other"]
         other.communicate("")
     err = capsys.readouterr().err
     assert "skipped, because another `san run` is training the same trials: plain" in err
     assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
-    assert run(job, None)
+    assert run(grid_run, None)
     assert trained == ["first/other", "first/plain"]
 
 
 @pytest.mark.parametrize("available", [True, False])
 def test_reports_results_that_mlflow_did_not_accept(
     available: bool,
-    open_text: Callable[..., Job],
+    open_text: Callable[..., GridRun],
     trained: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """MLflow was unavailable when a trial ended, and is available again, or still not, when the grid ends."""
-    job = open_text(EQUAL_ROWS)
+    grid_run = open_text(EQUAL_ROWS)
 
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
         if not available:
-            (job.workspace.runs / "mlflow.db").write_bytes(b"not a database" * 100)
+            (grid_run.workspace.runs / "mlflow.db").write_bytes(b"not a database" * 100)
         return {key: Outcome(key) for key in trials}
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
     monkeypatch.setattr(retry, "OUTAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(retry, "PAUSE", 0.01)
     if available:
-        assert not run(job, None)
+        assert not run(grid_run, None)
         assert "other, plain: trained, but MLflow" in capsys.readouterr().err
     else:
         with pytest.raises(TrackerError, match=r"MLflow at .*\ntrained trials are kept"):
-            run(job, None)
+            run(grid_run, None)
 
 
 def test_failed_trials_are_not_counted_as_trained(
-    open_text: Callable[..., Job], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    open_text: Callable[..., GridRun], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
         first, *others = trials

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments.grids.config import PROJECT_DIR
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from tests.experiments.conftest import San
 from tests.experiments.drivers import LEFT_OUT, PATIENCE
 from tests.experiments.samples import finish_trial
@@ -30,10 +30,10 @@ def responds(address: str) -> bool:
 
 
 @pytest.mark.slow
-def test_serves_the_runs_until_it_is_interrupted(open_small_job: Callable[..., Job], tmp_path: Path) -> None:
-    job, port, log = open_small_job(), free_port(), tmp_path / "ui.log"
-    finish_trial(job, job.trials[0], 90.0)
-    command = [sys.executable, "-m", "experiments", "ui", "--runs", str(job.workspace.runs), "--port", str(port)]
+def test_serves_the_runs_until_it_is_interrupted(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> None:
+    grid_run, port, log = open_small_grid(), free_port(), tmp_path / "ui.log"
+    finish_trial(grid_run, grid_run.trials[0], 90.0)
+    command = [sys.executable, "-m", "experiments", "ui", "--runs", str(grid_run.workspace.runs), "--port", str(port)]
     environment = {key: value for key, value in os.environ.items() if key not in LEFT_OUT}
     with open(log, "w") as out:
         process = subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=out, start_new_session=True)

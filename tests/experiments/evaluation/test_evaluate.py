@@ -46,15 +46,15 @@ def test_checkpoint_gives_the_accuracy_of_its_validation(epoch: int, trained: Tr
 
 
 def run_of(trained: Trained) -> str:
-    return trained.job.tracker.results()[trained.job.trials[0].key].run_id
+    return trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].run_id
 
 
 def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San) -> None:
-    metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
+    metrics = trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].metrics
     best = (metrics["summary/best_top1"], metrics["summary/best_top5"], metrics["summary/best_epoch"])
-    trained.job.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
+    trained.grid_run.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
     models = f"models:/{MODEL}/1", f"models:/{MODEL}@champion"
-    for name in (str(trained.folder), trained.job.trials[0].key, run_of(trained), *models):
+    for name in (str(trained.folder), trained.grid_run.trials[0].key, run_of(trained), *models):
         found = json.loads(run_san("evaluate", name, *store_of(trained), "--json")[1])
         assert (found["top1"], found["top5"], found["epoch"]) == best
     code, out, err = run_san("evaluate", trained.folder)
@@ -67,8 +67,8 @@ def test_converted_checkpoint_gives_the_same_accuracy(
     form: str, model: Sequence[str], trained: Trained, tmp_path: Path, run_san: San
 ) -> None:
     file = tmp_path / "weights.pt"
-    options = ("--to", form, "--runs", trained.job.workspace.runs)
-    _, out, _ = run_san("convert", trained.job.trials[0].key, file, *options)
+    options = ("--to", form, "--runs", trained.grid_run.workspace.runs)
+    _, out, _ = run_san("convert", trained.grid_run.trials[0].key, file, *options)
     assert out.startswith(f"{file}: san10_pairwise ")
     found = evaluated(file, *HELD_OUT, *model, profile="digits")
     assert measured(found) == measured(evaluated(trained.folder))
@@ -165,7 +165,7 @@ def ours(trained: Trained, tmp: Path) -> str:
 
 
 def store_of(trained: Trained) -> list[str]:
-    return ["--runs", str(trained.job.workspace.runs)]
+    return ["--runs", str(trained.grid_run.workspace.runs)]
 
 
 MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], list[str]]] = {
@@ -215,11 +215,11 @@ def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -
 def test_rejects_runs_whose_checkpoints_are_elsewhere(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.job.workspace.tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.grid_run.workspace.tracking_uri)
     for name in (run_of(trained), f"models:/{MODEL}/1"):
         code, _, err = run_san("evaluate", name, "--runs", tmp_path)
         assert code == 2
-        assert err.startswith(f"san: {name}: ") and trained.job.trials[0].key in err and str(tmp_path) in err
+        assert err.startswith(f"san: {name}: ") and trained.grid_run.trials[0].key in err and str(tmp_path) in err
 
 
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
 from experiments.report.build import measurements_of
 from experiments.runner import execute
-from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.measure import MeasureTask, measure_trial
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
@@ -53,7 +53,7 @@ def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained
 
 
 def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
-    metrics = trained.job.tracker.results()[trained.job.trials[0].key].metrics
+    metrics = trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].metrics
     for protocol in PROTOCOLS.values():
         numbers = protocol.conditions[0].measure(opened(trained), open_images(opened(trained)), 64, lambda: None)
         assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
@@ -124,26 +124,26 @@ def started(replace_cluster: Callable[[TrainTrial], None], process_group: None) 
 
 
 @pytest.fixture
-def job(write_grid: Callable[[str, str], Path], runs: Path) -> Job:
-    return open_job(write_grid(GRID, "turned.yaml"), "digits", (), runs)
+def grid_run(write_grid: Callable[[str, str], Path], runs: Path) -> GridRun:
+    return open_grid_run(write_grid(GRID, "turned.yaml"), "digits", (), runs)
 
 
 def test_grid_measures_only_missing_conditions(
-    job: Job, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    grid_run: GridRun, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     progress = execute.MeasureProgress
 
     class Interrupted(progress):  # type: ignore[misc, valid-type]
         def progress(self, key: str, metrics: Mapping[str, float]) -> None:
             super().progress(key, metrics)
-            if key == job.trials[1].key and metrics["condition"] == 1:
+            if key == grid_run.trials[1].key and metrics["condition"] == 1:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(execute, "MeasureProgress", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(job, None)
-    assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in job.trials])  # trained, then measured
-    unfinished = [cell for cell in measurements_of(job, known_results(job)) if cell.ours is None]
+        run(grid_run, None)
+    assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in grid_run.trials])  # trained, then measured
+    unfinished = [cell for cell in measurements_of(grid_run, known_results(grid_run)) if cell.ours is None]
     assert {(cell.row, cell.condition) for cell in unfinished} == {
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
     }
@@ -151,14 +151,14 @@ def test_grid_measures_only_missing_conditions(
     monkeypatch.setattr(execute, "MeasureProgress", progress)
     started.clear()
     capsys.readouterr()
-    assert run(job, None)
+    assert run(grid_run, None)
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.missing == ("cw180", "cw270", "upside_down")
     out, err = capsys.readouterr()
     assert "1 trials to measure" in err and "not_in_the_paper cw180: top-1 " in err
-    results = known_results(job)
-    metrics = {trial.row: results[trial.key].metrics for trial in job.trials}
-    found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(job, results)}
+    results = known_results(grid_run)
+    metrics = {trial.row: results[trial.key].metrics for trial in grid_run.trials}
+    found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(grid_run, results)}
     for row in ("resnet26", "not_in_the_paper"):
         assert found[row, "none", "top1"].ours == metrics[row]["val/top1"]
         turned = found[row, "cw90", "top1"]
@@ -168,20 +168,20 @@ def test_grid_measures_only_missing_conditions(
     assert sum(line.startswith(("none", "cw", "upside_down")) for line in out.splitlines()) == 10
 
     started.clear()
-    assert run(job, None)
+    assert run(grid_run, None)
     assert started == []
     assert capsys.readouterr().out == out
-    run_of_grid = job.tracker.client.search_runs(
-        [job.tracker.client.get_experiment_by_name("turned").experiment_id], "tags.`san.role` = 'grid'"
+    run_of_grid = grid_run.tracker.client.search_runs(
+        [grid_run.tracker.client.get_experiment_by_name("turned").experiment_id], "tags.`san.role` = 'grid'"
     )[0]
     assert run_of_grid.info.status == "FINISHED"
-    artifacts = [file.path for file in job.tracker.client.list_artifacts(run_of_grid.info.run_id)]
+    artifacts = [file.path for file in grid_run.tracker.client.list_artifacts(run_of_grid.info.run_id)]
     assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
-def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path: Path) -> None:
-    workspace = Workspace(LocalStore(tmp_path), trained.job.workspace.tracking_uri)
-    task = MeasureTask(workspace, trained.job.trials[0], "run", "rotation", ("none",))
+def test_missing_checkpoint_is_a_user_error(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
+    workspace = Workspace(LocalStore(tmp_path), trained.grid_run.workspace.tracking_uri)
+    task = MeasureTask(workspace, trained.grid_run.trials[0], "run", "rotation", ("none",))
     with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
         measure_trial(task, lambda metrics: None)
 
@@ -189,8 +189,8 @@ def test_missing_checkpoint_is_a_user_error(job: Job, trained: Trained, tmp_path
 def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.runner.measure.SECONDS_BETWEEN_LINES", 0.0)
     sent: list[Mapping[str, float]] = []
-    job = trained.job
-    measure_trial(MeasureTask(job.workspace, job.trials[0], "run", "attack", ("clean", "n4")), sent.append)
+    grid_run = trained.grid_run
+    measure_trial(MeasureTask(grid_run.workspace, grid_run.trials[0], "run", "attack", ("clean", "n4")), sent.append)
     assert [metrics.get("done") for metrics in sent] == [64 / 120, 1.0, None] * 2
     assert [metrics["condition"] for metrics in sent] == [0, 0, 0, 1, 1, 1]
     assert set(sent[2]) == {"condition", "robustness/none/top1"}
@@ -224,7 +224,7 @@ def test_model_overrides_apply_only_to_released_files(trained: Trained, tmp_path
 def test_rejects(arguments: list[str], words: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
     san.save_checkpoint(trained.best.model(), tmp_path / "weights.pt")
     filled = [argument.format(weights=tmp_path / "weights.pt", trial=trained.folder) for argument in arguments]
-    code, out, err = run_san("robustness", *filled, "--runs", trained.job.workspace.runs)
+    code, out, err = run_san("robustness", *filled, "--runs", trained.grid_run.workspace.runs)
     assert (code, out) == (2, "")
     assert err.startswith("san: ") and len(err.splitlines()) == 1
     assert words in err

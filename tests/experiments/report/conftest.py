@@ -14,7 +14,7 @@ import torch
 from experiments.grids.grid import Trial
 from experiments.paper.tables import counts_at_paper_setting, paper_rows
 from experiments.report.data import TableRow, table_rows
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.metrics import RunningEpoch
@@ -96,27 +96,27 @@ def rows_of_table(page: ElementTree.Element, section: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def finished_job(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., Job]:
-    """Makes a job of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
+def finished_job(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., GridRun]:
+    """Makes a grid run of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
-    def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> Job:
-        job = open_job(write_grid(grid, "invented.yaml"), profile, overrides, runs, seeds=2)
-        job.tracker.prepare(job.grid, runs / "artifacts")
-        for trial in job.trials:
+    def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> GridRun:
+        grid_run = open_grid_run(write_grid(grid, "invented.yaml"), profile, overrides, runs, seeds=2)
+        grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+        for trial in grid_run.trials:
             if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):
                 continue
-            tracked = job.tracker.open(trial)
+            tracked = grid_run.tracker.open(trial)
             tracked.describe(trial, Complexity(1, 2, 3, ()))
             top1 = TOPS[trial.row] + trial.seed
             epochs = [replace(EPOCH, epoch=i, top1=top1 - 10 * (2 - i), train_loss=2.0 - 0.5 * i) for i in range(3)]
             tracked.log(epochs, {i: 1000 * i for i in range(3)})
             tracked.finish()
-        return job
+        return grid_run
 
     return make
 
 
-def save_untrained(job: Job, trial: Trial) -> Path:
+def save_untrained(grid_run: GridRun, trial: Trial) -> Path:
     """Writes a final checkpoint with random weights."""
     torch.manual_seed(0)
     config = trial.config
@@ -125,18 +125,18 @@ def save_untrained(job: Job, trial: Trial) -> Path:
     origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, digits)
     history = tuple(replace(EPOCH, epoch=number) for number in range(config.recipe.epochs))
     checkpoint = Checkpoint(trial.key, origin, history, RunningEpoch(len(history), 0.1), engine)
-    path = job.workspace.checkpoints(trial) / checkpoint.name
+    path = grid_run.workspace.checkpoints(trial) / checkpoint.name
     path.parent.mkdir(parents=True)
     path.write_bytes(checkpoint.as_bytes())
     return path
 
 
-def tabled(job: Job, tops: dict[str, float]) -> list[TableRow]:
-    """The table of a job whose named rows are finished with this top-1."""
+def tabled(grid_run: GridRun, tops: dict[str, float]) -> list[TableRow]:
+    """The table of a grid run whose named rows are finished with this top-1."""
     results = {
         trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
-        for trial in job.trials
+        for trial in grid_run.trials
         if trial.row in tops
     }
-    printed = paper_rows(job.grid.table) if job.grid.table else {}
-    return table_rows(job.grid, job.trials, results, printed, counts_at_paper_setting(job.full_size))
+    printed = paper_rows(grid_run.grid.table) if grid_run.grid.table else {}
+    return table_rows(grid_run.grid, grid_run.trials, results, printed, counts_at_paper_setting(grid_run.full_size))

@@ -16,7 +16,7 @@ from experiments.paper.tables import counts_at_paper_setting, paper_numbers, pap
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
 from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.tracking import Result
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
@@ -27,14 +27,14 @@ COUNTED = [path for path in GRIDS if path.stem not in ("rotation", "attack")]
 
 @pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
 def test_params_and_flops_match_the_paper(path: Path, tmp_path: Path) -> None:
-    for line in tabled(open_job(path, "digits", (), tmp_path), {}):
+    for line in tabled(open_grid_run(path, "digits", (), tmp_path), {}):
         printed = "10.0 2.0" if line.id == "pairwise_phi_eq_psi" else f"{line.paper_params} {line.paper_flops}"
         assert f"{line.params:.1f} {line.flops:.1f}" == printed, line.id  # its count is 2.046, but the paper prints 2.1
 
 
 def test_difference_if_the_training_matches_the_paper(small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path) -> None:
     root = f"data.root={folder_of_1000_classes}"
-    lines = tabled(open_job(small_grid, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
+    lines = tabled(open_grid_run(small_grid, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
     assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
     assert " -1.0 |" in grid_table(lines).markdown()
 
@@ -52,15 +52,15 @@ def test_difference_if_the_training_matches_the_paper(small_grid: Path, folder_o
 def test_no_difference_if_the_training_differs_from_the_paper(
     profile: str, overrides: tuple[str, ...], small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
 ) -> None:
-    open_job(small_grid, "digits", (), tmp_path)  # writes the digits if they are missing
+    open_grid_run(small_grid, "digits", (), tmp_path)  # writes the digits if they are missing
     filled = [override.format(folder=folder_of_1000_classes) for override in overrides]
-    job = open_job(small_grid, profile, filled, tmp_path)
-    assert {line.difference for line in tabled(job, {"resnet26_3": 75.0})} == {None}
+    grid_run = open_grid_run(small_grid, profile, filled, tmp_path)
+    assert {line.difference for line in tabled(grid_run, {"resnet26_3": 75.0})} == {None}
     first = PROTOCOLS["rotation"].conditions[0]
     metrics = {"val/top1": 1.0, "val/top5": 2.0} | first.metrics({"top1": 1.0, "top5": 2.0})
-    ours = {trial.key: Result("run", True, metrics) for trial in job.trials}
-    printed = {row.id: {f"{first.name}_top1": 77.0} for row in job.grid.rows}
-    cells = grid_measurements(PROTOCOLS["rotation"], job.trials, ours, printed)
+    ours = {trial.key: Result("run", True, metrics) for trial in grid_run.trials}
+    printed = {row.id: {f"{first.name}_top1": 77.0} for row in grid_run.grid.rows}
+    cells = grid_measurements(PROTOCOLS["rotation"], grid_run.trials, ours, printed)
     assert {cell.difference for cell in cells} == {None} and any(cell.paper and cell.ours for cell in cells)
 
 
@@ -71,21 +71,21 @@ def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> No
         seeds: [0, 1]
         rows: [{id: resnet26_3, model: {name: resnet26}}]
     """)
-    job = open_job(path, "digits", (), tmp_path)
-    first, second = job.trials
+    grid_run = open_grid_run(path, "digits", (), tmp_path)
+    first, second = grid_run.trials
     results = {first.key: Result("a", True, {"val/top1": 90.0, "val/top5": 99.0})}
     results[second.key] = Result("b", False, {"val/top1": 20.0, "val/top5": 50.0})
-    counts, paper = counts_at_paper_setting(job.full_size), paper_rows("footprint")
-    (line,) = table_rows(job.grid, job.trials, results, paper, counts)
+    counts, paper = counts_at_paper_setting(grid_run.full_size), paper_rows("footprint")
+    (line,) = table_rows(grid_run.grid, grid_run.trials, results, paper, counts)
     assert (line.top1, line.top1_half_width, line.seeds) == (90.0, None, 1)  # an unfinished run does not count
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
-    (line,) = table_rows(job.grid, job.trials, results, paper, counts)
+    (line,) = table_rows(grid_run.grid, grid_run.trials, results, paper, counts)
     assert (line.top1, line.seeds) == (92.0, 2)
     assert line.top1_half_width is None  # two seeds are listed
     assert "| resnet26_3 | 76.0 | 92.0 (90.0, 94.0) | 2 |" in grid_table([line]).markdown()
-    third = dataclasses.replace(job.trials[0], seed=2)
+    third = dataclasses.replace(grid_run.trials[0], seed=2)
     results[third.key] = Result("c", True, {"val/top1": 98.0, "val/top5": 99.0})
-    (line,) = table_rows(job.grid, [*job.trials, third], results, paper, counts)
+    (line,) = table_rows(grid_run.grid, [*grid_run.trials, third], results, paper, counts)
     # Student's t at 97.5 % with 2 degrees of freedom is 4.303; the standard error is 4 / sqrt(3).
     assert line.top1_half_width == pytest.approx(4.302653 * 4 / 3**0.5, abs=1e-3)
     assert "| resnet26_3 | 76.0 | 94.0 ± 9.9 | 3 |" in grid_table([line]).markdown()
@@ -119,17 +119,19 @@ def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: C
         table: footprint
         rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 15}}]
     """)
-    (line,) = tabled(open_job(path, "digits", ("data.size=64", "data.resize=64"), tmp_path), {})
+    (line,) = tabled(open_grid_run(path, "digits", ("data.size=64", "data.resize=64"), tmp_path), {})
     assert (line.params, line.flops, line.paper_params) == (None, None, 10.5)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_table_of_the_paper_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
-    job = open_job(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
-    assert job.grid.robustness == job.grid.table == name
+    grid_run = open_grid_run(
+        PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path
+    )
+    assert grid_run.grid.robustness == grid_run.grid.table == name
     columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
     paper = paper_numbers(name)
-    assert list(paper) == [row.id for row in job.grid.rows]
+    assert list(paper) == [row.id for row in grid_run.grid.rows]
     assert all(list(numbers) == columns for numbers in paper.values())
 
 

@@ -21,7 +21,7 @@ from experiments.report.build import rows_of
 from experiments.report.charts import CURVES
 from experiments.report.data import GridReport, shown_rows
 from experiments.report.page import commands_for_row, page
-from experiments.runner.job import Job, known_results, open_job
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from tests.experiments.conftest import San
@@ -39,17 +39,17 @@ GRID_OF_PROTOCOL = """
 DASH = "\N{EN DASH}"
 
 
-def test_page_of_a_grid(finished_job: Callable[..., Job], tmp_path: Path, run_san: San) -> None:
-    job = finished_job()
-    first = job.trials[0]
-    results = known_results(job)
-    job.tracker.add(results[first.key].run_id, {"robustness/none/top1": 90.0, "robustness/rotate90/top1": 40.0})
-    for trial in job.trials[:2]:  # both seeds of a row
-        path = job.workspace.checkpoints(trial) / "confusion.csv"
+def test_page_of_a_grid(finished_job: Callable[..., GridRun], tmp_path: Path, run_san: San) -> None:
+    grid_run = finished_job()
+    first = grid_run.trials[0]
+    results = known_results(grid_run)
+    grid_run.tracker.add(results[first.key].run_id, {"robustness/none/top1": 90.0, "robustness/rotate90/top1": 40.0})
+    for trial in grid_run.trials[:2]:  # both seeds of a row
+        path = grid_run.workspace.checkpoints(trial) / "confusion.csv"
         path.parent.mkdir(parents=True)
         path.write_bytes(Confusion(("<b>cat</b>", "dog"), ((3, 1), (0, 4))).as_csv())
-    file = save_untrained(job, next(trial for trial in job.trials if trial.row == "pairwise_5"))
-    options = ("--seeds", "2", "--runs", job.workspace.runs, "--json", "--html", tmp_path / "page.html")
+    file = save_untrained(grid_run, next(trial for trial in grid_run.trials if trial.row == "pairwise_5"))
+    options = ("--seeds", "2", "--runs", grid_run.workspace.runs, "--json", "--html", tmp_path / "page.html")
     run_san("report", tmp_path / "invented.yaml", *options)
     root = read_page(tmp_path / "page.html")
     text = text_of(root)
@@ -105,18 +105,20 @@ def test_large_grids_show_only_the_best_rows(
     """Notes explain which rows have curves, labels and commands."""
     monkeypatch.setattr(data, "MOST_ROWS", 3)
     rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
-    job = open_job(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path)
+    grid_run = open_grid_run(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path)
     tops = (50.0, 90.0, 70.0, None, 80.0, 60.0)
     results = {
         trial.key: Result("run", True, {"val/top1": top1, "val/top5": 99.0})
-        for trial, top1 in zip(job.trials, tops, strict=True)
+        for trial, top1 in zip(grid_run.trials, tops, strict=True)
         if top1
     }
-    lines = rows_of(job, results)
+    lines = rows_of(grid_run, results)
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
-    report = GridReport(job.grid, job.name, "", job.command, (), job.trials, results, lines, curves, "sqlite:///", (), ())
+    report = GridReport(
+        grid_run.grid, grid_run.name, "", grid_run.command, (), grid_run.trials, results, lines, curves, "sqlite:///", (), ()
+    )
     text = page(report)
     assert text.count("Only the best 3 of the 6 rows") == 3  # have labels, curves and commands
     assert re.findall("<summary>(.*?)</summary>", text) == kept
@@ -146,15 +148,15 @@ def test_protocol_table(
     names: list[str],
     measured: list[str],
     unmeasured: list[str],
-    finished_job: Callable[..., Job],
+    finished_job: Callable[..., GridRun],
     tmp_path: Path,
 ) -> None:
     """Two conditions are measured, for one of two seeds of the first row."""
-    job = finished_job(grid=GRID_OF_PROTOCOL.format(protocol))
-    run_id = known_results(job)[job.trials[0].key].run_id
+    grid_run = finished_job(grid=GRID_OF_PROTOCOL.format(protocol))
+    run_id = known_results(grid_run)[grid_run.trials[0].key].run_id
     for condition, value in zip(PROTOCOLS[protocol].conditions[:2], (90.0, 80.0), strict=True):
-        job.tracker.add(run_id, condition.metrics(dict.fromkeys(condition.numbers, value)))
-    write_page(job, known_results(job), tmp_path / "page.html")
+        grid_run.tracker.add(run_id, condition.metrics(dict.fromkeys(condition.numbers, value)))
+    write_page(grid_run, known_results(grid_run), tmp_path / "page.html")
     root = read_page(tmp_path / "page.html")
     headings = [text_of(heading) for heading in root.iter("h2")]
     assert headings[:3] == ["Results", "Accuracy that remains", "Accuracy on clean images"]
@@ -167,16 +169,16 @@ def test_protocol_table(
     assert "resnet26: 80.0 % of 90.0 %" in charts[0].get("aria-label", "")
 
 
-def test_links_runs_on_a_server(finished_job: Callable[..., Job], tmp_path: Path) -> None:
-    job = finished_job()
-    results = known_results(job)
-    workspace = replace(job.workspace, tracking_uri="https://runs.example.org/")
-    tracker = job.tracker
+def test_links_runs_on_a_server(finished_job: Callable[..., GridRun], tmp_path: Path) -> None:
+    grid_run = finished_job()
+    results = known_results(grid_run)
+    workspace = replace(grid_run.workspace, tracking_uri="https://runs.example.org/")
+    tracker = grid_run.tracker
     path = tmp_path / "page.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "tracker", property(lambda job: tracker))
-        write_page(replace(job, workspace=workspace), results, path)
-    result = results[job.trials[0].key]
+        patch.setattr(GridRun, "tracker", property(lambda grid_run: tracker))
+        write_page(replace(grid_run, workspace=workspace), results, path)
+    result = results[grid_run.trials[0].key]
     place = f"https://runs.example.org/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()
 
@@ -186,17 +188,17 @@ def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path)
     path = tmp_path / "all.yaml"
     rows = "[{id: one, model: {name: resnet26}}, {id: two, model: {name: san10_pairwise, footprint: 5}}]"
     path.write_text(f'question: "{QUESTION}"\n{protocol}\nrows: {rows}\n')
-    job = open_job(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2)
+    grid_run = open_grid_run(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2)
     for row in ("one", "two"):
         found = re.fullmatch(
             r"cat > (\S+) <<'END'\n(.*)END\n(.*)",
-            commands_for_row(job.grid, row, job.trials, job.overrides, job.profile),
+            commands_for_row(grid_run.grid, row, grid_run.trials, grid_run.overrides, grid_run.profile),
             re.DOTALL,
         )
         assert found is not None
         file, text, command = found.groups()
         assert command == f"san run {file} --profile digits recipe.lr=0.05"
         (tmp_path / file).write_text(text)
-        alone = open_job(tmp_path / file, "digits", job.overrides, tmp_path / "runs")
-        assert [trial.key for trial in alone.trials] == [trial.key for trial in job.trials if trial.row == row]
-        assert (alone.grid.question, alone.grid.robustness) == (QUESTION, job.grid.robustness)
+        alone = open_grid_run(tmp_path / file, "digits", grid_run.overrides, tmp_path / "runs")
+        assert [trial.key for trial in alone.trials] == [trial.key for trial in grid_run.trials if trial.row == row]
+        assert (alone.grid.question, alone.grid.robustness) == (QUESTION, grid_run.grid.robustness)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from experiments.report.charts import save_plot, short_names
 from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
@@ -37,15 +37,15 @@ def test_labels_do_not_cover_each_other(places: list[tuple[float, float]]) -> No
     ("is_plot", "has_paper", "half_width"), [(True, True, 0.5), (True, False, None), (False, True, None), (False, False, 0.5)]
 )
 def test_draws_ours_next_to_the_paper(
-    is_plot: bool, has_paper: bool, half_width: float | None, open_small_job: Callable[..., Job], tmp_path: Path
+    is_plot: bool, has_paper: bool, half_width: float | None, open_small_grid: Callable[..., GridRun], tmp_path: Path
 ) -> None:
-    job = open_small_job()
-    lines = tabled(job, {"resnet26_3": 97.0, "pairwise_3": 96.0})
+    grid_run = open_small_grid()
+    lines = tabled(grid_run, {"resnet26_3": 97.0, "pairwise_3": 96.0})
     lines = [dataclasses.replace(line, top1_half_width=half_width if line.top1 else None) for line in lines]
     if not has_paper:
         lines = [dataclasses.replace(line, paper_top1=None) for line in lines]
     path = tmp_path / "plot.png"
-    save_plot(job.grid.plot if is_plot else None, job.trials, lines, "Title", path)
+    save_plot(grid_run.grid.plot if is_plot else None, grid_run.trials, lines, "Title", path)
     width, _ = png_size(path)
     assert path.stat().st_size > 10_000
     assert (width > 1000) == has_paper  # two panels
@@ -55,9 +55,9 @@ def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
     heights = {}
     for name in ("position", "footprint"):
         (grid,) = (path for path in GRIDS if path.stem == name)
-        job = open_job(grid, "digits", (), tmp_path)
-        lines = tabled(job, {trial.row: 90.0 for trial in job.trials})
-        save_plot(None, job.trials, lines, "Title", tmp_path / f"{name}.png")
+        grid_run = open_grid_run(grid, "digits", (), tmp_path)
+        lines = tabled(grid_run, {trial.row: 90.0 for trial in grid_run.trials})
+        save_plot(None, grid_run.trials, lines, "Title", tmp_path / f"{name}.png")
         _, heights[len(lines)] = png_size(tmp_path / f"{name}.png")
     assert heights[13] - heights[3] > 10 * 30
 

@@ -10,26 +10,26 @@ import pytest
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval
 from experiments.report.study import Finding, Section, findings, section_of, write_study
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
 from tests.experiments.grids.test_grid import GRIDS
 
 TABLES = ("relation", "mapping", "transformation", "footprint", "position")
 
 
-def opened(table: str, runs: Path, *overrides: str) -> Job:
+def opened(table: str, runs: Path, *overrides: str) -> GridRun:
     (path,) = (path for path in GRIDS if path.stem == table)
-    return open_job(path, "digits", overrides, runs, 3)
+    return open_grid_run(path, "digits", overrides, runs, 3)
 
 
-def invented(job: Job, tops: dict[str, list[float]]) -> Section:
-    """The section of a job whose rows have finished with this top-1 for each seed."""
+def invented(grid_run: GridRun, tops: dict[str, list[float]]) -> Section:
+    """The section of a grid run whose rows have finished with this top-1 for each seed."""
     results = {
         trial.key: Result("run", True, {"val/top1": tops[trial.row][trial.seed], "val/top5": 99.0})
-        for trial in job.trials
+        for trial in grid_run.trials
         if trial.seed < len(tops.get(trial.row, []))
     }
-    return section_of(job.grid, job.trials, results)
+    return section_of(grid_run.grid, grid_run.trials, results)
 
 
 def test_claims_exist_for_the_tables_of_the_paper() -> None:
@@ -78,26 +78,28 @@ def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
 
 def test_page_has_every_table(tmp_path: Path) -> None:
     chance = random.Random(0)
-    jobs = [opened(table, tmp_path / "runs") for table in TABLES]
+    grid_runs = [opened(table, tmp_path / "runs") for table in TABLES]
     sections = [
-        invented(job, {row.id: [chance.gauss(90, 1) for _ in range(3)] for row in job.grid.rows if row.id != "pairwise_11"})
-        for job in jobs
+        invented(
+            grid_run, {row.id: [chance.gauss(90, 1) for _ in range(3)] for row in grid_run.grid.rows if row.id != "pairwise_11"}
+        )
+        for grid_run in grid_runs
     ]
     path = tmp_path / "docs" / "study.md"
     files = write_study(sections, path, train_images=600, val_images=360)
     assert files == [path, *(path.with_name(f"study-{table}.png") for table in TABLES)]
     assert all(file.stat().st_size > 1000 for file in files)
     page = path.read_text()
-    cells = sum(len(job.trials) for job in jobs)
+    cells = sum(len(grid_run.trials) for grid_run in grid_runs)
     words = " ".join(page.split())
     assert "600 training and 360 validation images" in words
     assert f"3 of {cells} trials have not been trained yet" in words
     assert "`san study --profile digits --seeds 3`" in words
     assert "have only 2 of the paper's five stages" in words and "The last feature map is 6 pixels wide" in words
-    for job, section in zip(jobs, sections, strict=True):
-        assert f"## {section.table.capitalize()}\n\n{job.grid.question}\n\n![" in page
+    for grid_run, section in zip(grid_runs, sections, strict=True):
+        assert f"## {section.table.capitalize()}\n\n{grid_run.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
-        for row in job.grid.rows:
+        for row in grid_run.grid.rows:
             assert f"| {row.id} | {paper_rows(section.table)[row.id].top1} | " in page
         for finding in findings(section):
             trials_of_row = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
@@ -111,9 +113,9 @@ def test_page_has_every_table(tmp_path: Path) -> None:
 
 
 def test_page_without_results(tmp_path: Path) -> None:
-    job = opened("position", tmp_path)
+    grid_run = opened("position", tmp_path)
     path = tmp_path / "study.md"
-    assert write_study([invented(job, {})], path, 600, 360) == [path]
+    assert write_study([invented(grid_run, {})], path, 600, 360) == [path]
     page = path.read_text()
     assert "9 of 9 trials have not been trained yet." in " ".join(page.split())
     assert "Open: 3." in page and "| pairwise_none | 72.3 |" in page

@@ -16,13 +16,13 @@ import san
 from experiments.report.build import rows_of
 from experiments.report.data import TableRow
 from experiments.report.tables import Table, csv_text, grid_table
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
 from tests.experiments.report.conftest import tabled
 
 
-def test_unfinished_rows_have_dashes(open_small_job: Callable[..., Job]) -> None:
-    text = grid_table(tabled(open_small_job(), {"resnet26_3": 97.25})).text()
+def test_unfinished_rows_have_dashes(open_small_grid: Callable[..., GridRun]) -> None:
+    text = grid_table(tabled(open_small_grid(), {"resnet26_3": 97.25})).text()
     heading, _, pairwise, resnet, _ = text.splitlines()
     assert "difference" not in heading
     assert len({len(line) for line in text.splitlines()}) == 1
@@ -38,22 +38,22 @@ SWEEP = """
 
 
 def test_swept_values_are_columns_and_the_x_axis(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
-    job = open_job(write_grid(SWEEP), "digits", (), tmp_path)
-    lines = rows_of(job, {job.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
+    grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
+    lines = rows_of(grid_run, {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
     heading, _, first, *_ = grid_table(lines).text().splitlines()
     assert heading.split()[:3] == ["row", "footprint", "lr"]
     assert first.split()[:3] == ["footprint3-lr0.1", "3", "0.1"]
     first, second, *_ = csv.DictReader(csv_text(lines).splitlines())
     assert first.keys() >= {field.name for field in dataclasses.fields(TableRow) if field.name != "settings"}
     assert (first["model.footprint"], first["recipe.lr"], first["top1"], second["top1"]) == ("3", "0.1", "97.25", "")
-    assert (job.grid.plot and (job.grid.plot.x, job.grid.plot.series)) == ("model.footprint", "recipe.lr")
+    assert (grid_run.grid.plot and (grid_run.grid.plot.x, grid_run.grid.plot.series)) == ("model.footprint", "recipe.lr")
 
 
 def test_grid_without_a_table_counts_the_trained_models(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
-    job = open_job(write_grid(SWEEP), "digits", (), tmp_path)
-    spec = job.trials[0].config.model.spec()
+    grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
+    spec = grid_run.trials[0].config.model.spec()
     counts = san.complexity(spec.build(10), 24)
-    (first, *_) = rows_of(job, {})
+    (first, *_) = rows_of(grid_run, {})
     assert (first.params, first.flops, first.paper_top1) == (counts.params / 1e6, counts.flops_paper / 1e9, None)
     assert grid_table([first]).text().split()[-2:] == [f"{first.params:.3g}", f"{first.flops:.3g}"]
 
@@ -61,11 +61,11 @@ def test_grid_without_a_table_counts_the_trained_models(write_grid: Callable[[st
 def test_top5_is_left_out_for_five_classes(
     write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = open_job(write_grid(SWEEP), "digits", (), tmp_path)
-    results = {job.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
+    grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
+    results = {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
     for classes, is_shown in ((5, False), (6, True)):
         monkeypatch.setattr("experiments.report.data.class_count", lambda trial, classes=classes: classes)
-        assert ("top-5 ours" in grid_table(rows_of(job, results)).text()) == is_shown
+        assert ("top-5 ours" in grid_table(rows_of(grid_run, results)).text()) == is_shown
 
 
 ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.runs import claims
 from experiments.runs.bucket import S3Store
 from experiments.runs.claims import claim_trial, claimed_trials, require_idle
@@ -51,9 +51,9 @@ def test_damaged_checkpoint_is_renamed_in_every_store(store: Store) -> None:
 
 
 def test_grids_share_trials_but_train_each_once(
-    store: Store, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    store: Store, open_small_grid: Callable[..., GridRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials = {trial.key: trial for trial in open_small_job().trials}
+    trials = {trial.key: trial for trial in open_small_grid().trials}
     first, *others = trials
     with claimed_trials(store, "small-digits", {first: trials[first]}) as (claimed, claim):
         claim.check()

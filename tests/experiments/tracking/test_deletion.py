@@ -6,58 +6,58 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.grids.grid import Trial
-from experiments.runner.job import Job, known_results
+from experiments.runner.grid_run import GridRun, known_results
 from experiments.runs.claims import claimed_trials
 from tests.experiments.conftest import San
 from tests.experiments.samples import finish_trial
 
 
-def trained(job: Job, trial: Trial) -> list[Path]:
+def trained(grid_run: GridRun, trial: Trial) -> list[Path]:
     """A finished trial; returns its files."""
-    finish_trial(job, trial, 50.0)
-    files = [job.workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt", job.workspace.log(trial)]
+    finish_trial(grid_run, trial, 50.0)
+    files = [grid_run.workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt", grid_run.workspace.log(trial)]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"x")
     return files
 
 
-def test_deletes_one_trial_and_nothing_else(open_small_job: Callable[..., Job], run_san: San) -> None:
-    job = open_small_job()
-    first, second = job.trials[:2]
-    files, kept = trained(job, first), trained(job, second)
-    code, _, err = run_san("delete", first.key, "--runs", job.workspace.runs)
+def test_deletes_one_trial_and_nothing_else(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+    grid_run = open_small_grid()
+    first, second = grid_run.trials[:2]
+    files, kept = trained(grid_run, first), trained(grid_run, second)
+    code, _, err = run_san("delete", first.key, "--runs", grid_run.workspace.runs)
     assert code == 2
     assert "1 runs would be deleted; add --yes" in err
-    assert known_results(job).keys() == {first.key, second.key}
-    code, out, _ = run_san("delete", first.key, "--yes", "--runs", job.workspace.runs)
+    assert known_results(grid_run).keys() == {first.key, second.key}
+    code, out, _ = run_san("delete", first.key, "--yes", "--runs", grid_run.workspace.runs)
     assert (code, out) == (0, "deleted 1 trials\n")
-    assert known_results(job).keys() == {second.key}
+    assert known_results(grid_run).keys() == {second.key}
     assert not any(file.exists() for file in files)
     assert all(file.exists() for file in kept)
 
 
-def test_deletes_all_trials_of_a_grid(open_small_job: Callable[..., Job], run_san: San) -> None:
-    job = open_small_job()
-    for trial in job.trials:
-        trained(job, trial)
-    assert run_san("delete", "small", "--yes", "--runs", job.workspace.runs)[:2] == (0, "deleted 3 trials\n")
-    assert known_results(job) == {}
+def test_deletes_all_trials_of_a_grid(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+    grid_run = open_small_grid()
+    for trial in grid_run.trials:
+        trained(grid_run, trial)
+    assert run_san("delete", "small", "--yes", "--runs", grid_run.workspace.runs)[:2] == (0, "deleted 3 trials\n")
+    assert known_results(grid_run) == {}
 
 
-def test_refuses_trials_that_are_trained_or_wait(open_small_job: Callable[..., Job], run_san: San) -> None:
-    job = open_small_job()
-    trial = job.trials[0]
-    files = trained(job, trial)
-    arguments = ("delete", trial.key, "--yes", "--runs", job.workspace.runs)
-    with claimed_trials(job.workspace.store, "small-digits", {trial.key: trial}):
+def test_refuses_trials_that_are_trained_or_wait(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+    grid_run = open_small_grid()
+    trial = grid_run.trials[0]
+    files = trained(grid_run, trial)
+    arguments = ("delete", trial.key, "--yes", "--runs", grid_run.workspace.runs)
+    with claimed_trials(grid_run.workspace.store, "small-digits", {trial.key: trial}):
         code, _, err = run_san(*arguments)
         assert code == 2 and f"trial {trial.key} is being trained or waits" in err
     assert all(file.exists() for file in files)
-    assert trial.key in known_results(job)
+    assert trial.key in known_results(grid_run)
 
 
-def test_rejects_an_unknown_name(open_small_job: Callable[..., Job], run_san: San) -> None:
-    job = open_small_job()
-    _, _, err = run_san("delete", "nothing", "--yes", "--runs", job.workspace.runs)
+def test_rejects_an_unknown_name(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+    grid_run = open_small_grid()
+    _, _, err = run_san("delete", "nothing", "--yes", "--runs", grid_run.workspace.runs)
     assert "nothing: no trial or grid with this name" in err

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 import san
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.tracking.registry import model_name
 from experiments.training import metric_logger
 from experiments.training.checkpoint import Checkpoint, best_in
@@ -25,29 +25,29 @@ from tests.experiments.samples import silent
 SHORT = ("recipe.epochs=1", "recipe.batch_size=240")
 
 
-def versions(job: Job) -> list[Any]:
-    return list(job.tracker.client.search_model_versions())
+def versions(grid_run: GridRun) -> list[Any]:
+    return list(grid_run.tracker.client.search_model_versions())
 
 
-def best_of(job: Job, trial: int) -> Checkpoint:
-    best = best_in(job.workspace.store, job.workspace.folder(job.trials[trial]))
+def best_of(grid_run: GridRun, trial: int) -> Checkpoint:
+    best = best_in(grid_run.workspace.store, grid_run.workspace.folder(grid_run.trials[trial]))
     assert best is not None
     return best
 
 
 def test_best_weights_are_registered(
-    open_small_job: Callable[..., Job],
+    open_small_grid: Callable[..., GridRun],
     process_group: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    job = open_small_job(*SHORT, "recipe.ema_decay=0.5")
-    trial = job.trials[2]
-    validated = run_trial(job.workspace, trial, silent).eval()
-    (version,) = versions(job)
-    best = best_of(job, 2)
+    grid_run = open_small_grid(*SHORT, "recipe.ema_decay=0.5")
+    trial = grid_run.trials[2]
+    validated = run_trial(grid_run.workspace, trial, silent).eval()
+    (version,) = versions(grid_run)
+    best = best_of(grid_run, 2)
     assert (version.name, version.version) == ("small-digits-patchwise_3", 1)
-    assert version.run_id == job.tracker.results()[trial.key].run_id
+    assert version.run_id == grid_run.tracker.results()[trial.key].run_id
     assert version.tags == {
         "san.trial": trial.key,
         "san.grid": "small",
@@ -61,7 +61,7 @@ def test_best_weights_are_registered(
     }
     assert "[N, 3, 24, 24]" in version.description and "mean [0.5, 0.5, 0.5]" in version.description
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", job.workspace.tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", grid_run.workspace.tracking_uri)
     model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}", dst_path=str(tmp_path))
     assert model.metadata.metadata == {"classes": [str(digit) for digit in range(10)]}
     schemas = model.metadata.get_input_schema(), model.metadata.get_output_schema()
@@ -87,10 +87,10 @@ def test_best_weights_are_registered(
     "done", [pytest.param(True, id="response lost"), pytest.param(False, id="request lost", marks=pytest.mark.slow)]
 )
 def test_trial_is_registered_once(
-    call: str, done: bool, open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+    call: str, done: bool, open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow fails during the registration; the logger thread and another start of the trial try again."""
-    job = open_small_job(*SHORT, "data.train_per_class=30")
+    grid_run = open_small_grid(*SHORT, "data.train_per_class=30")
     request, fails = getattr(MlflowClient, call), [True]
 
     def lossy(*arguments: Any, **named: Any) -> Any:
@@ -103,51 +103,51 @@ def test_trial_is_registered_once(
     monkeypatch.setattr(metric_logger, "PAUSE", 0.01)
     monkeypatch.setattr(MlflowClient, call, lossy)
     for _ in range(2):
-        run_trial(job.workspace, job.trials[1], silent)
-        assert job.tracker.results()[job.trials[1].key].finished
-        assert [(version.name, version.version) for version in versions(job)] == [("small-digits-resnet26_3", 1)]
+        run_trial(grid_run.workspace, grid_run.trials[1], silent)
+        assert grid_run.tracker.results()[grid_run.trials[1].key].finished
+        assert [(version.name, version.version) for version in versions(grid_run)] == [("small-digits-resnet26_3", 1)]
 
 
-def test_other_trial_of_a_row_is_another_version(open_small_job: Callable[..., Job], process_group: None) -> None:
+def test_other_trial_of_a_row_is_another_version(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
     for overrides in (SHORT, (*SHORT, "recipe.lr=0.1")):  # another trial of the row, like another seed
-        job = open_small_job(*overrides, "data.train_per_class=30")
-        run_trial(job.workspace, job.trials[1], silent)
-    assert {(version.name, version.version) for version in versions(job)} == {
+        grid_run = open_small_grid(*overrides, "data.train_per_class=30")
+        run_trial(grid_run.workspace, grid_run.trials[1], silent)
+    assert {(version.name, version.version) for version in versions(grid_run)} == {
         ("small-digits-resnet26_3", 1),
         ("small-digits-resnet26_3", 2),
     }
 
 
 def test_store_without_a_registry_is_no_error(
-    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = open_small_job(*SHORT, "data.train_per_class=30")
+    grid_run = open_small_grid(*SHORT, "data.train_per_class=30")
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "foo://nowhere")
-    run_trial(job.workspace, job.trials[1], silent)
+    run_trial(grid_run.workspace, grid_run.trials[1], silent)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI")
-    assert job.tracker.results()[job.trials[1].key].finished
-    assert versions(job) == []
-    assert "the model was not registered: " in job.workspace.log(job.trials[1]).read_text()
+    assert grid_run.tracker.results()[grid_run.trials[1].key].finished
+    assert versions(grid_run) == []
+    assert "the model was not registered: " in grid_run.workspace.log(grid_run.trials[1]).read_text()
 
 
 def test_lost_checkpoints_are_not_registered(
-    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = open_small_job(*SHORT, "data.train_per_class=30")
-    folder = job.workspace.checkpoints(job.trials[1])
+    grid_run = open_small_grid(*SHORT, "data.train_per_class=30")
+    folder = grid_run.workspace.checkpoints(grid_run.trials[1])
 
     def lose(metrics: object) -> None:
         for path in folder.glob("*.pt"):
             path.unlink()
 
-    run_trial(job.workspace, job.trials[1], lose)
-    assert job.tracker.results()[job.trials[1].key].finished
-    assert versions(job) == []
-    assert "cannot read the checkpoint of the best epoch" in job.workspace.log(job.trials[1]).read_text()
+    run_trial(grid_run.workspace, grid_run.trials[1], lose)
+    assert grid_run.tracker.results()[grid_run.trials[1].key].finished
+    assert versions(grid_run) == []
+    assert "cannot read the checkpoint of the best epoch" in grid_run.workspace.log(grid_run.trials[1]).read_text()
 
 
 @pytest.mark.parametrize(
     ("grid", "name"), [("mine", "mine-digits-resnet26_3"), ("a b:c/d'e", "a-b-c-d-e-digits-resnet26_3"), ("x" * 300, "x" * 250)]
 )
-def test_model_name_is_valid_in_mlflow(grid: str, name: str, open_small_job: Callable[..., Job]) -> None:
-    assert model_name(replace(open_small_job().trials[1], grid=grid)) == name
+def test_model_name_is_valid_in_mlflow(grid: str, name: str, open_small_grid: Callable[..., GridRun]) -> None:
+    assert model_name(replace(open_small_grid().trials[1], grid=grid)) == name

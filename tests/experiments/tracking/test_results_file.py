@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import UserError
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.tracking import Result
 from experiments.tracking.results_file import add_results, read_results
 
@@ -19,8 +19,8 @@ def result(finished: bool = True) -> Result:
     return Result("run", finished, METRICS, seconds=93.0, ended=1_700_000_000.0)
 
 
-def test_finished_trials_are_read_as_they_were_added(open_small_job: Callable[..., Job], tmp_path: Path) -> None:
-    path, trials = tmp_path / "kept.csv", open_small_job().trials
+def test_finished_trials_are_read_as_they_were_added(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> None:
+    path, trials = tmp_path / "kept.csv", open_small_grid().trials
     assert read_results(path) == {}
     add_results(path, trials, {trials[0].key: result(), trials[1].key: result(finished=False)})
     add_results(path, (*trials, *trials), {trials[0].key: result(), trials[1].key: result()})
@@ -32,8 +32,8 @@ def test_finished_trials_are_read_as_they_were_added(open_small_job: Callable[..
         assert (one.finished, one.metrics, one.seconds, one.ended) == (True, METRICS, 93.0, 1_700_000_000.0)
 
 
-def test_edited_file_is_named_with_its_line(open_small_job: Callable[..., Job], tmp_path: Path) -> None:
-    path, trials = tmp_path / "kept.csv", open_small_job().trials
+def test_edited_file_is_named_with_its_line(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> None:
+    path, trials = tmp_path / "kept.csv", open_small_grid().trials
     add_results(path, trials[:1], {trials[0].key: result()})
     path.write_text(path.read_text() + "abc,def\n")
     with pytest.raises(UserError, match=r"kept.csv:3: must have the columns key, .*; delete this line"):

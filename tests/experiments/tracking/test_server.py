@@ -13,7 +13,7 @@ import mlflow
 import numpy as np
 import pytest
 
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import SMALL_GRID, San
 from tests.experiments.drivers import PATIENCE
@@ -69,13 +69,13 @@ def test_no_file_contains_a_secret(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
-    job = open_job(SMALL_GRID, "digits", OVERRIDES, runs)
-    job.tracker.check()
-    job.tracker.prepare(job.grid, runs / "artifacts")
+    grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, runs)
+    grid_run.tracker.check()
+    grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     assert "log in as admin" in run_san("ui", "--runs", runs)[1]
-    trial, client = job.trials[0], job.tracker.client
-    run_trial(job.workspace, trial, silent)
-    (result,) = job.tracker.results().values()
+    trial, client = grid_run.trials[0], grid_run.tracker.client
+    run_trial(grid_run.workspace, trial, silent)
+    (result,) = grid_run.tracker.results().values()
     run = client.get_run(result.run_id)
     assert run.info.status == "FINISHED"
     (version,) = client.search_model_versions()
@@ -96,25 +96,25 @@ def test_epochs_after_a_password_expired_are_sent_by_the_next_run(
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
     monkeypatch.setattr("experiments.training.trainer.OUTAGE_TIMEOUT", 1.0)
-    job = open_job(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    trial, ended = job.trials[2], []  # the other test does not train it on this server
+    grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    trial, ended = grid_run.trials[2], []  # the other test does not train it on this server
 
     def expire(metrics: Mapping[str, float]) -> None:
         if "step" not in metrics:  # at the end of an epoch
             ended.append(metrics["epoch"])
             monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "expired")
 
-    run_trial(job.workspace, trial, expire)
+    run_trial(grid_run.workspace, trial, expire)
     assert ended == [1, 2, 3]
-    assert "rejected the user name and password" in job.workspace.log(trial).read_text()
+    assert "rejected the user name and password" in grid_run.workspace.log(trial).read_text()
     for thread in [thread for thread in threading.enumerate() if thread.name == "metric-logger"]:
         thread.join(60)  # it must not send the rest with the new password
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", guarded.password)
     monkeypatch.setattr("experiments.training.trainer.OUTAGE_TIMEOUT", PATIENCE)
-    found = job.tracker.results().get(trial.key)
+    found = grid_run.tracker.results().get(trial.key)
     assert found is None or not found.finished
-    run_trial(job.workspace, trial, silent)
-    result = job.tracker.results()[trial.key]
+    run_trial(grid_run.workspace, trial, silent)
+    result = grid_run.tracker.results()[trial.key]
     assert result.finished
-    assert [metric.step for metric in job.tracker.client.get_metric_history(result.run_id, "val/top1")] == [0, 1, 2]
+    assert [metric.step for metric in grid_run.tracker.client.get_metric_history(result.run_id, "val/top1")] == [0, 1, 2]

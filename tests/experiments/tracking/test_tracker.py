@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import UserError
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runner.plan import plan
 from experiments.runs.address import require_no_secret
 from experiments.tracking import TrackerError, store
@@ -27,16 +27,16 @@ COUNTS = Complexity(1, 2, 3, ())
 ENDED = {0: 1_000, 1: 2_000}
 
 
-def test_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -> None:
+def test_trial_started_twice_has_one_run(open_small_grid: Callable[..., GridRun]) -> None:
     """With each epoch once."""
-    job = open_small_job()
-    tracker, trial = job.tracker, job.trials[0]
+    grid_run = open_small_grid()
+    tracker, trial = grid_run.tracker, grid_run.trials[0]
     history = [EPOCH, *(replace(EPOCH, epoch=number, top1=50.0 + 5 * number) for number in (1, 2))]
     ended = {number: 1_000 + number for number in range(3)}
     first = tracker.open(trial)
     first.describe(trial, COUNTS)
     first.log(history[:1], ended)
-    second = job.tracker.open(trial)
+    second = grid_run.tracker.open(trial)
     second.describe(trial, COUNTS)
     logged = second.log(history[:2], ended)
     assert second.log(history, ended, logged) == {0, 1, 2}
@@ -51,46 +51,48 @@ def test_trial_started_twice_has_one_run(open_small_job: Callable[..., Job]) -> 
     assert tracker.results()[trial.key].metrics["val/top1"] == 60.0
 
 
-def test_preparing_twice_creates_one_parent_run(open_small_job: Callable[..., Job]) -> None:
-    job = open_small_job()
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    experiment = job.tracker.client.get_experiment_by_name("small")
+def test_preparing_twice_creates_one_parent_run(open_small_grid: Callable[..., GridRun]) -> None:
+    grid_run = open_small_grid()
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    experiment = grid_run.tracker.client.get_experiment_by_name("small")
     assert experiment is not None
-    parents = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    parents = grid_run.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
     assert [run.data.tags["mlflow.runName"] for run in parents] == ["small-digits"]
-    assert parents[0].data.tags["mlflow.note.content"].startswith(job.grid.question)
-    child = job.tracker.open(job.trials[0])
-    tags = job.tracker.client.get_run(child.run_id).data.tags
+    assert parents[0].data.tags["mlflow.note.content"].startswith(grid_run.grid.question)
+    child = grid_run.tracker.open(grid_run.trials[0])
+    tags = grid_run.tracker.client.get_run(child.run_id).data.tags
     assert tags["mlflow.parentRunId"] == parents[0].info.run_id
-    for change, status in ((job.tracker.begin, "RUNNING"), (lambda: job.tracker.interrupted([]), "KILLED")):
+    for change, status in ((grid_run.tracker.begin, "RUNNING"), (lambda: grid_run.tracker.interrupted([]), "KILLED")):
         change()
-        assert job.tracker.client.get_run(parents[0].info.run_id).info.status == status
+        assert grid_run.tracker.client.get_run(parents[0].info.run_id).info.status == status
 
 
-def test_finished_trials_are_found_by_all_grids(open_small_job: Callable[..., Job]) -> None:
-    job = open_small_job()
-    finished, begun, failed = (job.tracker.open(trial) for trial in job.trials)
+def test_finished_trials_are_found_by_all_grids(open_small_grid: Callable[..., GridRun]) -> None:
+    grid_run = open_small_grid()
+    finished, begun, failed = (grid_run.tracker.open(trial) for trial in grid_run.trials)
     finished.log([EPOCH], ENDED)
     finished.finish()
     failed.finish("the loss is not finite")
     for grid, profile in (("small", "imagenet"), ("other", "digits")):
-        elsewhere = Tracker(job.workspace.tracking_uri, grid, profile).results()
-        assert {key: result.run_id for key, result in elsewhere.items()} == {job.trials[0].key: finished.run_id}
-        assert elsewhere[job.trials[0].key].metrics["val/top1"] == EPOCH.top1
-    assert [job.tracker.results()[trial.key].finished for trial in job.trials] == [True, False, False]
-    assert job.tracker.open(job.trials[2]).run_id == failed.run_id
+        elsewhere = Tracker(grid_run.workspace.tracking_uri, grid, profile).results()
+        assert {key: result.run_id for key, result in elsewhere.items()} == {grid_run.trials[0].key: finished.run_id}
+        assert elsewhere[grid_run.trials[0].key].metrics["val/top1"] == EPOCH.top1
+    assert [grid_run.tracker.results()[trial.key].finished for trial in grid_run.trials] == [True, False, False]
+    assert grid_run.tracker.open(grid_run.trials[2]).run_id == failed.run_id
     begun.finish()
-    assert Tracker(job.workspace.tracking_uri, "other", "digits").results().keys() == {trial.key for trial in job.trials[:2]}
+    assert Tracker(grid_run.workspace.tracking_uri, "other", "digits").results().keys() == {
+        trial.key for trial in grid_run.trials[:2]
+    }
 
 
-def test_runs_are_listed(open_small_job: Callable[..., Job], run_san: San) -> None:
-    job = open_small_job()
-    runs = [job.tracker.open(trial) for trial in job.trials]
-    runs[0].describe(job.trials[0], COUNTS)
+def test_runs_are_listed(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+    grid_run = open_small_grid()
+    runs = [grid_run.tracker.open(trial) for trial in grid_run.trials]
+    runs[0].describe(grid_run.trials[0], COUNTS)
     runs[0].log([EPOCH], ENDED)
     runs[1].finish()
     runs[2].finish("the loss is not finite")
-    store = ("--runs", job.workspace.runs)
+    store = ("--runs", grid_run.workspace.runs)
     listed = {run["name"]: run for run in json.loads(run_san("runs", "--json", *store)[1])}
     assert {name: (run["state"], run["epoch"], run["top1"], run["error"]) for name, run in listed.items()} == {
         "pairwise_3": ("running", 1, 50.0, None),
@@ -98,7 +100,7 @@ def test_runs_are_listed(open_small_job: Callable[..., Job], run_san: San) -> No
         "patchwise_3": ("failed", None, None, "the loss is not finite"),
     }
     assert all(0 <= run["age"] < PATIENCE for run in listed.values())
-    key = job.trials[0].key
+    key = grid_run.trials[0].key
     _, out, _ = run_san("runs", "small", *store)
     assert re.search(rf"^running +1/18 +50\.0 % +\d+ s  {key}  small-digits pairwise_3$", out, re.MULTILINE)
     code, _, err = run_san("runs", "other", *store)
@@ -108,18 +110,18 @@ def test_runs_are_listed(open_small_job: Callable[..., Job], run_san: San) -> No
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_runs_are_followed(
-    is_terminal: bool, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, run_san: San
+    is_terminal: bool, open_small_grid: Callable[..., GridRun], monkeypatch: pytest.MonkeyPatch, run_san: San
 ) -> None:
     """On a terminal, each list replaces the one before and is cut to the window. In a pipe, it is appended."""
-    job = open_small_job()
-    runs = [job.tracker.open(trial) for trial in job.trials]
+    grid_run = open_small_grid()
+    runs = [grid_run.tracker.open(trial) for trial in grid_run.trials]
     runs[1].finish()
     runs[2].finish()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.setattr("time.sleep", lambda seconds: runs[0].finish())
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("LINES", "3")
-    _, out, _ = run_san("runs", "--follow", "--runs", job.workspace.runs)
+    _, out, _ = run_san("runs", "--follow", "--runs", grid_run.workspace.runs)
     if is_terminal:
         _, first, second = out.split("\x1b[2J\x1b[1;1H")
         assert [first.count("\n"), second.count("\n")] == [2, 2]
@@ -130,72 +132,74 @@ def test_runs_are_followed(
         assert all(len(line) > 60 for line in (first + "\n" + second).splitlines())
 
 
-def test_following_ends_with_ctrl_c(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, run_san: San) -> None:
-    job = open_small_job()
-    job.tracker.open(job.trials[0])
+def test_following_ends_with_ctrl_c(
+    open_small_grid: Callable[..., GridRun], monkeypatch: pytest.MonkeyPatch, run_san: San
+) -> None:
+    grid_run = open_small_grid()
+    grid_run.tracker.open(grid_run.trials[0])
 
     def leave(seconds: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", leave)
-    code, _, err = run_san("runs", "--follow", "--runs", job.workspace.runs)
+    code, _, err = run_san("runs", "--follow", "--runs", grid_run.workspace.runs)
     assert code == 0 and "interrupted" not in err
 
 
-def test_runs_of_different_grids_do_not_mix(open_small_job: Callable[..., Job]) -> None:
-    job = open_small_job()
-    other = Tracker(job.workspace.tracking_uri, "other", "digits")
-    other.prepare(job.grid, job.workspace.runs / "artifacts")
-    trial = job.trials[0]
-    theirs, ours = other.open(trial), job.tracker.open(trial)
+def test_runs_of_different_grids_do_not_mix(open_small_grid: Callable[..., GridRun]) -> None:
+    grid_run = open_small_grid()
+    other = Tracker(grid_run.workspace.tracking_uri, "other", "digits")
+    other.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    trial = grid_run.trials[0]
+    theirs, ours = other.open(trial), grid_run.tracker.open(trial)
     assert theirs.run_id != ours.run_id
-    for tracker, run in ((other, theirs), (job.tracker, ours)):
+    for tracker, run in ((other, theirs), (grid_run.tracker, ours)):
         assert tracker.results()[trial.key].run_id == run.run_id  # neither is finished, so each tracker returns its own
     theirs.finish()
-    job.tracker.interrupted([trial])
-    assert job.tracker.results()[trial.key].run_id == theirs.run_id  # the finished one is preferred
-    assert [job.tracker.client.get_run(run.run_id).info.status for run in (theirs, ours)] == ["FINISHED", "KILLED"]
-    assert job.tracker.open(trial).run_id == ours.run_id
+    grid_run.tracker.interrupted([trial])
+    assert grid_run.tracker.results()[trial.key].run_id == theirs.run_id  # the finished one is preferred
+    assert [grid_run.tracker.client.get_run(run.run_id).info.status for run in (theirs, ours)] == ["FINISHED", "KILLED"]
+    assert grid_run.tracker.open(trial).run_id == ours.run_id
     ours.finish()
-    for tracker, run in ((other, theirs), (job.tracker, ours)):
+    for tracker, run in ((other, theirs), (grid_run.tracker, ours)):
         assert tracker.results()[trial.key].run_id == run.run_id  # both are finished, so each tracker returns its own
 
 
-def test_results_come_from_every_page(open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_come_from_every_page(open_small_grid: Callable[..., GridRun], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PAGE", 1)
-    job = open_small_job()
-    for trial in job.trials:
-        job.tracker.open(trial).finish()
-    assert len(job.tracker.results()) == len(Tracker(job.workspace.tracking_uri, "other", "digits").results()) == 3
+    grid_run = open_small_grid()
+    for trial in grid_run.trials:
+        grid_run.tracker.open(trial).finish()
+    assert len(grid_run.tracker.results()) == len(Tracker(grid_run.workspace.tracking_uri, "other", "digits").results()) == 3
 
 
 def test_environment_variable_selects_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_database: Path) -> None:
     elsewhere = tmp_path / "elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{elsewhere}")
-    job = open_job(SMALL_GRID, "digits", (), tmp_path / "runs")
-    assert [cell.finished for cell in plan(job)] == [False] * 3
+    grid_run = open_grid_run(SMALL_GRID, "digits", (), tmp_path / "runs")
+    assert [cell.finished for cell in plan(grid_run)] == [False] * 3
     assert not elsewhere.exists()
     shutil.copy(empty_database, elsewhere)
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    job.tracker.open(job.trials[1]).finish()
-    assert [cell.finished for cell in plan(job)] == [True, False, False]
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    grid_run.tracker.open(grid_run.trials[1]).finish()
+    assert [cell.finished for cell in plan(grid_run)] == [True, False, False]
     assert not (tmp_path / "runs" / "mlflow.db").exists()
 
 
-def test_resumed_trial_continues_the_run_of_its_checkpoints(open_small_job: Callable[..., Job]) -> None:
+def test_resumed_trial_continues_the_run_of_its_checkpoints(open_small_grid: Callable[..., GridRun]) -> None:
     """The run may belong to another grid, but not to another trial, and it must not be deleted."""
-    job = open_small_job()
-    other = Tracker(job.workspace.tracking_uri, "other", "digits")
-    other.prepare(job.grid, job.workspace.runs / "artifacts")
-    trial, second = job.trials[:2]
-    begun = job.tracker.open(trial)
+    grid_run = open_small_grid()
+    other = Tracker(grid_run.workspace.tracking_uri, "other", "digits")
+    other.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    trial, second = grid_run.trials[:2]
+    begun = grid_run.tracker.open(trial)
     other.interrupted([trial])
-    assert job.tracker.client.get_run(begun.run_id).info.status == "KILLED"
+    assert grid_run.tracker.client.get_run(begun.run_id).info.status == "KILLED"
     assert other.open(trial, resumed=True).run_id == begun.run_id
     other.failed(trial, "no disk")
-    assert job.tracker.client.get_run(begun.run_id).data.tags["san.error"] == "no disk"
+    assert grid_run.tracker.client.get_run(begun.run_id).data.tags["san.error"] == "no disk"
     assert other.open(second, resumed=True).run_id != begun.run_id
-    job.tracker.client.delete_run(begun.run_id)
+    grid_run.tracker.client.delete_run(begun.run_id)
     new = other.open(trial, resumed=True)
     assert new.run_id != begun.run_id
 
@@ -203,15 +207,15 @@ def test_resumed_trial_continues_the_run_of_its_checkpoints(open_small_job: Call
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "http://127.0.0.1:port", "foo://bar", "file:///nowhere/mlruns"])
 def test_rejects_an_unusable_store(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    job = open_job(SMALL_GRID, "digits", (), tmp_path / "runs")
+    grid_run = open_grid_run(SMALL_GRID, "digits", (), tmp_path / "runs")
     with pytest.raises(TrackerError, match=rf"cannot use MLflow at {uri}: .*; check MLFLOW_TRACKING_URI and --runs"):
-        plan(job)
+        plan(grid_run)
 
 
 def test_rejects_a_broken_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
     with pytest.raises(TrackerError, match=r"mlflow.db: .*not a database"):
-        plan(open_job(SMALL_GRID, "digits", (), tmp_path))
+        plan(open_grid_run(SMALL_GRID, "digits", (), tmp_path))
 
 
 @pytest.mark.parametrize("command", [("plan", SMALL_GRID), ("run", SMALL_GRID), ("report", SMALL_GRID), ("ui",)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import UserError
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runner.plan import plan
 from experiments.runs.summary import read_ended
 from experiments.tracking.listing import list_runs
@@ -33,12 +33,12 @@ def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
     server.kill()
 
 
-def steps(job: Job) -> list[tuple[str, list[int]]]:
+def steps(grid_run: GridRun) -> list[tuple[str, list[int]]]:
     """Status and epochs of each run of the grid's trials."""
-    experiment = job.tracker.client.get_experiment_by_name(job.name)
+    experiment = grid_run.tracker.client.get_experiment_by_name(grid_run.name)
     assert experiment is not None
-    runs = job.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
-    histories = [(run.info.status, job.tracker.client.get_metric_history(run.info.run_id, "val/top1")) for run in runs]
+    runs = grid_run.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+    histories = [(run.info.status, grid_run.tracker.client.get_metric_history(run.info.run_id, "val/top1")) for run in runs]
     assert all([m.timestamp for m in history] == sorted(m.timestamp for m in history) for _, history in histories)
     return [(status, [metric.step for metric in history]) for status, history in histories]
 
@@ -54,9 +54,9 @@ def test_outage_of_the_server_loses_no_epoch(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setattr("experiments.training.trainer.OUTAGE_TIMEOUT", 1.0)
     monkeypatch.setattr(metric_logger, "PAUSE", 0.2)
-    job = open_job(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch_size=128"), tmp_path / "runs")
-    job.tracker.prepare(job.grid, job.workspace.runs / "artifacts")
-    trial = job.trials[1]
+    grid_run = open_grid_run(SMALL_GRID, "digits", ("recipe.epochs=8", "recipe.batch_size=128"), tmp_path / "runs")
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    trial = grid_run.trials[1]
     epochs: list[int] = []
 
     def disturb(metrics: Mapping[str, float]) -> None:
@@ -69,42 +69,42 @@ def test_outage_of_the_server_loses_no_epoch(
             server.launch()
             server.wait()
             limit = time.monotonic() + PATIENCE
-            while steps(job) != [("RUNNING", [0, 1, 2, 3])]:  # the missing epochs are sent again
+            while steps(grid_run) != [("RUNNING", [0, 1, 2, 3])]:  # the missing epochs are sent again
                 assert time.monotonic() < limit
                 time.sleep(0.2)
 
-    run_trial(job.workspace, trial, disturb)
+    run_trial(grid_run.workspace, trial, disturb)
     assert epochs == list(range(1, 9))
     with pytest.raises(UserError, match="cannot use MLflow"):
-        plan(job)
+        plan(grid_run)
 
     server.launch()
     server.wait()
-    assert [status for status, _ in steps(job)] == ["RUNNING"]
-    assert [(run.state, run.epoch) for run in list_runs(server.uri, None)] == [("running", steps(job)[0][1][-1] + 1)]
-    assert job.workspace.log(trial).read_text().count("cannot send results to MLflow, will retry: ") == 2
+    assert [status for status, _ in steps(grid_run)] == ["RUNNING"]
+    assert [(run.state, run.epoch) for run in list_runs(server.uri, None)] == [("running", steps(grid_run)[0][1][-1] + 1)]
+    assert grid_run.workspace.log(trial).read_text().count("cannot send results to MLflow, will retry: ") == 2
     again: list[Mapping[str, float]] = []
-    run_trial(job.workspace, trial, again.append)
+    run_trial(grid_run.workspace, trial, again.append)
     assert again == []  # nothing was trained
-    assert steps(job) == [("FINISHED", list(range(8)))]
-    assert list(job.tracker.results()) == [trial.key]
-    with open(job.workspace.checkpoints(trial) / "summary.csv", newline="") as file:
+    assert steps(grid_run) == [("FINISHED", list(range(8)))]
+    assert list(grid_run.tracker.results()) == [trial.key]
+    with open(grid_run.workspace.checkpoints(trial) / "summary.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(8))
-    history = job.tracker.client.get_metric_history(job.tracker.results()[trial.key].run_id, "val/top1")
+    history = grid_run.tracker.client.get_metric_history(grid_run.tracker.results()[trial.key].run_id, "val/top1")
     assert [metric.value for metric in history] == [float(row["top1"]) for row in rows]
     assert [metric.timestamp for metric in history] == list(
-        read_ended(job.workspace.store.read(job.workspace.summary(trial))).values()
+        read_ended(grid_run.workspace.store.read(grid_run.workspace.summary(trial))).values()
     )
 
 
 @pytest.mark.parametrize("wanted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_system_metrics(
-    wanted: bool, open_small_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, process_group: None
+    wanted: bool, open_small_grid: Callable[..., GridRun], monkeypatch: pytest.MonkeyPatch, process_group: None
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", str(wanted).lower())
-    job = open_small_job("recipe.epochs=2", "recipe.batch_size=256")
-    run_trial(job.workspace, job.trials[1], silent)
-    metrics = job.tracker.results()[job.trials[1].key].metrics
+    grid_run = open_small_grid("recipe.epochs=2", "recipe.batch_size=256")
+    run_trial(grid_run.workspace, grid_run.trials[1], silent)
+    metrics = grid_run.tracker.results()[grid_run.trials[1].key].metrics
     assert ("system/cpu_utilization_percentage" in metrics) == wanted

@@ -11,7 +11,7 @@ import torch
 
 import san
 from experiments.errors import UserError
-from experiments.runner.job import open_job
+from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.pretrained import init_digest, initialize
 from experiments.training.trainer import run_trial
@@ -91,15 +91,15 @@ def test_frozen_parts_keep_weights_and_statistics(
     san.save_checkpoint(theirs, tmp_path / "a.pt")
     tuned = (f"recipe.init={tmp_path / 'a.pt'}", "recipe.freeze=[stem, stage1]", "recipe.layer_decay=0.5", "recipe.epochs=1")
     path = write_grid("question: q\nrows: [{id: a, model: {name: san10_pairwise, footprint: 3}}]")
-    job = open_job(path, "digits", (*SHORT, *HELD_OUT, *tuned), runs)
-    job.tracker.prepare(job.grid, runs / "artifacts")
-    trial = job.trials[0]
-    mine = run_trial(job.workspace, trial, silent)
+    grid_run = open_grid_run(path, "digits", (*SHORT, *HELD_OUT, *tuned), runs)
+    grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
+    trial = grid_run.trials[0]
+    mine = run_trial(grid_run.workspace, trial, silent)
     before, after = theirs.state_dict(), mine.state_dict()
     kept = {key for key in before if torch.equal(before[key], after[key])}
     assert {key.split(".")[0] for key in kept} == {"stem", "stem_norm", "stage1"}
     assert {key for key in before if key.startswith(("stem", "stage1"))} == kept
-    (saved,) = job.workspace.checkpoints(trial).glob("epoch-0001-*.pt")
+    (saved,) = grid_run.workspace.checkpoints(trial).glob("epoch-0001-*.pt")
     groups = Checkpoint.read(saved).engine["optimizer"]["param_groups"]
     assert [group["initial_lr"] for group in groups] == [trial.config.recipe.lr_used * scale for scale in (1, 0.5)]
-    run_trial(job.workspace, trial, silent)  # a finished trial loads its state again
+    run_trial(grid_run.workspace, trial, silent)  # a finished trial loads its state again

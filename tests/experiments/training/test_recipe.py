@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import san
 from experiments.errors import UserError
-from experiments.runner.job import Job, open_job
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.training.recipe import erased, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import error_message, expand
@@ -48,9 +48,9 @@ def test_learning_rate_is_scaled_with_the_batch_size(lr: float, batch: int, lr_b
 
 
 def test_scaled_learning_rate_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_job(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
+    open_grid_run(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
     assert "learning rate scaled to 0.3 for recipe.batch_size=48" in capsys.readouterr().err
-    open_job(SMALL_GRID, "digits", (), tmp_path)
+    open_grid_run(SMALL_GRID, "digits", (), tmp_path)
     assert capsys.readouterr().err == ""
 
 
@@ -122,14 +122,16 @@ def test_without_mixup_and_erasing_no_random_number_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_job: Callable[..., Job]) -> None:
+def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_grid: Callable[..., GridRun]) -> None:
     for workers in (1, 1, 2, 1):
-        job = open_small_job(f"resources.workers={workers}", "recipe.batch_size=64")
-        run = job.tracker.open(job.trials[0])
-    assert job.tracker.client.get_run(run.run_id).data.tags["san.workers"] == "1,2,1"
-    job.tracker.client.log_param(run.run_id, "resources.workers", 7)  # from a worker that was killed while it described the run
-    run.describe(job.trials[0], san.complexity(job.trials[0].config.model.spec().build(10), 24))
-    params = job.tracker.client.get_run(run.run_id).data.params
+        grid_run = open_small_grid(f"resources.workers={workers}", "recipe.batch_size=64")
+        run = grid_run.tracker.open(grid_run.trials[0])
+    assert grid_run.tracker.client.get_run(run.run_id).data.tags["san.workers"] == "1,2,1"
+    grid_run.tracker.client.log_param(
+        run.run_id, "resources.workers", 7
+    )  # from a worker that was killed while it described the run
+    run.describe(grid_run.trials[0], san.complexity(grid_run.trials[0].config.model.spec().build(10), 24))
+    params = grid_run.tracker.client.get_run(run.run_id).data.params
     assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.2", "0.4", "0.0")
     assert params["resources.workers"] == "7"
 
@@ -179,4 +181,4 @@ def test_rejects_invalid_values(overrides: list[str], words: str) -> None:
 def test_rejects_more_accumulation_steps_than_images_in_a_step(overrides: list[str], most: int, tmp_path: Path) -> None:
     """By the batch size before the images are listed, and by the smallest step of an epoch after that."""
     with pytest.raises(UserError, match=rf"recipe.grad_accum_steps: .*{most} images"):
-        open_job(SMALL_GRID, "digits", overrides, tmp_path)
+        open_grid_run(SMALL_GRID, "digits", overrides, tmp_path)

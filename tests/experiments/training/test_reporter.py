@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.runs.store import LocalStore
 from experiments.training import reporter
 from experiments.training.checkpoint import best_in
@@ -49,20 +49,20 @@ def never() -> None:
 
 
 @pytest.mark.slow
-def test_reports_do_not_change_the_result(open_small_job: Callable[..., Job]) -> None:
+def test_reports_do_not_change_the_result(open_small_grid: Callable[..., GridRun]) -> None:
     """Three epochs of four steps each, with a check and a report after each step, or almost none."""
-    job = open_small_job(
+    grid_run = open_small_grid(
         "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "checkpointing.check_every_n_steps=1"
     )
-    often = next(trial for trial in job.trials if trial.row == "resnet26_3")
+    often = next(trial for trial in grid_run.trials if trial.row == "resnet26_3")
     checkpointing = often.config.checkpointing.model_copy(update={"check_every_n_steps": 20})
     seldom = replace(often, config=often.config.model_copy(update={"checkpointing": checkpointing}))
     assert seldom.key == often.key
-    quiet = replace(job.workspace, store=LocalStore(job.workspace.runs / "quiet"))
-    assert ended(start(job.workspace, often, 2, body=always)) == [0, 0]
+    quiet = replace(grid_run.workspace, store=LocalStore(grid_run.workspace.runs / "quiet"))
+    assert ended(start(grid_run.workspace, often, 2, body=always)) == [0, 0]
     assert ended(start(quiet, seldom, 2, body=never)) == [0, 0]
     for rank in (0, 1):
-        sent = [(report["epoch"], report.get("step")) for report in reports(job.workspace, rank)]
+        sent = [(report["epoch"], report.get("step")) for report in reports(grid_run.workspace, rank)]
         assert sent == [(epoch + (step is None), step) for epoch in range(3) for step in (1, 2, 3, 4, None)]
         assert [(report["epoch"], report.get("step")) for report in reports(quiet, rank)] == [
             (0, 1),
@@ -71,8 +71,8 @@ def test_reports_do_not_change_the_result(open_small_job: Callable[..., Job]) ->
             (3, None),
         ]
         other = weights(quiet, rank)
-        for name, value in weights(job.workspace, rank).items():
+        for name, value in weights(grid_run.workspace, rank).items():
             assert torch.equal(value, other[name]), name
-    first, second = (best_in(workspace.store, workspace.folder(often)) for workspace in (job.workspace, quiet))
+    first, second = (best_in(workspace.store, workspace.folder(often)) for workspace in (grid_run.workspace, quiet))
     assert first is not None and second is not None
     assert without_times(first.history) == without_times(second.history)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.grids.grid import Trial
-from experiments.runner.job import Job
+from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import Confusion
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint
@@ -22,8 +22,8 @@ from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.samples import ALWAYS, SHORT, silent, without_times
 
 
-def resnet(job: Job) -> Trial:
-    (trial,) = (trial for trial in job.trials if trial.row == "resnet26_3")
+def resnet(grid_run: GridRun) -> Trial:
+    (trial,) = (trial for trial in grid_run.trials if trial.row == "resnet26_3")
     return trial
 
 
@@ -48,11 +48,11 @@ def test_killed_trial_resumes_with_identical_weights(
     world: int,
     kills: list[Kill],
     options: tuple[str, ...],
-    open_small_job: Callable[..., Job],
+    open_small_grid: Callable[..., GridRun],
     place: Callable[[str], Workspace],
 ) -> None:
     recipe = ("recipe.mixup_alpha=0.2", "recipe.ema_decay=0.9", "recipe.grad_accum_steps=2", "engine.deterministic=true")
-    trial = resnet(open_small_job(*SHORT, *ALWAYS, *recipe, *options))
+    trial = resnet(open_small_grid(*SHORT, *ALWAYS, *recipe, *options))
     whole = place("whole")
     assert ended(start(whole, trial, world)) == [0] * world
     averaged = newest(whole, trial).engine["average"]
@@ -76,9 +76,9 @@ def test_killed_trial_resumes_with_identical_weights(
 
 @pytest.mark.slow
 def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
-    open_small_job: Callable[..., Job], place: Callable[[str], Workspace]
+    open_small_grid: Callable[..., GridRun], place: Callable[[str], Workspace]
 ) -> None:
-    trial, alone = (resnet(open_small_job(*SHORT, *ALWAYS, f"engine.zero_stage={stage}")) for stage in (2, 0))
+    trial, alone = (resnet(open_small_grid(*SHORT, *ALWAYS, f"engine.zero_stage={stage}")) for stage in (2, 0))
     assert trial.key == alone.key
     workspace = place("runs2")
     assert ended(start(workspace, trial, 2, Kill("step", 7)))[-1] == -9
@@ -93,33 +93,33 @@ def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
     assert (finished.workers, len(finished.history)) == (1, 2)
 
 
-def test_non_finite_loss_stops_the_trial(open_small_job: Callable[..., Job], process_group: None) -> None:
+def test_non_finite_loss_stops_the_trial(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
     """It is found at the next check. The message names the step."""
-    job = open_small_job(
+    grid_run = open_small_grid(
         *SHORT, "recipe.lr=1e30", "checkpointing.check_every_n_steps=3", "checkpointing.checkpoint_every_n_minutes=1e-9"
     )
     with pytest.raises(FloatingPointError, match=r"loss in step [23] of epoch 0 .*: .*/epoch-0000-step-0000001.pt"):
-        run_trial(job.workspace, job.trials[0], silent)
+        run_trial(grid_run.workspace, grid_run.trials[0], silent)
 
 
 def test_non_finite_validation_loss_is_not_saved(
-    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = open_small_job(*SHORT)
-    trial = job.trials[0]
+    grid_run = open_small_grid(*SHORT)
+    trial = grid_run.trials[0]
     monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360, None))
     with pytest.raises(FloatingPointError, match="validation loss after epoch 0; last good checkpoint: none"):
-        run_trial(job.workspace, trial, silent)
-    assert not list(job.workspace.checkpoints(trial).glob("*.pt"))
-    assert not job.tracker.results()[trial.key].metrics.keys() & {"val/loss", "val/top1"}
+        run_trial(grid_run.workspace, trial, silent)
+    assert not list(grid_run.workspace.checkpoints(trial).glob("*.pt"))
+    assert not grid_run.tracker.results()[trial.key].metrics.keys() & {"val/loss", "val/top1"}
 
 
 def test_non_finite_weights_are_not_saved(
-    open_small_job: Callable[..., Job], process_group: None, monkeypatch: pytest.MonkeyPatch
+    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of the second step is finite, but the weights after it are not."""
-    job = open_small_job(*SHORT, *ALWAYS)
-    trial = job.trials[0]
+    grid_run = open_small_grid(*SHORT, *ALWAYS)
+    trial = grid_run.trials[0]
     step, calls = Engine.train_step, []
 
     def ruin(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -130,8 +130,8 @@ def test_non_finite_weights_are_not_saved(
 
     monkeypatch.setattr(Engine, "train_step", ruin)
     with pytest.raises(FloatingPointError, match=r"weights after 2 steps of epoch 0; .*/epoch-0000-step-0000001.pt"):
-        run_trial(job.workspace, trial, silent)
-    assert [path.name for path in job.workspace.checkpoints(trial).glob("*.pt")] == ["epoch-0000-step-0000001.pt"]
+        run_trial(grid_run.workspace, trial, silent)
+    assert [path.name for path in grid_run.workspace.checkpoints(trial).glob("*.pt")] == ["epoch-0000-step-0000001.pt"]
 
 
 def hang_in_the_second_step() -> None:
@@ -148,8 +148,10 @@ def hang_in_the_second_step() -> None:
 
 @pytest.mark.slow  # test_watchdog.py covers one worker
 @pytest.mark.parametrize("world", [1, 2])
-def test_hanging_worker_is_ended(world: int, open_small_job: Callable[..., Job], place: Callable[[str], Workspace]) -> None:
-    trial = resnet(open_small_job(*SHORT, *ALWAYS, "checkpointing.hang_timeout_minutes=0.3"))
+def test_hanging_worker_is_ended(
+    world: int, open_small_grid: Callable[..., GridRun], place: Callable[[str], Workspace]
+) -> None:
+    trial = resnet(open_small_grid(*SHORT, *ALWAYS, "checkpointing.hang_timeout_minutes=0.3"))
     workspace = place("hangs")
     workers = start(workspace, trial, world, body=hang_in_the_second_step)
     for worker in workers:
@@ -162,15 +164,15 @@ def test_hanging_worker_is_ended(world: int, open_small_job: Callable[..., Job],
     assert newest(workspace, trial).running.steps == 1
 
 
-def test_results_are_logged_to_mlflow(open_small_job: Callable[..., Job], process_group: None) -> None:
-    job = open_small_job("recipe.epochs=1", "recipe.batch_size=480")
-    trial, client = job.trials[0], job.tracker.client
+def test_results_are_logged_to_mlflow(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
+    grid_run = open_small_grid("recipe.epochs=1", "recipe.batch_size=480")
+    trial, client = grid_run.trials[0], grid_run.tracker.client
     reports: list[Mapping[str, float]] = []
-    run_trial(job.workspace, trial, reports.append)
+    run_trial(grid_run.workspace, trial, reports.append)
     first, result = reports
     assert (first["epoch"], first["epochs"], first["step"], first["steps"]) == (0, 1, 1, 3)
     assert result["epoch"] == result["epochs"] == 1
-    run = client.get_run(job.tracker.results()[trial.key].run_id)
+    run = client.get_run(grid_run.tracker.results()[trial.key].run_id)
     metrics, params, tags = run.data.metrics, run.data.params, run.data.tags
     expected = {f"train/{name}" for name in ("loss", "images_per_second", "wait_share")}
     expected |= {f"val/{name}" for name in ("loss", "top1", "top5")} | {"lr", "params", "flops_paper", "flops_actual"}
@@ -190,7 +192,7 @@ def test_results_are_logged_to_mlflow(open_small_job: Callable[..., Job], proces
     assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(tags)
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "environment.txt", "model"}
-    log = job.workspace.log(trial).read_text()
+    log = grid_run.workspace.log(trial).read_text()
     assert "epoch 1/1, step 1/3, loss" in log and "epoch 1/1, top-1" in log
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GridRun:
     """A grid under a profile, checked and expanded: everything that is known before anything runs."""
 
     name: str
@@ -70,7 +70,7 @@ class Job:
         return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
-def open_job(
+def open_grid_run(
     path: Path,
     profile: str,
     overrides: Sequence[str],
@@ -79,7 +79,7 @@ def open_job(
     writes: bool = True,
     only: tuple[str, ...] = (),
     take_over: bool = False,
-) -> Job:
+) -> GridRun:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
     With `seeds`, 0 to seeds - 1 come instead of the grid's. With `writes` false, a missing embedded dataset is not written.
@@ -118,7 +118,9 @@ def open_job(
     command = _run_command(path, profile, [*overrides, *(f"--only={row}" for row in only)], seeds)
     given = None if runs is None else str(runs)
     grid, full_size = expanded.grid, expanded.full_size
-    return Job(path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only, take_over)
+    return GridRun(
+        path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only, take_over
+    )
 
 
 def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:
@@ -157,25 +159,25 @@ def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int 
     return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
 
 
-def known_results(job: Job) -> dict[str, Result]:
+def known_results(grid_run: GridRun) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
-    if not has_store(job.workspace.tracking_uri):
+    if not has_store(grid_run.workspace.tracking_uri):
         return {}
-    job.tracker.check()
-    return job.tracker.results()
+    grid_run.tracker.check()
+    return grid_run.tracker.results()
 
 
-def finished_results(job: Job) -> dict[str, Result]:
+def finished_results(grid_run: GridRun) -> dict[str, Result]:
     """What is in the tracker already.
 
     Raises:
         UserError: no trial is finished.
     """
-    results = known_results(job)
-    if not any(is_finished(results, trial) for trial in job.trials):
+    results = known_results(grid_run)
+    if not any(is_finished(results, trial) for trial in grid_run.trials):
         raise UserError(
-            f"no finished trial of grid {job.name} with profile {job.profile} in {job.workspace.tracking_uri}; "
-            f"train the grid with `{job.kept_there(job.command)}`, or choose another store with --runs"
+            f"no finished trial of grid {grid_run.name} with profile {grid_run.profile} in {grid_run.workspace.tracking_uri}; "
+            f"train the grid with `{grid_run.kept_there(grid_run.command)}`, or choose another store with --runs"
         )
     return results
 
@@ -190,9 +192,9 @@ def finished_trials(trials: Sequence[Trial], results: Mapping[str, Result]) -> l
     return [(trial, result) for trial, result in found if result.finished]
 
 
-def is_done(job: Job, results: Mapping[str, Result], trial: Trial) -> bool:
+def is_done(grid_run: GridRun, results: Mapping[str, Result], trial: Trial) -> bool:
     """Whether nothing is to train: it is finished, or this grid's early stopping has stopped it."""
-    stops = job.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
+    stops = grid_run.grid.early_stopping is not None and trial.key in results and results[trial.key].stopped_at is not None
     return stops or is_finished(results, trial)
 
 
