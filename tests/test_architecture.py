@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,17 @@ def test_packages_of_experiments_import_only_those_below() -> None:
     }
     files = [path for path in root.rglob("*.py") if not path.name.startswith("__") or path.parent != root]
     assert not set().union(*map(upward_imports, files))
+
+
+def test_every_module_has_tests() -> None:
+    """A test file of its own, or a row in `tests/README.md` that names existing files."""
+    rows = re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
+    named = {module: re.findall(r"`(\S+\.py)`", tests) for module, tests in rows}
+    assert not [test for tests in named.values() for test in tests if not (ROOT / "tests" / test).exists()]
+    modules = {path.relative_to(ROOT) for path in FILES if not path.name.startswith("__")}
+    ours = {path for path in modules if path.parts[0] in ("experiments", "pipelines", "cluster")}
+    without = {path.as_posix() for path in ours if not (ROOT / "tests" / path.parent / f"test_{path.name}").exists()}
+    assert without == named.keys()
 
 
 def test_every_door_is_used() -> None:
