@@ -11,12 +11,14 @@ too. The command fails if a row fails. Needs Linux. The full disk needs root and
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -190,8 +192,10 @@ def _damaged(scene: Scene, how: Callable[[bytes], bytes]) -> None:
 
 def a_bit_flipped(scene: Scene) -> None:
     def flip(content: bytes) -> bytes:
-        middle = len(content) // 2
-        return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        archive = zipfile.ZipFile(io.BytesIO(content))  # its padding may change without damage
+        largest = archive.read(max(archive.infolist(), key=lambda part: part.file_size))
+        place = content.index(largest) + len(largest) // 2
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
     _damaged(scene, flip)
 
