@@ -48,7 +48,10 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     assert process.stdout is not None
-    assert any(line.startswith("pid") for line in process.stdout)
+    said: list[str] = []
+    while not (said and said[-1].startswith("pid")):
+        said.append(process.stdout.readline())
+        assert said[-1], "".join(said)
     yield process
     process.kill()
     for pid in marked(str(tmp_path)):
