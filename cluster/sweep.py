@@ -164,7 +164,7 @@ def _trainable(
 ) -> Callable[[dict[str, str]], None]:
     """The function that Tune runs once per trial. It contains the values, because Tune would search them for parameters."""
 
-    def cell(config: dict[str, str]) -> None:
+    def train_one(config: dict[str, str]) -> None:
         key = config["key"]
         # Every attempt has a new name, because Train would resume a run with the same name.
         name = f"{key}-{uuid.uuid4().hex[:8]}"
@@ -178,7 +178,7 @@ def _trainable(
             failure = {"error": _line(str(cause)), "traceback": traceback.format_exc(), "is_fatal": isinstance(cause, fatal)}
             ray.tune.report({"failure": failure})
 
-    return cell
+    return train_one
 
 
 def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
@@ -247,10 +247,10 @@ class _Queue(ray.tune.search.Searcher):
 def _trials_to_start(placement: Placement, available: Resources) -> int:
     """How many trials Ray gets, including those that wait for nodes."""
     try:
-        cells = concurrency(placement, available)
+        fits = concurrency(placement, available)
     except ClusterError:
         return 1  # it waits until a node is available again
-    return cells + max(cells, _AHEAD) if available.grows else cells
+    return fits + max(fits, _AHEAD) if available.grows else fits
 
 
 class _WaitNotice(ray.tune.Callback):
@@ -276,8 +276,8 @@ class _WaitNotice(ray.tune.Callback):
             self._told_at = now
             free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             self._observer.waiting(
-                f"a trial needs {self._placement}; the cluster has {available}, of which {free.get('CPU', 0):g} CPUs and "
-                f"{free.get('GPU', 0):g} GPUs are free"
+                f"no trial runs: one needs {self._placement}; the cluster has {available}, of which {free.get('CPU', 0):g} "
+                f"CPUs and {free.get('GPU', 0):g} GPUs are free"
             )
 
 

@@ -131,23 +131,23 @@ def plan(
     Example: san plan experiments/grids/footprint.yaml --profile digits
     """
     from experiments.runner.grid_run import open_grid_run
-    from experiments.runner.plan import plan as plan_job
+    from experiments.runner.plan import plan as plan_trials
     from experiments.runner.plan import plan_in_words
 
     grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only)
-    cells = plan_job(grid_run)
+    planned = plan_trials(grid_run)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]))
+        click.echo(json.dumps([dataclasses.asdict(trial) for trial in planned]))
         return
-    width = max(len(cell.row) for cell in cells)
-    lines = [f"{cell.row:{width}s}  seed {cell.seed}  {cell.key}  {_state(cell)}{_hours(cell.hours)}" for cell in cells]
-    click.echo("\n".join([*lines, "", *plan_in_words(grid_run, cells, address)]))
+    width = max(len(trial.row) for trial in planned)
+    lines = [f"{trial.row:{width}s}  seed {trial.seed}  {trial.key}  {_state(trial)}{_hours(trial.hours)}" for trial in planned]
+    click.echo("\n".join([*lines, "", *plan_in_words(grid_run, planned, address)]))
 
 
-def _state(cell: PlannedTrial) -> str:
-    if cell.stopped_at is not None:
-        return f"stopped at epoch {cell.stopped_at}"
-    return "finished" if cell.finished else "to train"
+def _state(trial: PlannedTrial) -> str:
+    if trial.stopped_at is not None:
+        return f"stopped at epoch {trial.stopped_at}"
+    return "finished" if trial.finished else "to train"
 
 
 def _hours(hours: Hours | None) -> str:
@@ -277,7 +277,7 @@ def study(
 @click.option(
     "--address",
     callback=named_address,
-    help="GridRun server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
+    help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
 @TAKE_OVER
 def submit(

@@ -83,13 +83,13 @@ def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
 
     workspace = open_workspace(runs)
     found = find_trials(workspace.tracking_uri, names)
-    click.echo("\n".join(f"{cell.key}  {cell.grid}-{cell.profile} {cell.name}" for cell in found), err=True)
+    click.echo("\n".join(f"{run.key}  {run.grid}-{run.profile} {run.name}" for run in found), err=True)
     if not yes and not sys.stdin.isatty():
         raise UserError(f"{len(found)} runs would be deleted; add --yes to delete them without a question")
     if not yes and not click.confirm(f"Delete these {len(found)} runs with their checkpoints and logs?", err=True):
         return
     delete_trials(workspace, found)
-    click.echo(f"deleted {len({cell.key for cell in found})} trials")
+    click.echo(f"deleted {len({run.key for run in found})} trials")
 
 
 def _listed(run: Listed) -> str:

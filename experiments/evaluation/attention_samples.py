@@ -32,11 +32,11 @@ class AttentionSample:
     """Why there is no attention."""
 
 
-def best_of_each_kind(cells: Sequence[tuple[Trial, Result]]) -> list[Trial]:
+def best_of_each_kind(finished: Sequence[tuple[Trial, Result]]) -> list[Trial]:
     """The best trial by top-1 of each kind of attention and relation, in order. At most `MOST_SAMPLES`; the best of every kind
     comes before the second best of any."""
     best: dict[tuple[type[SANSpec], str | None], Trial] = {}
-    for trial, _ in sorted(cells, key=lambda cell: -cell[1].metrics["val/top1"]):
+    for trial, _ in sorted(finished, key=lambda pair: -pair[1].metrics["val/top1"]):
         spec = trial.config.model.spec()
         if isinstance(spec, SANSpec):
             best.setdefault((type(spec), getattr(spec, "relation", None)), trial)
@@ -46,12 +46,12 @@ def best_of_each_kind(cells: Sequence[tuple[Trial, Result]]) -> list[Trial]:
         ranked.append((seen[kind], trial))
         seen[kind] += 1
     chosen = [trial for _, trial in sorted(ranked, key=lambda pair: pair[0])[:MOST_SAMPLES]]
-    return [trial for trial, _ in cells if trial in chosen]
+    return [trial for trial, _ in finished if trial in chosen]
 
 
-def attention_samples(workspace: Workspace, cells: Sequence[tuple[Trial, Result]]) -> list[AttentionSample]:
+def attention_samples(workspace: Workspace, finished: Sequence[tuple[Trial, Result]]) -> list[AttentionSample]:
     """Samples of the best finished trials (`best_of_each_kind`), for the center of the middle validation image."""
-    return [_sample(workspace, trial) for trial in best_of_each_kind(cells)]
+    return [_sample(workspace, trial) for trial in best_of_each_kind(finished)]
 
 
 def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:

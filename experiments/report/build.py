@@ -73,8 +73,8 @@ def setting(grid_run: GridRun) -> str:
 
 
 def note(grid_run: GridRun, results: Mapping[str, Result]) -> str:
-    """The description of the grid in MLflow, as Markdown: links to trials of other grids, and the table without top-5,
-    truncated if necessary."""
+    """The description of the grid in MLflow, as Markdown: links to trials of other grids, and the columns `SHORT` of the
+    table, truncated if necessary."""
     if grid_run.grid.robustness:
         table = protocol_table([one for one in measurements_of(grid_run, results) if one.number != "top5"])
     else:
@@ -96,8 +96,8 @@ def _links_elsewhere(grid_run: GridRun, results: Mapping[str, Result]) -> str:
     # Results from the file of a study have no tags.
     places = Counter((result.tags["san.grid"], result.experiment_id) for result in known if result.tags)
     links = [
-        f"{cells} of {len(grid_run.trials)} in [{grid}]({runs_page(experiment_id)})"
-        for (grid, experiment_id), cells in places.items()
+        f"{count} of {len(grid_run.trials)} in [{grid}]({runs_page(experiment_id)})"
+        for (grid, experiment_id), count in places.items()
         if grid != grid_run.name
     ]
     return f"Trials: {', '.join(links)}. " if links else ""

@@ -89,10 +89,10 @@ def page(report: GridReport) -> str:
         "shell_join": shlex.join,
     }
     environment.globals["icon"] = lambda style, salt: Markup(plots.icon(style, salt))
-    done, cells = len(report.finished), len(report.trials)
+    done, total = len(report.finished), len(report.trials)
     facts = [
         f"profile {report.profile}",
-        f"all {cells} trials finished" if done == cells else f"{done} of {cells} trials finished",
+        f"all {total} trials finished" if done == total else f"{done} of {total} trials finished",
     ]
     if ended := max((result.ended for _, result in report.finished), default=0):
         facts.append(datetime.fromtimestamp(ended, UTC).strftime("last trial finished %Y-%m-%d %H:%M UTC"))
@@ -169,9 +169,11 @@ def _family_styles(report: GridReport) -> dict[str, int]:
 
 
 def _number(value: float | str, form: str = ".1f") -> str:
-    if isinstance(value, str) or form == ".3g":
-        return format(value, form)
-    return format(round(value, 1) + 0.0, form).replace("-", MINUS)  # adding 0.0 turns -0.0 into 0.0
+    if isinstance(value, str):
+        return value
+    text = format(value, form)
+    is_zero = not text.strip("-0.")  # a small negative number, whose sign means nothing
+    return text.lstrip("-") if is_zero else text.replace("-", MINUS)
 
 
 def _has(records: Iterable[Any], field: str) -> bool:

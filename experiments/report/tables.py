@@ -22,7 +22,7 @@ LATEX = {
 """Replacements for characters that LaTeX treats specially or that older versions lack."""
 COUNTS = ("params", "flops")
 LONG = 30
-"""Columns with longer trials wrap in LaTeX."""
+"""Columns with longer cells wrap in LaTeX."""
 
 Column = tuple[str, str, str]
 """Heading, field of the record, format with the precision that the paper prints."""
@@ -76,7 +76,7 @@ class Table:
         return "\n".join("| " + " | ".join(row) + " |" for row in (self.rows[0], rule, *self.rows[1:]))
 
     def latex(self) -> str:
-        """A tabular for the package booktabs. Long trials wrap, except in the first `words` columns."""
+        """A tabular for the package booktabs. Long cells wrap, except in the first `words` columns."""
         is_long = [max(map(len, column)) > LONG for column in zip(*self.rows, strict=True)]
         forms = ["l" if place < self.words else "p{4cm}" if long else "r" for place, long in enumerate(is_long)]
         body = [r"\toprule", *_latex_headings(self.rows[0]), r"\midrule", *map(_latex_row, self.rows[1:]), r"\bottomrule"]
@@ -103,7 +103,7 @@ def _latex_row(cells: Sequence[str]) -> str:
 
 
 def _escape_latex(cell: str) -> str:
-    """Escapes a trial. A lone `-` becomes a dash, and one before a digit a minus sign."""
+    """Escapes a cell. A lone `-` becomes a dash, and one before a digit a minus sign."""
     text = "".join(LATEX.get(letter, letter) for letter in cell)
     return "--" if cell == "-" else re.sub(r"^-(?=\d)", "$-$", text)
 

@@ -39,14 +39,14 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in grid_run.wanted:
         alike[trial.key].append(trial)
-    cells = []
+    planned = []
     for trial in done:
         result = results[trial.key]
-        cells.append(PlannedTrial(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
+        planned.append(PlannedTrial(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
     for first, hours in to_train(grid_run, results):
         for trial in alike[first.key]:  # equal trials are trained once
-            cells.append(PlannedTrial(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
-    return cells
+            planned.append(PlannedTrial(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
+    return planned
 
 
 def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
@@ -72,13 +72,15 @@ def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> di
     )
 
 
-def plan_in_words(grid_run: GridRun, cells: Sequence[PlannedTrial], address: str | None) -> list[str]:
+def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: str | None) -> list[str]:
     """The number of trials to train, how many run at a time, their resources and the training time."""
     from cluster.session import is_local, session, this_machine  # imports Ray
 
-    missing = {cell.key: cell for cell in reversed(cells) if not _is_settled(cell)}  # the first of equal ones has the hours
-    first = f"grid {grid_run.name}, profile {grid_run.profile}: {len(cells)} trials, {len(missing)} to train"
-    lacking = note_on_missing_rows(grid_run.grid.table, (cell.row for cell in cells))
+    missing = {
+        trial.key: trial for trial in reversed(planned) if not _is_settled(trial)
+    }  # the first of equal ones has the hours
+    first = f"grid {grid_run.name}, profile {grid_run.profile}: {len(planned)} trials, {len(missing)} to train"
+    lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
     beside = [f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else []
     if not missing:
         return [first, *beside]
@@ -135,12 +137,12 @@ def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:
     return f"{now}: {room}"
 
 
-def _is_settled(cell: PlannedTrial) -> bool:
-    return cell.finished or cell.stopped_at is not None
+def _is_settled(trial: PlannedTrial) -> bool:
+    return trial.finished or trial.stopped_at is not None
 
 
 def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:
-    hours = [cell.hours for cell in missing if cell.hours is not None]
+    hours = [trial.hours for trial in missing if trial.hours is not None]
     cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
     text = f"CPU time {duration(3600 * cpu)}" + (f", GPU time {duration(3600 * gpu)}" if gpu else "")
     if at_once:

@@ -184,49 +184,49 @@ class Progress:
         start: float | None = None,
     ) -> None:
         self.clock, self.start, self.display = clock, clock() if start is None else start, Display(out)
-        self.cells = {key: _TrialProgress(name, epochs[key], self.start) for key, name in names.items()}
+        self.trials = {key: _TrialProgress(name, epochs[key], self.start) for key, name in names.items()}
         self.ended = 0
 
     def started(self, key: str) -> None:
-        cell, now = self.cells[key], self.clock()
-        again = "resumes after a failure" if cell.attempts else "starts"
-        cell.attempts += 1
-        cell.running, cell.begun, cell.logged, cell.first = True, now, now, None
-        self._say(f"{cell.name} {again}")
+        trial, now = self.trials[key], self.clock()
+        again = "resumes after a failure" if trial.attempts else "starts"
+        trial.attempts += 1
+        trial.running, trial.begun, trial.logged, trial.first = True, now, now, None
+        self._say(f"{trial.name} {again}")
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        cell, now = self.cells[key], self.clock()
-        is_first = cell.latest is None
-        cell.report(metrics, now)
-        if is_first and cell.done_before is not None and cell.done_before >= 1:
-            self._say(f"{cell.name} resumes after epoch {int(cell.done_before)}")
+        trial, now = self.trials[key], self.clock()
+        is_first = trial.latest is None
+        trial.report(metrics, now)
+        if is_first and trial.done_before is not None and trial.done_before >= 1:
+            self._say(f"{trial.name} resumes after epoch {int(trial.done_before)}")
         # Lines from inside an epoch become rarer, down to one per minute.
-        pause = min(max((now - cell.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
-        if self.display.live is None and now - cell.logged >= pause:
-            cell.logged = now
-            self._say(f"{cell.name} {cell.text(now)}")
+        pause = min(max((now - trial.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
+        if self.display.live is None and now - trial.logged >= pause:
+            trial.logged = now
+            self._say(f"{trial.name} {trial.text(now)}")
         self._show()
 
     def finished(self, outcome: Outcome) -> None:
         self.ended += 1
-        cell = self.cells[outcome.key]
-        cell.end(outcome.error is not None)
-        seconds = f"{self.clock() - cell.begun:.0f} s"
+        trial = self.trials[outcome.key]
+        trial.end(outcome.error is not None)
+        seconds = f"{self.clock() - trial.begun:.0f} s"
         if outcome.error is not None:
-            self._say(f"{cell.name} FAILED after {seconds}: {outcome.error}")
-        elif cell.latest is None:
-            self._say(f"{cell.name} finished in {seconds}: already complete")
-        elif cell.stopped:
-            self._say(f"{cell.name} {', '.join(words(cell.latest)[:2])}, after {seconds}")
+            self._say(f"{trial.name} FAILED after {seconds}: {outcome.error}")
+        elif trial.latest is None:
+            self._say(f"{trial.name} finished in {seconds}: already complete")
+        elif trial.stopped:
+            self._say(f"{trial.name} {', '.join(words(trial.latest)[:2])}, after {seconds}")
         else:
-            self._say(f"{cell.name} finished in {seconds}: {', '.join(words(cell.latest))}")
+            self._say(f"{trial.name} finished in {seconds}: {', '.join(words(trial.latest))}")
 
     def waiting(self, reason: str) -> None:
         self._say(f"waiting: {reason}")
 
     def has_advanced(self) -> bool:
         """Whether a trial has finished an epoch."""
-        return any(cell.done_before is not None and int(cell.done) > cell.done_before for cell in self.cells.values())
+        return any(trial.done_before is not None and int(trial.done) > trial.done_before for trial in self.trials.values())
 
     def close(self) -> None:
         self.display.close()
@@ -234,25 +234,25 @@ class Progress:
     def seconds_left(self) -> float | None:
         """For the remaining epochs of the sweep, at the speed of the trials without their starts, if as many trials run at a
         time as now; None before there is a speed."""
-        paces = [pace for cell in self.cells.values() if (pace := cell.pace) is not None]
-        cells = [cell for cell in self.cells.values() if not cell.failed and cell.done < cell.epochs]
-        if not paces or not cells:
+        paces = [pace for trial in self.trials.values() if (pace := trial.pace) is not None]
+        trials = [trial for trial in self.trials.values() if not trial.failed and trial.done < trial.epochs]
+        if not paces or not trials:
             return None
         mean = sum(paces) / len(paces)
-        left = [(cell.epochs - cell.done) * (mean if cell.pace is None else cell.pace) for cell in cells]
-        return max(sum(left) / max(sum(cell.running for cell in cells), 1), *left)
+        left = [(trial.epochs - trial.done) * (mean if trial.pace is None else trial.pace) for trial in trials]
+        return max(sum(left) / max(sum(trial.running for trial in trials), 1), *left)
 
     def _say(self, text: str) -> None:
         seconds = self.clock() - self.start
-        self.display.say(f"[{seconds:4.0f} s, {self.ended}/{len(self.cells)} done{_left(self.seconds_left())}] {text}")
+        self.display.say(f"[{seconds:4.0f} s, {self.ended}/{len(self.trials)} done{_left(self.seconds_left())}] {text}")
         self._show()
 
     def _show(self) -> None:
-        cells, now = self.cells.values(), self.clock()
-        failed = sum(cell.failed for cell in cells)
-        before = f"{self.ended}/{len(cells)} trials{f' ({failed} FAILED)' if failed else ''}"
-        done, total = sum(cell.done for cell in cells), sum(cell.epochs for cell in cells)
-        rows = [(cell.name, cell.text(now)) for cell in cells if cell.running]
+        trials, now = self.trials.values(), self.clock()
+        failed = sum(trial.failed for trial in trials)
+        before = f"{self.ended}/{len(trials)} trials{f' ({failed} FAILED)' if failed else ''}"
+        done, total = sum(trial.done for trial in trials), sum(trial.epochs for trial in trials)
+        rows = [(trial.name, trial.text(now)) for trial in trials if trial.running]
         self.display.show(before, done, total, f"{int(done)}/{total} epochs{_left(self.seconds_left())}", rows)
 
 

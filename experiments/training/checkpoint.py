@@ -178,8 +178,8 @@ class Checkpoints:
         If that is damaged, reads the last intact one; damaged checkpoints are renamed, and the log names them.
 
         Raises:
-            StorageError: the store cannot be read; nothing was changed.
-            UserError: a checkpoint belongs to another trial or version; nothing was changed.
+            StorageError: the store cannot be read; no checkpoint was changed.
+            UserError: a checkpoint belongs to another trial or version; no checkpoint was changed.
         """
         self._claim = claim_trial(self.store, self.folder)
         names = self.store.names(self.folder)
