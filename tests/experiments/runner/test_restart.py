@@ -11,7 +11,7 @@ import pytest
 
 from experiments.runner.restart import LIMIT, RESTARTS
 from tests.cluster.heads import ray_head
-from tests.cluster.test_signals import MARK, marked
+from tests.cluster.test_signals import MARK, marked, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import PATIENCE, Driver
 from tests.experiments.servers import free_port
@@ -37,7 +37,7 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     assert driver.finish() == 0, driver.said
     assert "Traceback" not in driver.said
     assert "1/1 done] resnet26_3 finished" in driver.said and "epoch 30/30" in driver.said
-    assert not marked(str(tmp_path))
+    wait_until_gone(str(tmp_path))
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_run_gives_up_after_too_many_restarts(tmp_path: Path) -> None:
     assert driver.finish() == 1
     assert "san: Ray died on this machine" in driver.said
     assert "run the same command again to resume" in driver.said
-    assert not marked(str(tmp_path))
+    wait_until_gone(str(tmp_path))
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_run_ends_if_the_head_of_a_cluster_is_gone(process: str, tmp_path: Path)
     print(f"ended {time.monotonic() - killed_at:.0f} s after {process} was killed")
     assert "run the same command again to resume" in driver.said
     assert "Traceback" not in driver.said
-    assert not marked(str(tmp_path))
+    wait_until_gone(str(tmp_path))
