@@ -101,19 +101,10 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> 
                 lost_node = cluster.of(old.pid)
                 assert lost_node is not None
                 cluster.cut_off(lost_node)
-                cut_at = time.monotonic()
                 driver.wait_for("resumes after a failure")
-                missed = time.monotonic() - cut_at
-                while Path(f"/proc/{old.pid}").exists():
-                    assert driver.process.poll() is None, driver.said
-                    time.sleep(0.05)
-                ended = time.monotonic() - cut_at
                 code = driver.finish()
     assert code == 0, driver.said
     steps = [step for step in steps_of(runs) if step.cell == old.cell]
-    order = list(dict.fromkeys(step.pid for step in steps))
-    numbers = [step.number for step in steps]
-    print(f"missed after {missed:.0f} s, ended after {ended:.0f} s; {len(numbers) - EPOCHS * STEPS} steps trained twice")
-    assert len(order) == 2
-    assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
+    assert len({step.pid for step in steps}) == 2
+    assert {step.number for step in steps} == set(range(1, EPOCHS * STEPS + 1))
     _assert_complete(open_grid_run(grid, "digits", ONE_WORKER, runs))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.errors import UserError
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runner.plan import plan
 from experiments.runs.summary import read_ended
+from experiments.tracking import TrackerError
 from experiments.tracking.listing import list_runs
 from experiments.training import metric_logger
 from experiments.training.trainer import run_trial
@@ -75,7 +75,7 @@ def test_outage_of_the_server_loses_no_epoch(
 
     run_trial(grid_run.workspace, trial, disturb)
     assert epochs == list(range(1, 9))
-    with pytest.raises(UserError, match="cannot use MLflow"):
+    with pytest.raises(TrackerError, match="cannot use MLflow"):
         plan(grid_run)
 
     server.launch()
