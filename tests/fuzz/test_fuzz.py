@@ -8,7 +8,7 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from experiments.errors import UserError
+from experiments.errors import UnavailableError, UserError
 from pipelines import DataError
 from san import CheckpointError
 from tests.fuzz.targets import Target, targets
@@ -42,7 +42,7 @@ def test_malformed_input(name: str, by_name: dict[str, Target]) -> None:
             warnings.simplefilter("ignore")
             try:
                 target.read(content)
-            except (UserError, DataError, CheckpointError) as error:
+            except (UserError, UnavailableError, DataError, CheckpointError) as error:
                 message = str(error)
                 assert message.strip() and "Traceback" not in message and " object at 0x" not in message, message
 
