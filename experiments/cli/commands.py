@@ -320,6 +320,8 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; finished work is kept. Run the same command again to resume", err=True)
         sys.exit(1)
+    except ModuleNotFoundError:  # explained by `experiments.__main__`
+        raise
     except Exception as error:
         if not isinstance(error, _printed_errors()):
             raise

@@ -21,7 +21,7 @@ def test_two_trials_at_a_time(resources: Resources, memory: cells.Memory, tmp_pa
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
     # Each takes half of the CPUs, so that two run at a time.
-    values = dict.fromkeys("abcd", 1.5)
+    values = dict.fromkeys("abcd", 3.0)
     outcomes = sweep(cells.timed, values, Placement(cpus=resources.cpus // 2), storage=tmp_path, observer=memory)
     assert list(outcomes) == list("abcd")
     assert all(outcome.error is None for outcome in outcomes.values())
