@@ -34,7 +34,8 @@ def ray_head(port: int, *options: str, environment: Mapping[str, str] = {}) -> I
     command = [str(RAY), "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}", *options]
     command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
     variables = clean_environment() | {"PATH": f"{RAY.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
-    variables |= {MARK: str(folder), **environment}
+    # Ray would require a token if an earlier session has left one in the home folder.
+    variables |= {MARK: str(folder), "RAY_AUTH_MODE": "disabled", **environment}
     log = folder / "head.log"
     with open(log, "w") as out:
         process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
