@@ -1,4 +1,4 @@
-"""The house: who may import whom. One heavy dependency, one door; arrows point one way."""
+"""Imports go in one direction, each heavy dependency is imported in one place, and every module has tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALLOWED = {
     "cluster": set(),
     "experiments": {"san", "pipelines", "cluster"},
 }
-DOORS = {
+ONLY_IN = {
     "nvidia": "pipelines/",
     "ray": "cluster/",
     "deepspeed": "experiments/training/engine.py",
@@ -67,13 +67,13 @@ def upward_imports(path: Path) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_only_what_stands_below(path: Path) -> None:
+def test_imports_only_packages_below(path: Path) -> None:
     place = path.relative_to(ROOT).as_posix()
     folder = place.split("/")[0]
-    strangers = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
-    assert not strangers, f"{place} reaches into {strangers}"
-    for package, door in DOORS.items():
-        assert package not in imported(path) or place.startswith(door), f"{place} imports {package}; its door is {door}"
+    forbidden = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
+    assert not forbidden, f"{place} imports {forbidden}"
+    for package, only in ONLY_IN.items():
+        assert package not in imported(path) or place.startswith(only), f"{place} imports {package}, which belongs in {only}"
 
 
 def test_packages_of_experiments_import_only_those_below() -> None:
@@ -97,10 +97,10 @@ def test_every_module_has_tests() -> None:
     assert without == named.keys()
 
 
-def test_every_door_is_used() -> None:
-    for package, door in DOORS.items():
-        behind = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(door)]
-        assert any(package in imported(path) for path in behind), f"nothing behind {door} imports {package}"
+def test_every_heavy_dependency_is_used() -> None:
+    for package, only in ONLY_IN.items():
+        allowed = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(only)]
+        assert any(package in imported(path) for path in allowed), f"nothing in {only} imports {package}"
 
 
 def test_import_san_needs_only_torch() -> None:
@@ -128,7 +128,7 @@ assert "torch._dynamo" not in sys.modules  # the compiler takes a second to impo
     ids=["help", "plan"],
 )
 def test_imports_no_more_than_it_needs(command: list[str], without: set[str], tmp_path: Path) -> None:
-    """A second or two each: how long a command takes that only tells something."""
+    """Each of these packages would delay the command by a second or two."""
     code = f"""
 import sys
 from experiments.cli import main

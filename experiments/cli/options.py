@@ -86,7 +86,7 @@ ADDRESS = click.option(
     help="Ray cluster, for example auto or host:6379.  [default: RAY_ADDRESS, else this machine]",
 )
 TAKE_OVER = click.option(
-    "--take-over", is_flag=True, help="Train the grid although another process has claimed it, which then stops."
+    "--take-over", is_flag=True, help="For runs in a bucket: train the grid although another `san run` has claimed it."
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -46,7 +46,7 @@ class GridRun:
     only: tuple[str, ...] = ()
     """The rows to train; empty for all."""
     take_over: bool = False
-    """Whether this command trains the grid even if another one has claimed it."""
+    """Whether this command replaces the claim of another one, in a bucket."""
 
     @property
     def wanted(self) -> tuple[Trial, ...]:

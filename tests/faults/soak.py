@@ -311,9 +311,9 @@ class Episode:
 
     def weights(self) -> Mapping[str, torch.Tensor] | None:
         """The weights of the last checkpoint; None if it was corrupted after it was written, which reading it shows."""
-        cell = steps_of(self.record)[0].cell
+        trial = steps_of(self.record)[0].trial
         try:
-            checkpoint = Checkpoint.of_bytes(self.last_file(f"checkpoints/{cell}", ".pt"))
+            checkpoint = Checkpoint.of_bytes(self.last_file(f"checkpoints/{trial}", ".pt"))
             return checkpoint.engine["model"]  # type: ignore[no-any-return]
         except DAMAGE:
             if "corrupt file" not in self.injected:

@@ -33,7 +33,7 @@ class Step(NamedTuple):
     rank: int
     pid: int
     number: int
-    cell: str
+    trial: str
     seconds: float
 
 
@@ -47,7 +47,7 @@ def steps_of(runs: os.PathLike[str]) -> list[Step]:
             lines = [line.split() for line in record if line.endswith("\n")]
     except FileNotFoundError:
         return []
-    return [Step(int(rank), int(pid), int(number), cell, float(at)) for rank, pid, number, cell, at in lines]
+    return [Step(int(rank), int(pid), int(number), trial, float(at)) for rank, pid, number, trial, at in lines]
 
 
 def watched_trial(runs: Path, workspace: Workspace, trial: Trial, *rest: Any, **options: Any) -> nn.Module:

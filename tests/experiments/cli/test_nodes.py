@@ -104,7 +104,7 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> 
                 driver.wait_for("resumes after a failure")
                 code = driver.finish()
     assert code == 0, driver.said
-    steps = [step for step in steps_of(runs) if step.cell == old.cell]
+    steps = [step for step in steps_of(runs) if step.trial == old.trial]
     assert len({step.pid for step in steps}) == 2
     assert {step.number for step in steps} == set(range(1, EPOCHS * STEPS + 1))
     _assert_complete(open_grid_run(grid, "digits", ONE_WORKER, runs))
