@@ -109,6 +109,9 @@ def _connect(address: str | None) -> None:
         raise ClusterError(
             f"{address} is the address of a job server; submit to it with `san submit`, or join the cluster at HEAD:6379"
         )
+    # Ray would turn on authentication if it finds a token, which every local session leaves behind; a cluster without
+    # authentication would then lose each trial without a reason.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     host, _, port = address.rpartition(":")
     try:
         if host and port.isdigit():  # `ray.init` would take two minutes to fail

@@ -59,7 +59,8 @@ def test_run_ends_if_the_head_of_a_cluster_is_gone(process: str, tmp_path: Path)
     port = free_port()
     with ray_head(port, "--num-cpus=1", "--include-dashboard=false") as head:
         options = ["recipe.epochs=200", "--address", f"127.0.0.1:{port}"]
-        driver = Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path)})
+        token = "0" * 64  # the head does not ask for it, but trials failed if the driver had one
+        driver = Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path), "RAY_AUTH_TOKEN": token})
         driver.wait_for("_3 starts")
         kill(process, head)
         killed_at = time.monotonic()
