@@ -318,51 +318,51 @@ def digest() -> str:
 def libraries() -> dict[str, Path | BuildError]:
     """By part, its library in the cache, built now if it is not there yet, or why there is none."""
     folder = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san")) / f"ext-{digest()}"
-    found: dict[str, Path | BuildError] = {}
+    built: dict[str, Path | BuildError] = {}
     wanted: dict[str, tuple[Path, Toolchain]] = {}
     refusal = cuda_refusal()
     for part in PARTS:
         if part == "cuda" and refusal is not None:
             continue
         if (prebuilt := PREBUILT / f"{part}.so").exists():
-            found[part] = prebuilt
+            built[part] = prebuilt
             continue
         try:
             toolchain = Toolchain.find(cuda=part == "cuda")
             library = folder / f"{part}-{toolchain.name()}.so"
             if library.exists():
-                found[part] = library
+                built[part] = library
             else:
                 wanted[part] = library, toolchain
         except BuildError as error:
-            found[part] = error
+            built[part] = error
     if wanted:
-        found |= _build_once(folder, wanted)
-    for part in found:
+        built |= _build_once(folder, wanted)
+    for part in built:
         others = sorted(folder.glob(f"{part}-*.so"), key=lambda path: path.stat().st_mtime)
-        if isinstance(found[part], BuildError) and others:
-            found[part] = others[-1]
-    return found if refusal is None else found | {"cuda": BuildError(refusal)}
+        if isinstance(built[part], BuildError) and others:
+            built[part] = others[-1]
+    return built if refusal is None else built | {"cuda": BuildError(refusal)}
 
 
 def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]]) -> dict[str, Path | BuildError]:
     """Builds parts that no other process has built, or failed to build, while this one waited for it."""
-    found: dict[str, Path | BuildError] = {}
+    built: dict[str, Path | BuildError] = {}
     start = time.time()
     try:
         with _locked(folder):
             for part, (library, toolchain) in wanted.items():
                 log = library.with_suffix(".log")
                 if library.exists():
-                    found[part] = library
+                    built[part] = library
                 elif log.exists() and log.stat().st_mtime > start:
-                    found[part] = failure(log)
+                    built[part] = failure(log)
                 else:
-                    found[part] = _build_aloud(part, library, toolchain)
+                    built[part] = _build_aloud(part, library, toolchain)
     except OSError as error:
         reason = f"cannot write to {folder} ({error}); set SAN_CACHE to a writable folder"
-        found |= {part: BuildError(reason) for part in wanted.keys() - found.keys()}
-    return found
+        built |= {part: BuildError(reason) for part in wanted.keys() - built.keys()}
+    return built
 
 
 @contextlib.contextmanager
@@ -406,15 +406,15 @@ def load() -> dict[str, str]:
 
 def toolchains() -> dict[str, str]:
     """The compilers and their versions, or why they cannot be used."""
-    found = {}
+    compilers = {}
     for name, find in (("g++", find_cxx), ("nvcc", find_nvcc)):
         try:
             path = find()
             named = [line for line in version_text(path).splitlines() if name in line or "release" in line]
-            found[name] = f"{path} ({named[-1] if named else 'unknown version'})"
+            compilers[name] = f"{path} ({named[-1] if named else 'unknown version'})"
         except BuildError as error:
-            found[name] = str(error)
-    return found
+            compilers[name] = str(error)
+    return compilers
 
 
 def main() -> None:

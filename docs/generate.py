@@ -68,10 +68,10 @@ def command_reference(path: tuple[str, ...], command: click.Command) -> str:
     text = inspect.cleandoc(command.help or "")
     parts = [f"## {' '.join(path)}", f"```text\n{usage}\n```", *map(_paragraph, text.split("\n\n"))]
     if isinstance(command, click.Group):
-        found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+        subcommands = {name: command.get_command(context, name) for name in command.list_commands(context)}
         rows = [
             (f"[`{name}`](#{'-'.join((*path, name))})", _text(each.get_short_help_str(200)))
-            for name, each in found.items()
+            for name, each in subcommands.items()
             if each is not None and not each.hidden
         ]
         parts.append(_table(("command", "does"), rows))
@@ -102,9 +102,9 @@ def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tu
     yield path, command
     if isinstance(command, click.Group):
         for name in command.list_commands(click.Context(command)):
-            found = command.get_command(click.Context(command), name)
-            if found is not None and not found.hidden:
-                yield from commands(found, (*path, name))
+            subcommand = command.get_command(click.Context(command), name)
+            if subcommand is not None and not subcommand.hidden:
+                yield from commands(subcommand, (*path, name))
 
 
 def config_reference() -> str:
@@ -158,7 +158,7 @@ def model_table() -> str:
 
 def field_docs(schema: type[BaseModel]) -> dict[str, str]:
     """The docstring below each field of the class and of those that it extends."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:
             continue
@@ -167,8 +167,8 @@ def field_docs(schema: type[BaseModel]) -> dict[str, str]:
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 assert isinstance(field.target, ast.Name)
-                found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
+                descriptions[field.target.id] = " ".join(str(text.value.value).split())
+    return descriptions
 
 
 def _kind(annotation: object, metadata: Sequence[object] = ()) -> str:
@@ -212,14 +212,14 @@ def pretrained_table() -> str:
         facts, model = read_config(WEIGHTS_DIR / name), san.create_model(name, pretrained=True)
         counted = san.complexity(model, facts["pretrained_cfg"]["input_size"][1])
         size = (WEIGHTS_DIR / name / WEIGHTS).stat().st_size / 1e6
-        found = facts["evaluation"]
+        evaluation = facts["evaluation"]
         lines.append(
             (
                 f"`{name}`",
                 f"{counted.params / 1e6:.3f}",
                 f"{counted.flops_paper / 1e6:.1f}",
-                f"{found['top1']:.2f}",
-                f"{found['top5']:.2f}",
+                f"{evaluation['top1']:.2f}",
+                f"{evaluation['top5']:.2f}",
                 f"{size:.2f}",
             )
         )

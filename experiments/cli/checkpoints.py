@@ -119,24 +119,26 @@ def evaluate(
     from experiments.grids.transform import transform
     from experiments.runner.progress import counting
 
-    with resolve_checkpoint(checkpoint, runs) as (path, place):
+    with resolve_checkpoint(checkpoint, runs) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
         batches = -(-len(images) // opened.config.recipe.batch_size)
         with counting("", batches, "batches") as count:
-            found = evaluate_checkpoint(opened, images, transform(opened.config.data), count)
-    if place is not None:
-        found = dataclasses.replace(found, checkpoint=place)
-    if found.own_images is False and split is None:
-        click.echo(f"note: the images of {found.split} in {found.root} differ from those in the model's training", err=True)
+            evaluation = evaluate_checkpoint(opened, images, transform(opened.config.data), count)
+    if uri is not None:
+        evaluation = dataclasses.replace(evaluation, checkpoint=uri)
+    if evaluation.own_images is False and split is None:
+        click.echo(
+            f"note: the images of {evaluation.split} in {evaluation.root} differ from those in the model's training", err=True
+        )
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found)))
+        click.echo(json.dumps(dataclasses.asdict(evaluation)))
         return
-    trained = "" if found.epoch is None else f", after epoch {found.epoch}"
-    click.echo(f"{found.checkpoint}: {found.model}{trained}")
+    trained = "" if evaluation.epoch is None else f", after epoch {evaluation.epoch}"
+    click.echo(f"{evaluation.checkpoint}: {evaluation.model}{trained}")
     click.echo(
-        f"top-1 {found.top1:.4f} %  top-5 {found.top5:.4f} %  loss {found.loss:.6f}  "
-        f"{found.images} images of {found.classes} classes, {found.split} in {found.root}"
+        f"top-1 {evaluation.top1:.4f} %  top-5 {evaluation.top5:.4f} %  loss {evaluation.loss:.6f}  "
+        f"{evaluation.images} images of {evaluation.classes} classes, {evaluation.split} in {evaluation.root}"
     )
 
 
@@ -178,11 +180,11 @@ def robustness(
     # The query of an address and the name of a file may contain a `=`, too.
     names = [word for word in checkpoints if "=" not in word or is_uri(word.partition("=")[0]) or os.path.exists(word)]
     overrides = [word for word in checkpoints if word not in names]
-    found = measurements(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
+    measured = measurements(PROTOCOLS[protocol], measure_all(names, overrides, protocol, profile, split, runs))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(one) for one in found]))
+        click.echo(json.dumps([dataclasses.asdict(one) for one in measured]))
     else:
-        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{protocol_table(found).text()}")
+        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{protocol_table(measured).text()}")
 
 
 @click.command()
@@ -247,8 +249,8 @@ def attention(
 
     if pixel is not None and grid is not None:
         raise UserError("both `--pixel` and `--grid`; give only one of these options")
-    place = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
-    if pixel is not None and place is None:
+    position = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
+    if pixel is not None and position is None:
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
     if html is not None and (pixel is not None or grid is not None):
         raise UserError("`--html` shows all pixels; leave out `--pixel` and `--grid`")
@@ -268,7 +270,7 @@ def attention(
         save_page(seen, layer_name(opened, layer), html)
         click.echo(f"{html}: open this file in a browser")
         return
-    chosen = None if place is None else (int(place[1]), int(place[2]))
+    chosen = None if position is None else (int(position[1]), int(position[2]))
     weights = compute_attention(opened, open_image(opened, image, split), chosen, grid or 1, layer)
     save(weights, out)
     click.echo(f"{out}: {in_words(weights)}")

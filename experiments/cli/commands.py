@@ -192,14 +192,14 @@ def report(
     """
     from experiments.cli.report import print_report, print_unfinished, write_page
     from experiments.report.build import records_of, tables
-    from experiments.runner.grid_run import finished_results, known_results, open_grid_run, say
+    from experiments.runner.grid_run import finished_results, known_results, open_grid_run
 
     if as_json and form != "text":
         raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
     grid_run = open_grid_run(grid, profile, overrides, runs, seeds)
     if html is not None:
         write_page(grid_run, finished_results(grid_run), html)
-        say(f"report: {html}")
+        click.echo(f"report: {html}", err=True)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, known_results(grid_run))]))
     elif form != "text":

@@ -41,11 +41,11 @@ class Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+) ?([a-zA-Z]*)", value)
-        if found is None or found[2] not in UNITS or int(found[1]) == 0:
+        match = re.fullmatch(r"(\d+) ?([a-zA-Z]*)", value)
+        if match is None or match[2] not in UNITS or int(match[1]) == 0:
             units = ", ".join(UNITS)[2:]
             self.fail(f"{value!r} is not a size; give a positive number and a unit ({units}), for example 256MiB", param, ctx)
-        return int(found[1]) * UNITS[found[2]]
+        return int(match[1]) * UNITS[match[2]]
 
 
 @click.group()
@@ -105,12 +105,12 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     """
     from pipelines.datasets.manifest import list_path, require_writable
 
-    found = _found(root, splits)
-    for dataset in found:
+    datasets = _found(root, splits)
+    for dataset in datasets:
         if not dataset.packed:
             require_writable(list_path(lists or root, dataset.split))
     try:
-        results = [_checked(dataset, lists or root, workers) for dataset in found]
+        results = [_checked(dataset, lists or root, workers) for dataset in datasets]
     except KeyboardInterrupt:
         click.echo("interrupted; only fully checked splits have a new list", err=True)
         sys.exit(1)
@@ -130,15 +130,15 @@ def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
     from pipelines import Dataset
     from pipelines.datasets.shards import index_path
 
-    found: list[Dataset] = []
+    datasets: list[Dataset] = []
     for split in splits or ("train", "val"):
         # For shards without an index, `open_shards` raises a clear error.
         packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-*.tar"))
         if (root / split).is_dir() or (splits and not packed):
-            found.append(Dataset.scan(root, split))
+            datasets.append(Dataset.scan(root, split))
         if packed:
-            found.append(Dataset.open_shards(root, split))
-    return found or [Dataset.scan(root, "train")]
+            datasets.append(Dataset.open_shards(root, split))
+    return datasets or [Dataset.scan(root, "train")]
 
 
 def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
                 count(1, f", {len(broken)} broken")
     with counting(dataset.split, len(dataset), "images") as count:
         images = []
-        for number, found in check_images(dataset, workers):
-            images += found
+        for number, checked in check_images(dataset, workers):
+            images += checked
             count(number, f", {len(images)} broken")
     images.sort(key=lambda one: one.index)
     broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
@@ -187,8 +187,8 @@ def _still_naming(broken: set[str], lists: Path) -> list[str]:
     from pipelines.datasets.dataset import PARTS_OF
     from pipelines.datasets.manifest import list_path, read_list
 
-    found = [path for path in (list_path(lists, name) for name in PARTS_OF) if path.exists()]
-    return [str(path) for path in found if not broken.isdisjoint(read_list(path).paths)]
+    existing = [path for path in (list_path(lists, name) for name in PARTS_OF) if path.exists()]
+    return [str(path) for path in existing if not broken.isdisjoint(read_list(path).paths)]
 
 
 def _sentence(result: dict[str, Any]) -> str:

@@ -9,13 +9,15 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import click
+
 from experiments.errors import UserError
 from experiments.evaluation.attention_samples import attention_samples
 from experiments.report.build import caption, measurements_of, rows_of, setting, tables
 from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import GridReport, shown_rows
 from experiments.report.page import page
-from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished, say
+from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished
 from experiments.runner.plan import missing_measurements
 from experiments.runs.retry import retry
 from experiments.runs.summary import CONFUSION, Confusion
@@ -31,11 +33,11 @@ def print_report(grid_run: GridRun, results: Mapping[str, Result]) -> tuple[list
     try:
         files = _write_files(grid_run, results, forms, folder)
     except OSError as error:
-        say(f"{folder}: cannot write the table, plot and page ({error.strerror or error})")
+        click.echo(f"{folder}: cannot write the table, plot and page ({error.strerror or error})", err=True)
         files = []
     for file in files:
         retry(functools.partial(grid_run.workspace.store.upload, file))
-    say(f"browse the runs: {grid_run.kept_there(f'{_command()} ui')}")
+    click.echo(f"browse the runs: {grid_run.kept_there(f'{_command()} ui')}", err=True)
     return files, print_unfinished(grid_run, results)
 
 
@@ -43,11 +45,14 @@ def print_unfinished(grid_run: GridRun, results: Mapping[str, Result]) -> bool:
     """Prints the names of unfinished trials; returns whether there are none."""
     stopped = [trial.name for trial in grid_run.trials if is_done(grid_run, results, trial) and not is_finished(results, trial)]
     if stopped:
-        say(f"stopped early: {', '.join(stopped)}; to train these trials fully, remove early_stopping and run the grid again")
+        click.echo(
+            f"stopped early: {', '.join(stopped)}; to train these trials fully, remove early_stopping and run the grid again",
+            err=True,
+        )
     unmeasured = missing_measurements(grid_run, results)
     unfinished = [trial.name for trial in grid_run.wanted if not is_done(grid_run, results, trial) or trial.key in unmeasured]
     if unfinished:
-        say(f"not finished: {', '.join(unfinished)}; to resume, run `{grid_run.kept_there(grid_run.command)}`")
+        click.echo(f"not finished: {', '.join(unfinished)}; to resume, run `{grid_run.kept_there(grid_run.command)}`", err=True)
     return not unfinished
 
 
@@ -62,10 +67,10 @@ def _write_files(grid_run: GridRun, results: Mapping[str, Result], forms: Mappin
         if not grid_run.grid.robustness:
             files.append(folder / "plot.png")
             save_plot(grid_run.grid.plot, grid_run.trials, rows, grid_run.grid.question, files[-1])
-            say(f"plot: {grid_run.workspace.uri(files[-1])}")
+            click.echo(f"plot: {grid_run.workspace.uri(files[-1])}", err=True)
         files.append(folder / "report.html")
         files[-1].write_text(page(_collected(grid_run, results)), encoding="utf-8")
-        say(f"report: {grid_run.workspace.uri(files[-1])}")
+        click.echo(f"report: {grid_run.workspace.uri(files[-1])}", err=True)
     return files
 
 
@@ -110,15 +115,15 @@ def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
 
 def _confusions(grid_run: GridRun, results: Mapping[str, Result], rows: Collection[str]) -> dict[str, Confusion]:
     """The confusion matrices of the finished trials of some rows. Trials of older versions have none."""
-    found: dict[str, Confusion] = {}
+    by_row: dict[str, Confusion] = {}
     for trial, _ in finished_trials(grid_run.trials, results):
         content = (
             grid_run.workspace.store.read(f"{grid_run.workspace.folder(trial)}/{CONFUSION}") if trial.row in rows else None
         )
         one = Confusion.of_csv(content)
         if one is not None:
-            found[trial.row] = found[trial.row] + one if trial.row in found else one
-    return found
+            by_row[trial.row] = by_row[trial.row] + one if trial.row in by_row else one
+    return by_row
 
 
 def _command() -> str:

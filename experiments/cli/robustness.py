@@ -44,15 +44,15 @@ def measure_all(
             open_images(open_checkpoint(path, *fitting[name]), split)
         for name, path in paths.items():
             opened = open_checkpoint(path, *fitting[name])  # again: they may be too many for the memory
-            images, found = open_images(opened, split), {}
+            images, by_condition = open_images(opened, split), {}
 
             def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[Ended]:
                 return counting(f"{name} {condition}", -(-images // batch), "batches")
 
             for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
-                found[condition.name] = numbers
+                by_condition[condition.name] = numbers
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
-            ours[name if opened.row is None else f"{opened.row} ({name})"] = [found]
+            ours[name if opened.row is None else f"{opened.row} ({name})"] = [by_condition]
     return ours
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import click
+
 from experiments.cli.report import print_report
 from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR
@@ -15,7 +17,7 @@ from experiments.paper.tables import paper_claims
 from experiments.report.build import note
 from experiments.report.study import section_of, write_study
 from experiments.runner.execute import measure, prepare, train
-from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, open_grid_run, say
+from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, open_grid_run
 from experiments.runner.plan import missing_measurements, to_train
 from experiments.runs.retry import retry
 from experiments.tracking import Result, TrackerError
@@ -35,10 +37,13 @@ def run(grid_run: GridRun, address: str | None) -> bool:
     done = sum(is_finished(results, trial) for trial in grid_run.wanted)
     stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.wanted) - done
     equal = len(grid_run.wanted) - done - stopped - len(missing)
-    found = f", {done} already finished" if done else ""
-    found += f", {stopped} already stopped early" if stopped else ""
-    found += f", {equal} identical to another trial" if equal else ""
-    say(f"grid {grid_run.name}, profile {grid_run.profile}: {len(grid_run.wanted)} trials{found}, {len(missing)} to train")
+    skipped = f", {done} already finished" if done else ""
+    skipped += f", {stopped} already stopped early" if stopped else ""
+    skipped += f", {equal} identical to another trial" if equal else ""
+    click.echo(
+        f"grid {grid_run.name}, profile {grid_run.profile}: {len(grid_run.wanted)} trials{skipped}, {len(missing)} to train",
+        err=True,
+    )
     if not missing and not missing_measurements(grid_run, results):
         files, complete = print_report(grid_run, results)
         _refresh(grid_run, results, files, complete)
@@ -48,9 +53,10 @@ def run(grid_run: GridRun, address: str | None) -> bool:
         results = retry(lambda: known_results(grid_run))
         unsent = [missing[key].name for key in trained if not is_done(grid_run, results, missing[key])]
         if unsent:
-            say(
+            click.echo(
                 f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
-                "run the same command again to send the rest"
+                "run the same command again to send the rest",
+                err=True,
             )
         if unmeasured := missing_measurements(grid_run, results):
             measure(grid_run, unmeasured, address, note(grid_run, results))
@@ -95,7 +101,7 @@ def study(
         results = known_results(grid_run) | read_results(kept)
         missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
         if missing and trains:
-            say(f"grid {grid_run.name}, profile {grid_run.profile}: {len(missing)} trials to train")
+            click.echo(f"grid {grid_run.name}, profile {grid_run.profile}: {len(missing)} trials to train", err=True)
             train(grid_run, missing, address, note(grid_run, results))
             results = retry(functools.partial(known_results, grid_run)) | read_results(kept)
         add_results(kept, grid_run.trials, results)
@@ -103,7 +109,7 @@ def study(
     training, validation = open_data(grid_runs[0].trials[0].config.data)
     sections = [section_of(grid_run.grid, grid_run.trials, results) for grid_run in grid_runs]
     files = write_study(sections, page, len(training), len(validation))
-    say(f"study: {files[0]}")
+    click.echo(f"study: {files[0]}", err=True)
     return all(is_finished(results, trial) for grid_run in grid_runs for trial in grid_run.trials)
 
 
@@ -116,4 +122,4 @@ def _refresh(grid_run: GridRun, results: Mapping[str, Result], files: list[Path]
         prepare(grid_run, note(grid_run, results))
         grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials)
     except TrackerError as error:
-        say(f"MLflow's pages of the grid were not updated: {error}")
+        click.echo(f"MLflow's pages of the grid were not updated: {error}", err=True)

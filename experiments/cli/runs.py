@@ -82,14 +82,14 @@ def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
     from experiments.tracking.deletion import delete_trials, find_trials
 
     workspace = open_workspace(runs)
-    found = find_trials(workspace.tracking_uri, names)
-    click.echo("\n".join(f"{run.key}  {run.grid}-{run.profile} {run.name}" for run in found), err=True)
+    trials = find_trials(workspace.tracking_uri, names)
+    click.echo("\n".join(f"{run.key}  {run.grid}-{run.profile} {run.name}" for run in trials), err=True)
     if not yes and not sys.stdin.isatty():
-        raise UserError(f"{len(found)} runs would be deleted; add --yes to delete them without a question")
-    if not yes and not click.confirm(f"Delete these {len(found)} runs with their checkpoints and logs?", err=True):
+        raise UserError(f"{len(trials)} runs would be deleted; add --yes to delete them without a question")
+    if not yes and not click.confirm(f"Delete these {len(trials)} runs with their checkpoints and logs?", err=True):
         return
-    delete_trials(workspace, found)
-    click.echo(f"deleted {len({run.key for run in found})} trials")
+    delete_trials(workspace, trials)
+    click.echo(f"deleted {len({run.key for run in trials})} trials")
 
 
 def _listed(run: Listed) -> str:

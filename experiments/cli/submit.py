@@ -148,7 +148,7 @@ def environment(names: Iterable[str]) -> dict[str, str]:
     Raises:
         UserError: a variable is not set; or the address is a relative path or contains a password.
     """
-    found = {COMMIT_VARIABLE: git_commit()}
+    variables = {COMMIT_VARIABLE: git_commit()}
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         require_no_secret(uri)
         if re.match("sqlite:///(?!/)", uri) or ("://" not in uri and not PurePosixPath(uri).is_absolute()):
@@ -156,7 +156,7 @@ def environment(names: Iterable[str]) -> dict[str, str]:
                 f"MLFLOW_TRACKING_URI={uri}: a relative path, whose folder Ray deletes after the job; give a server, or an "
                 "absolute path on the cluster such as sqlite:////srv/san/runs/mlflow.db"
             )
-        found["MLFLOW_TRACKING_URI"] = uri
+        variables["MLFLOW_TRACKING_URI"] = uri
     for name in names:
         if "=" in name:
             raise UserError(
@@ -165,8 +165,8 @@ def environment(names: Iterable[str]) -> dict[str, str]:
             )
         if name not in os.environ:
             raise UserError(f"--env {name}: not set in this environment; export the variable first, or leave out this option")
-        found[name] = os.environ[name]
-    return found
+        variables[name] = os.environ[name]
+    return variables
 
 
 def new_id(grid: Path, profile: str) -> str:

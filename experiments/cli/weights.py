@@ -45,13 +45,13 @@ def main(runs: Path | str | None) -> None:
         opened = open_checkpoint(file)
         train, val = open_data(trial.config.data)[0], open_images(opened)
         with counting(trial.row, -(-len(val) // opened.config.recipe.batch_size), "batches") as count:
-            found = evaluate_checkpoint(opened, val, transform(opened.config.data), count)
+            evaluation = evaluate_checkpoint(opened, val, transform(opened.config.data), count)
         name = f"{trial.row}_cifar10"
-        save(name, opened, found, train, USAGE.format(name=name, profile=PROFILE, row=trial.row, key=trial.key))
-        click.echo(f"{name}: top-1 {found.top1:.4f} %  loss {found.loss:.6f}")
+        save(name, opened, evaluation, train, USAGE.format(name=name, profile=PROFILE, row=trial.row, key=trial.key))
+        click.echo(f"{name}: top-1 {evaluation.top1:.4f} %  loss {evaluation.loss:.6f}")
 
 
-def save(name: str, opened: LoadedModel, found: Evaluation, train: Dataset, usage: str) -> None:
+def save(name: str, opened: LoadedModel, evaluation: Evaluation, train: Dataset, usage: str) -> None:
     """Writes the folder of a network whose accuracy was measured."""
     data = opened.config.data
     facts: dict[str, Any] = {
@@ -66,12 +66,12 @@ def save(name: str, opened: LoadedModel, found: Evaluation, train: Dataset, usag
         },
         "profile": PROFILE,
         "data_digest": opened.data_digest,
-        "evaluation": {field: asdict(found)[field] for field in ("images", "top1", "top5", "loss")},
+        "evaluation": {field: asdict(evaluation)[field] for field in ("images", "top1", "top5", "loss")},
     }
     suffix = Path(train.paths[0]).suffix.removeprefix(".").upper().replace("JPG", "JPEG")
     trained_on = f"{len(train):,} training images of CIFAR-10 as {suffix} files, resized to {data.size}x{data.size} pixels"
-    measured = f"top-1 {found.top1:.4f} %, top-5 {found.top5:.4f} %, loss {found.loss:.6f}"
-    accuracy = f"{measured} on the {found.images:,} test images, after {opened.epoch} epochs"
+    measured = f"top-1 {evaluation.top1:.4f} %, top-5 {evaluation.top5:.4f} %, loss {evaluation.loss:.6f}"
+    accuracy = f"{measured} on the {evaluation.images:,} test images, after {opened.epoch} epochs"
     pretrained.save_folder(
         opened.model,
         pretrained.WEIGHTS_DIR / name,

@@ -28,11 +28,11 @@ class OnPixels(nn.Module):
     mean_C11: Tensor
     std_C11: Tensor
 
-    def __init__(self, network: nn.Module, how: Transform) -> None:
+    def __init__(self, network: nn.Module, transform: Transform) -> None:
         super().__init__()
         self.network = network
-        self.register_buffer("mean_C11", torch.tensor(how.mean).view(3, 1, 1))
-        self.register_buffer("std_C11", torch.tensor(how.std).view(3, 1, 1))
+        self.register_buffer("mean_C11", torch.tensor(transform.mean).view(3, 1, 1))
+        self.register_buffer("std_C11", torch.tensor(transform.std).view(3, 1, 1))
 
     def forward(self, pixels_NCHW: Tensor) -> Tensor:
         return self.network((pixels_NCHW - self.mean_C11) / self.std_C11)
@@ -56,10 +56,10 @@ class Attack:
             raise ValueError(f"an attack needs 0 < epsilon <= 255, 0 < step <= 255 and at least one step, not {self}")
 
     def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
-        how = transform(opened.config.data)
-        pixels = replace(how, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
+        normalized = transform(opened.config.data)
+        pixels = replace(normalized, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
         loader = evaluation_loader(opened, images, pixels, batch)
-        network = OnPixels(opened.model, how).eval().to(loader.device)
+        network = OnPixels(opened.model, normalized).eval().to(loader.device)
         targets_N = targets(np.asarray(images.labels), len(images.classes), opened.seed).to(loader.device)
         hits, seen = torch.zeros(2, dtype=torch.int64, device=loader.device), 0
         for pixels_NCHW, labels_N in loader.epoch(0):

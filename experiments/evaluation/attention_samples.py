@@ -55,12 +55,12 @@ def attention_samples(workspace: Workspace, finished: Sequence[tuple[Trial, Resu
 
 
 def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
-    place = workspace.uri(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
+    uri = workspace.uri(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
     try:
-        with resolve_checkpoint(place, workspace.runs) as (path, _):
+        with resolve_checkpoint(uri, workspace.runs) as (path, _):
             opened = replace(open_checkpoint(path), config=trial.config)
         images = open_images(opened)
         number = len(images) // 2
-        return AttentionSample(trial, place, number, compute_attention(opened, images.only([number])))
+        return AttentionSample(trial, uri, number, compute_attention(opened, images.only([number])))
     except (*DAMAGE, UnavailableError) as error:  # also UserError and DataError; a report is useful without a picture
-        return AttentionSample(trial, place, 0, None, " ".join(str(error).split()) or type(error).__name__)
+        return AttentionSample(trial, uri, 0, None, " ".join(str(error).split()) or type(error).__name__)

@@ -99,19 +99,19 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     changes = _changes(overrides)
     if pretrained.is_folder(path):
         return _hub_folder(path, changes, profile)
-    found = _trial_checkpoint(path)
-    if found is None:
+    saved = _trial_checkpoint(path)
+    if saved is None:
         return _other_checkpoint(path, changes, profile)
     if profile is not None:
         raise UserError(
             f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and use overrides to change data.*"
         )
     _require_no_model(path, changes)
-    origin = found.origin
+    origin = saved.origin
     config = _config(merged(origin.record, changes))
-    file = path / found.name if path.is_dir() else path
+    file = path / saved.name if path.is_dir() else path
     return LoadedModel(
-        file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed, origin.row
+        file, saved.model(), config, len(saved.history), origin.classes, origin.data_digest, origin.seed, origin.row
     )
 
 
@@ -297,8 +297,8 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
         StorageError: the bucket cannot be used.
     """
     if not name or (is_uri(name) and name.partition("://")[0] not in STORES):
-        told = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
-        raise UserError(f"{told}: not a checkpoint; give {CHECKPOINT}")
+        shown = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
+        raise UserError(f"{shown}: not a checkpoint; give {CHECKPOINT}")
     if name in pretrained.included() and not os.path.exists(name):
         yield pretrained.WEIGHTS_DIR / name, None
         return
@@ -312,17 +312,17 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if not is_uri(asked):
         yield checkpoint_path(asked, store.folder if store.shared else Path()), None
         return
-    found = open_store(asked)
-    own = ""  # the name of what the address names
-    if (content := found.read(own)) is None:
-        best = best_in(found)
+    opened = open_store(asked)
+    file = ""  # the name of what the address names
+    if (content := opened.read(file)) is None:
+        best = best_in(opened)
         if best is None:
-            raise UserError(f"{found}: no such file, and no folder with a readable checkpoint of a complete epoch")
-        own, content = best.name, best.as_bytes()
+            raise UserError(f"{opened}: no such file, and no folder with a readable checkpoint of a complete epoch")
+        file, content = best.name, best.as_bytes()
     with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
-        path = Path(folder) / (own or urlsplit(asked).path.rpartition("/")[2])
+        path = Path(folder) / (file or urlsplit(asked).path.rpartition("/")[2])
         path.write_bytes(content)
-        yield path, found.uri(own) if own else str(found)
+        yield path, opened.uri(file) if file else str(opened)
 
 
 def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:

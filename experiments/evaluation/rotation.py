@@ -22,8 +22,8 @@ class Rotation:
 
     def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
         turned = replace(transform(opened.config.data), manipulation=self.manipulation)
-        found = evaluate_checkpoint(opened, images, turned, ended, batch)
-        return {"top1": found.top1, "top5": found.top5}
+        evaluation = evaluate_checkpoint(opened, images, turned, ended, batch)
+        return {"top1": evaluation.top1, "top5": evaluation.top5}
 
 
 def _condition(name: str, manipulation: str) -> Condition:

@@ -390,10 +390,10 @@ def fine_tuning_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
 
 def schema_errors(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """Every error as (path of the key, what was expected and given)."""
-    found = error.errors()
-    for item in found:
+    items = error.errors()
+    for item in items:
         path, loc = _path(item["loc"]), item["loc"]
-        if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
+        if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in items):
             continue  # the list is too short because items are invalid, which have their own messages
         yield path, unknown_key(path, keys_at(schema, item["loc"][:-1])) if item["type"] == "extra_forbidden" else _words(item)
 
@@ -430,9 +430,9 @@ def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     """Keys that the schema allows below a path."""
     for part in loc:
         if isinstance(part, str):  # a number is an index of a list
-            found = _schema_in(schema.model_fields[part].annotation)
-            assert found is not None, "only a mapping of keys has unknown keys"
-            schema = found
+            section = _schema_in(schema.model_fields[part].annotation)
+            assert section is not None, "only a mapping of keys has unknown keys"
+            schema = section
     return list(schema.model_fields)
 
 

@@ -73,8 +73,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path}{where}: not valid YAML: {problem}") from None
     if not isinstance(content, dict):
-        found = "nothing" if content is None else type(content).__name__
-        raise UserError(f"{path}: must be a mapping of keys at the top level, not {found}")
+        kind = "nothing" if content is None else type(content).__name__
+        raise UserError(f"{path}: must be a mapping of keys at the top level, not {kind}")
     return content
 
 
@@ -318,10 +318,10 @@ def _raise_rows(layers: _Layers, errors: Mapping[str, Sequence[tuple[str, str]]]
             problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
             problems.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
     lines = []
-    for (place, key, _), (what, rows) in problems.items():
+    for (source, key, _), (what, rows) in problems.items():
         every = len(rows) == len(layers.grid.rows) > 1
-        where = (": every row" if every else f": row {', '.join(rows)}") if place == str(layers.path) else ""
-        lines.append(f"{place}{where}: {key}: {what}")
+        where = (": every row" if every else f": row {', '.join(rows)}") if source == str(layers.path) else ""
+        lines.append(f"{source}{where}: {key}: {what}")
     if lines:
         raise UserError("\n".join(lines))
 
@@ -341,7 +341,7 @@ def _default_plot(grid: Grid, configs: Mapping[str, TrialConfig]) -> Plot | None
 def _plot_errors(plot: Plot | None, configs: Mapping[str, TrialConfig]) -> Iterator[str]:
     if plot is None:
         return
-    places: dict[tuple[Any, Any], str] = {}
+    points: dict[tuple[Any, Any], str] = {}
     for row, config in configs.items():
         for name, kinds in (("x", (int, float)), ("series", (str, int, float))):
             try:
@@ -352,8 +352,8 @@ def _plot_errors(plot: Plot | None, configs: Mapping[str, TrialConfig]) -> Itera
                 expected = "number" if name == "x" else "text or number"
                 yield f"plot.{name}: row {row} has no {expected} at `{getattr(plot, name)}`"
                 return
-        place = value_at(config, plot.series), value_at(config, plot.x)
-        if (other := places.setdefault(place, row)) != row:
+        point = value_at(config, plot.series), value_at(config, plot.x)
+        if (other := points.setdefault(point, row)) != row:
             yield f"plot: rows {other} and {row} would be at the same point; set plot.series to a key in which the rows differ"
             return
 

@@ -122,10 +122,11 @@ class Trial:
         """
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(LOCATION_FIELDS))
-        how = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size", "init"}) | {"lr": recipe.lr_used}
-        how |= {"init": self.init_digest} if self.init_digest else {}
+        settings = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"lr_batch_size", "init"})
+        settings |= {"lr": recipe.lr_used}
+        settings |= {"init": self.init_digest} if self.init_digest else {}
         spec = config.model.spec()
-        content: list[object] = [_record(spec), data, how, self.seed, self.data_digest]
+        content: list[object] = [_record(spec), data, settings, self.seed, self.data_digest]
         if code := custom_code(spec):
             content.append(code)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -79,27 +79,27 @@ def _draw(attention: Attention, shown: int, columns: int, width: float, size: fl
         "top": 1 - (above + HEADING) / height,
     }
     spaces = {"wspace": GAP / side, "hspace": HEADING / side}
-    places = figure.subplots(rows, columns, squeeze=False, gridspec_kw=edges | spaces).ravel()
+    all_axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=edges | spaces).ravel()
     channels = [f"{attention.channel} {number}" for number in range(shown)]
     headings = ["image", f"footprint{'s' * (len(attention.pixels) > 1)}", "mean", "spread", *channels]
-    for place in places:
-        place.set(xticks=[], yticks=[], facecolor="none")
-        place.spines[:].set_visible(False)
-    for place, heading in zip(places, headings, strict=False):
-        place.set_title(heading, pad=5, fontsize=size, color=QUIET)
+    for axes in all_axes:
+        axes.set(xticks=[], yticks=[], facecolor="none")
+        axes.spines[:].set_visible(False)
+    for axes, heading in zip(all_axes, headings, strict=False):
+        axes.set_title(heading, pad=5, fontsize=size, color=QUIET)
 
     limit = attention.limit
     # Most weights after a softmax are small, so their colors follow the square root.
     norm = colors.Normalize(-limit, limit) if attention.is_signed else colors.PowerNorm(0.5, 0.0, limit)
     scale = {"cmap": SIGNED if attention.is_signed else WEIGHTS, "norm": norm}
     weight_GKn, spread_Kn = attention.weight_GKn, attention.weight_GKn.std(0)
-    _draw_image(places[0], attention)
+    _draw_image(all_axes[0], attention)
     seen = np.stack([_picture(*footprint) for footprint in zip(*attention.footprints(), strict=True)])
-    _draw_tiles(places[1], attention, seen, {})
-    drawn = _draw_weights(places[2], attention, weight_GKn.mean(0), scale)
-    _draw_weights(places[3], attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
-    for place, weight_Kn in zip(places[4:], weight_GKn[:shown], strict=False):
-        _draw_weights(place, attention, weight_Kn, scale)
+    _draw_tiles(all_axes[1], attention, seen, {})
+    drawn = _draw_weights(all_axes[2], attention, weight_GKn.mean(0), scale)
+    _draw_weights(all_axes[3], attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
+    for axes, weight_Kn in zip(all_axes[4:], weight_GKn[:shown], strict=False):
+        _draw_weights(axes, attention, weight_Kn, scale)
     bar = figure.add_axes((GAP / width, (below + BAR - 22) / height, 0.45, 8 / height))
     figure.colorbar(drawn, cax=bar, orientation="horizontal").outline.set_visible(False)
     _mark_scale(bar, attention, size)

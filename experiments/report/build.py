@@ -48,8 +48,8 @@ def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
     """The grid's table in each format: text, markdown, latex, csv."""
     records: Sequence[TableRow | Measurement]
     if grid_run.grid.robustness:
-        records = found = measurements_of(grid_run, results)
-        table = protocol_table(found)
+        records = measured = measurements_of(grid_run, results)
+        table = protocol_table(measured)
     else:
         records = rows = rows_of(grid_run, results)
         table = grid_table(rows)

@@ -115,10 +115,10 @@ def counts_of_trained(trials: Iterable[Trial]) -> dict[str, san.Complexity]:
     of_row = {}
     for trial in trials:
         model, data = trial.config.model, trial.config.data
-        place = repr(model), data.size, class_count(trial)
-        if place not in counts:
-            counts[place] = count(model, *place[1:])
-        of_row[trial.row] = counts[place]
+        setting = repr(model), data.size, class_count(trial)
+        if setting not in counts:
+            counts[setting] = count(model, *setting[1:])
+        of_row[trial.row] = counts[setting]
     return of_row
 
 
@@ -173,19 +173,19 @@ def _matches_paper(trial: Trial) -> bool:
 
 def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:
     """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
-    found = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
-    return [result.metrics for result in found if result.finished]
+    of_row = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
+    return [result.metrics for result in of_row if result.finished]
 
 
 def _early_stops(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
-    mine = [trial for trial in trials if trial.row == row]
-    stops = [(trial, results[trial.key].stopped_at) for trial in mine if trial.key in results]
-    told = [
-        f"{f'seed {trial.seed} ' if len(mine) > 1 else ''}stopped at epoch {epoch} of {trial.config.recipe.epochs}"
+    of_row = [trial for trial in trials if trial.row == row]
+    stops = [(trial, results[trial.key].stopped_at) for trial in of_row if trial.key in results]
+    sentences = [
+        f"{f'seed {trial.seed} ' if len(of_row) > 1 else ''}stopped at epoch {epoch} of {trial.config.recipe.epochs}"
         for trial, epoch in stops
         if epoch is not None
     ]
-    return f"{', '.join(told)} by early stopping" if told else None
+    return f"{', '.join(sentences)} by early stopping" if sentences else None
 
 
 def grid_measurements(

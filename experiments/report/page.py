@@ -128,10 +128,10 @@ def _limit_note(report: GridReport, what: str) -> str:
 
 def _by_classes(confusions: Mapping[str, Confusion]) -> dict[tuple[str, ...], dict[str, Confusion]]:
     """Confusion matrices by their classes, because rows may be trained on different images."""
-    found: dict[tuple[str, ...], dict[str, Confusion]] = {}
+    by_classes: dict[tuple[str, ...], dict[str, Confusion]] = {}
     for row, confusion in confusions.items():
-        found.setdefault(confusion.classes, {})[row] = confusion
-    return found
+        by_classes.setdefault(confusion.classes, {})[row] = confusion
+    return by_classes
 
 
 def _robustness_section(report: GridReport) -> Section | None:
@@ -204,21 +204,21 @@ def _results_table(report: GridReport) -> HtmlTable:
     return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
 
 
-def _protocol_table(found: Sequence[Measurement]) -> HtmlTable:
+def _protocol_table(measurements: Sequence[Measurement]) -> HtmlTable:
     """The table of a protocol, condition by condition, without empty columns."""
     groups: dict[str, Sequence[Column]] = {}
     for number in TITLES:
-        mine = [one for one in found if one.number == number]
+        of_number = [one for one in measurements if one.number == number]
         columns = [(heading.removeprefix("{} "), field, form) for heading, field, form in MEASUREMENT_COLUMNS]
-        if mine:
-            groups[number] = [column for column in columns if column[1] == "ours" or _has(mine, column[1])]
-    by_place = {(one.condition, one.row, one.number): one for one in found}
+        if of_number:
+            groups[number] = [column for column in columns if column[1] == "ours" or _has(of_number, column[1])]
+    by_cell = {(one.condition, one.row, one.number): one for one in measurements}
     bodies: dict[str, dict[str, Sequence[Measurement | None]]] = {}
-    for one in found:
-        bodies.setdefault(one.condition, {})[one.row] = [by_place.get((one.condition, one.row, number)) for number in groups]
-    notes = [f"{SPREAD} {DROP_SPREAD}"] * _has(found, "half_width")
-    notes += [NO_DIFFERENCE] * (_has(found, "paper") and not _has(found, "difference"))
-    caption = f"{'Paper and ours' if _has(found, 'paper') else 'Ours'}, by condition"
+    for one in measurements:
+        bodies.setdefault(one.condition, {})[one.row] = [by_cell.get((one.condition, one.row, number)) for number in groups]
+    notes = [f"{SPREAD} {DROP_SPREAD}"] * _has(measurements, "half_width")
+    notes += [NO_DIFFERENCE] * (_has(measurements, "paper") and not _has(measurements, "difference"))
+    caption = f"{'Paper and ours' if _has(measurements, 'paper') else 'Ours'}, by condition"
     titled = {f"{TITLES[number]}, %": columns for number, columns in groups.items()}
     return HtmlTable("Table of results by condition", caption, titled, bodies, notes, "not measured")
 
@@ -227,8 +227,8 @@ def _other_protocols(report: GridReport) -> dict[str, HtmlTable]:
     """Tables of the protocols for which the trials have numbers although the grid names no protocol."""
     if report.grid.robustness:
         return {}
-    found = {name: grid_measurements(protocol, report.trials, report.results, {}) for name, protocol in PROTOCOLS.items()}
-    return {name: _protocol_table(measured) for name, measured in found.items() if _has(measured, "ours")}
+    by_protocol = {name: grid_measurements(protocol, report.trials, report.results, {}) for name, protocol in PROTOCOLS.items()}
+    return {name: _protocol_table(measured) for name, measured in by_protocol.items() if _has(measured, "ours")}
 
 
 def _facts(report: GridReport) -> dict[str, Any]:
@@ -258,8 +258,8 @@ def _facts(report: GridReport) -> dict[str, Any]:
 
 def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str], profile: str) -> str:
     """Shell commands that write a grid with only this row and train its trials, with the same keys."""
-    (mine,) = (one for one in grid.rows if one.id == row)
-    layers = merged(grid.base.model_dump(), mine.model_dump(exclude={"id"}))
+    (row_of_page,) = (one for one in grid.rows if one.id == row)
+    layers = merged(grid.base.model_dump(), row_of_page.model_dump(exclude={"id"}))
     seeds = [trial.seed for trial in trials if trial.row == row]
     asked = {"question": grid.question} | ({"robustness": grid.robustness} if grid.robustness else {})
     content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}

@@ -94,11 +94,11 @@ class Chart:
     @property
     def alternative(self) -> str:
         """The chart in words: all points of short series, the first and last of long ones."""
-        told = [self.description]
+        sentences = [self.description]
         for one in self.series:
             points = one.points if len(one.points) <= 12 else (one.points[0], one.points[-1])
-            told.append(f"{one.name}: {'; '.join(point.title for point in points)}.")
-        return " ".join(told)
+            sentences.append(f"{one.name}: {'; '.join(point.title for point in points)}.")
+        return " ".join(sentences)
 
 
 def svg(chart: Chart) -> str:

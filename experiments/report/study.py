@@ -73,14 +73,14 @@ def section_of(grid: Grid, trials: Sequence[Trial], results: Mapping[str, Result
 
 def findings(section: Section) -> list[Finding]:
     """The paper's orderings of a section, in the order of its claims."""
-    found = []
+    result = []
     printed = {row.id: row.paper_top1 for row in section.rows}
     for claim in paper_claims()[section.table]:
         better, worse = printed[claim.better], printed[claim.worse]
         assert better is not None and worse is not None, "every row of an ablation table has a printed top-1"
         gap = interval.of_difference(section.top1[claim.better], section.top1[claim.worse])
-        found.append(Finding(claim, better - worse, gap))
-    return found
+        result.append(Finding(claim, better - worse, gap))
+    return result
 
 
 def write_study(sections: Sequence[Section], path: Path, train_images: int, val_images: int) -> list[Path]:
@@ -143,15 +143,15 @@ def _dataset(data: DataConfig) -> str:
 
 
 def _summary(sections: Sequence[Section]) -> str:
-    found = [(section.table, finding) for section in sections for finding in findings(section)]
-    text = sum(finding.claim.source == "text" for _, finding in found)
+    orderings = [(section.table, finding) for section in sections for finding in findings(section)]
+    text = sum(finding.claim.source == "text" for _, finding in orderings)
     count = (
-        f"The study tests {len(found)} orderings: {text} from the text of the paper and {len(found) - text} only from its"
-        " tables. The\nnumbers in parentheses are our gaps in percentage points of top-1 accuracy."
+        f"The study tests {len(orderings)} orderings: {text} from the text of the paper and {len(orderings) - text} only from "
+        "its tables. The\nnumbers in parentheses are our gaps in percentage points of top-1 accuracy."
     )
     parts = ["## Summary", count]
     for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE, OPEN):
-        listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in found if f.verdict == verdict]
+        listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in orderings if f.verdict == verdict]
         if listed or verdict != OPEN:
             parts.append(f"{verdict.capitalize()}: {len(listed)}.")
         if listed and verdict != OPEN:
@@ -159,9 +159,9 @@ def _summary(sections: Sequence[Section]) -> str:
     return "\n\n".join(parts)
 
 
-def _orderings(found: Sequence[Finding]) -> str:
+def _orderings(orderings: Sequence[Finding]) -> str:
     heading = ("ordering", "source", "result", "gap in the paper", "our gap")
-    rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in found)
+    rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in orderings)
     return Table([heading, *rows], words=3).markdown()
 
 

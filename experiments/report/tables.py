@@ -78,7 +78,7 @@ class Table:
     def latex(self) -> str:
         """A tabular for the package booktabs. Long cells wrap, except in the first `words` columns."""
         is_long = [max(map(len, column)) > LONG for column in zip(*self.rows, strict=True)]
-        forms = ["l" if place < self.words else "p{4cm}" if long else "r" for place, long in enumerate(is_long)]
+        forms = ["l" if index < self.words else "p{4cm}" if long else "r" for index, long in enumerate(is_long)]
         body = [r"\toprule", *_latex_headings(self.rows[0]), r"\midrule", *map(_latex_row, self.rows[1:]), r"\bottomrule"]
         begin = rf"\begin{{tabular}}{{{''.join(forms)}}}"
         return "\n".join([r"% needs \usepackage{booktabs}", begin, *body, r"\end{tabular}"])
@@ -128,14 +128,14 @@ def setting_columns(rows: Sequence[TableRow]) -> list[Column]:
 
 def protocol_table(measurements: Sequence[Measurement]) -> Table:
     """The table of a protocol: a line for each row under each condition, without empty columns."""
-    by_place = {(one.condition, one.row, one.number): one for one in measurements}
+    by_cell = {(one.condition, one.row, one.number): one for one in measurements}
     places = list(dict.fromkeys((one.condition, one.row) for one in measurements))
     columns = [("condition", *(condition for condition, _ in places)), ("row", *(row for _, row in places))]
     for number, title in TITLES.items():
-        found = [by_place.get((*place, number)) for place in places]
+        cells = [by_cell.get((*place, number)) for place in places]
         for heading, field, form in MEASUREMENT_COLUMNS:
-            if any(getattr(one, field, None) is not None for one in found):
-                columns.append((heading.format(title), *(_text(one, field, form) for one in found)))
+            if any(getattr(one, field, None) is not None for one in cells):
+                columns.append((heading.format(title), *(_text(one, field, form) for one in cells)))
     seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == place) for place in places]
     if len({number for number in seeds if number}) > 1:
         columns.append(("seeds", *map(str, seeds)))

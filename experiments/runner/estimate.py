@@ -44,7 +44,7 @@ class Estimator:
         for result in results:
             if result.finished and "summary/images_per_second" in result.metrics:
                 speeds[_setting(result.params)].append(result.metrics["summary/images_per_second"])
-        self._speeds = {setting: mean(found) for setting, found in speeds.items()}
+        self._speeds = {setting: mean(measured) for setting, measured in speeds.items()}
 
     def hours(self, trial: Trial, images: int) -> Hours:
         """Hours for a trial with `images` images per epoch."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cluster import concurrency
 from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
-from experiments.runner.grid_run import GridRun, is_done, known_results, say
+from experiments.runner.grid_run import GridRun, is_done, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import room, trials_that_fit
 from experiments.runner.progress import Progress, duration
@@ -47,12 +47,12 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
         at_once = min(trials_that_fit(grid_run, resources), len(missing))
         if on_this_machine:
             training_device(grid_run.trials[0].config)
-        say(room(grid_run, resources, at_once))
+        print_status(room(grid_run, resources, at_once))
         name = f"{grid_run.name}-{grid_run.profile}"
         with claimed_trials(grid_run.workspace.store, name, missing, grid_run.take_over) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
-                say(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
+                print_status(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
             with _early_stopping(grid_run, results) as should_continue:
@@ -63,7 +63,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
                     retry(functools.partial(grid_run.tracker.failed, missing[key], outcome.error))
     trained = [key for key, outcome in outcomes.items() if outcome.error is None]
     failed = [missing[key].name for key, outcome in outcomes.items() if outcome.error is not None]
-    say(_summary("trained", len(trained), failed, time.monotonic() - start))
+    print_status(_summary("trained", len(trained), failed, time.monotonic() - start))
     return trained
 
 
@@ -162,7 +162,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         values = {key: missing[key] for key in claimed}
         at_once = min(concurrency(placement, resources), len(values))
         protocol = grid_run.grid.robustness
-        say(f"robustness ({protocol}): {len(values)} trials to measure, {at_once} at a time, {placement} per trial")
+        print_status(f"robustness ({protocol}): {len(values)} trials to measure, {at_once} at a time, {placement} per trial")
         prepare(grid_run, description)
         grid_run.tracker.begin()
         watch = MeasureProgress(values, keep, sys.stderr)
@@ -177,7 +177,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
     for key in failed:
         _store_traceback(grid_run, missing[key].trial, outcomes[key].traceback)
     names = [missing[key].trial.name for key in failed]
-    say(_summary("measured", len(outcomes) - len(failed), names, time.monotonic() - start))
+    print_status(_summary("measured", len(outcomes) - len(failed), names, time.monotonic() - start))
 
 
 def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:
@@ -187,8 +187,8 @@ def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        say(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{text}")
+        print_status(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{text}")
         return
     retry(lambda: workspace.store.upload(path))
     log = workspace.uri(workspace.log(trial, node="*"))
-    say(f"{trial.name}: traceback in {workspace.uri(path)}, log in {log}")
+    print_status(f"{trial.name}: traceback in {workspace.uri(path)}, log in {log}")

@@ -94,8 +94,8 @@ def open_grid_run(
     workspace.store.check()
     name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names())
     _require_rows(path, only, expanded.configs)
-    place = _placed if writes else lambda data: without_writing(_placed(data))
-    configs = {row: config.model_copy(update={"data": place(config.data)}) for row, config in expanded.configs.items()}
+    resolve = _placed if writes else lambda data: without_writing(_placed(data))
+    configs = {row: config.model_copy(update={"data": resolve(config.data)}) for row, config in expanded.configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.resources): (row, c) for row, c in configs.items()}
     for row, config in apart.values():
@@ -106,7 +106,7 @@ def open_grid_run(
     digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
     tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
     for done in dict.fromkeys(_initialized(path, row, config, digests) for row, config in tuned.values()):
-        say(done)
+        print_status(done)
     trials = tuple(
         Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init])
         for row, config in configs.items()
@@ -114,7 +114,7 @@ def open_grid_run(
     )
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
-            say(scaling)
+            print_status(scaling)
     command = _run_command(path, profile, [*overrides, *(f"--only={row}" for row in only)], seeds)
     given = None if runs is None else str(runs)
     grid, full_size = expanded.grid, expanded.full_size
@@ -188,8 +188,8 @@ def is_finished(results: Mapping[str, Result], trial: Trial) -> bool:
 
 def finished_trials(trials: Sequence[Trial], results: Mapping[str, Result]) -> list[tuple[Trial, Result]]:
     """The finished trials with their results, in order."""
-    found = [(trial, results[trial.key]) for trial in trials if trial.key in results]
-    return [(trial, result) for trial, result in found if result.finished]
+    with_result = [(trial, results[trial.key]) for trial in trials if trial.key in results]
+    return [(trial, result) for trial, result in with_result if result.finished]
 
 
 def is_done(grid_run: GridRun, results: Mapping[str, Result], trial: Trial) -> bool:
@@ -198,5 +198,6 @@ def is_done(grid_run: GridRun, results: Mapping[str, Result], trial: Trial) -> b
     return stops or is_finished(results, trial)
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
+    """Prints a line on stderr, because stdout is for the table."""
     print(text, file=sys.stderr, flush=True)

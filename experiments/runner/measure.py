@@ -49,12 +49,12 @@ def pending_tasks(
     workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]
 ) -> dict[str, MeasureTask]:
     """The missing measurements of trained trials, by key; complete trials are left out."""
-    found = {}
+    tasks = {}
     for trial, result in finished:
         missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
         if missing:
-            found[trial.key] = MeasureTask(workspace, trial, result.run_id, protocol, missing)
-    return found
+            tasks[trial.key] = MeasureTask(workspace, trial, result.run_id, protocol, missing)
+    return tasks
 
 
 def measure_trial(task: MeasureTask, report: Report) -> None:
@@ -70,17 +70,17 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
     workspace.store.download(checkpoint)
     with kept_log(workspace, task.trial) as log, logging_to(log, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
-        places = {condition.name: float(place) for place, condition in enumerate(task.conditions)}
+        places = {condition.name: float(index) for index, condition in enumerate(task.conditions)}
 
         @contextmanager
         def shown(name: str, images: int, batch: int) -> Iterator[Callable[[], None]]:
-            done, told = 0, time.monotonic()
+            done, reported_at = 0, time.monotonic()
 
             def ended() -> None:
-                nonlocal done, told
+                nonlocal done, reported_at
                 done = min(done + batch, images)
-                if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
+                    reported_at = time.monotonic()
                     report({"condition": places[name], "done": done / images})
 
             yield ended
@@ -113,21 +113,21 @@ class MeasureProgress:
         if "done" in values:
             self.running[key] = task.name, f"{condition.name} {values['done']:.0%}"
             if self.display.live is None:
-                self._say(f"{what}: {values['done']:.0%}")
+                self._write(f"{what}: {values['done']:.0%}")
         else:
             self.keep(task, values)
             self.left -= 1
-            self._say(f"{what}: {percentages(condition.found(values))}")
+            self._write(f"{what}: {percentages(condition.found(values))}")
         self._show()
 
     def finished(self, outcome: Outcome) -> None:
         self.running.pop(outcome.key, None)
         if outcome.error is not None:
-            self._say(f"{self.tasks[outcome.key].name} FAILED: {outcome.error}")
+            self._write(f"{self.tasks[outcome.key].name} FAILED: {outcome.error}")
         self._show()
 
     def waiting(self, reason: str) -> None:
-        self._say(f"waiting: {reason}")
+        self._write(f"waiting: {reason}")
 
     def has_advanced(self) -> bool:
         """Whether a condition was measured."""
@@ -136,8 +136,8 @@ class MeasureProgress:
     def close(self) -> None:
         self.display.close()
 
-    def _say(self, text: str) -> None:
-        self.display.say(f"[{time.monotonic() - self.start:4.0f} s, {self.left} left] {text}")
+    def _write(self, text: str) -> None:
+        self.display.write(f"[{time.monotonic() - self.start:4.0f} s, {self.left} left] {text}")
 
     def _show(self) -> None:
         done = self.total - self.left

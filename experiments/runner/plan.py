@@ -59,8 +59,8 @@ def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Tri
         if not is_done(grid_run, results, trial):
             missing.setdefault(trial.key, trial)
     estimator = Estimator(results.values())
-    found = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
-    return sorted(found, key=lambda each: each[1].wall)
+    trials = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
+    return sorted(trials, key=lambda each: each[1].wall)
 
 
 def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, MeasureTask]:

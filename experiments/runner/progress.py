@@ -44,7 +44,7 @@ class Display:
             return None
         return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
-    def say(self, line: str) -> None:
+    def write(self, line: str) -> None:
         """Prints a line, above the bar on a terminal."""
         with suppress(OSError):  # training goes on without a terminal
             if self.live is not None and self.live.is_started:
@@ -98,7 +98,7 @@ def counting(what: str, total: int | None, unit: str) -> Iterator[Count]:
         shown = now
         text = f"{done}{'' if total is None else f' of {total}'} {unit}{note}"
         if display.live is None:
-            display.say(f"[{now - start:4.0f} s] {f'{what}: ' if what else ''}{text}")
+            display.write(f"[{now - start:4.0f} s] {f'{what}: ' if what else ''}{text}")
         left = (total - done) * (now - start) / done if total and done else None
         display.show(what, done, total, text + _left(left))
 
@@ -192,19 +192,19 @@ class Progress:
         again = "resumes after a failure" if trial.attempts else "starts"
         trial.attempts += 1
         trial.running, trial.begun, trial.logged, trial.first = True, now, now, None
-        self._say(f"{trial.name} {again}")
+        self._write(f"{trial.name} {again}")
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         trial, now = self.trials[key], self.clock()
         is_first = trial.latest is None
         trial.report(metrics, now)
         if is_first and trial.done_before is not None and trial.done_before >= 1:
-            self._say(f"{trial.name} resumes after epoch {int(trial.done_before)}")
+            self._write(f"{trial.name} resumes after epoch {int(trial.done_before)}")
         # Lines from inside an epoch become rarer, down to one per minute.
         pause = min(max((now - trial.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
         if self.display.live is None and now - trial.logged >= pause:
             trial.logged = now
-            self._say(f"{trial.name} {trial.text(now)}")
+            self._write(f"{trial.name} {trial.text(now)}")
         self._show()
 
     def finished(self, outcome: Outcome) -> None:
@@ -213,16 +213,16 @@ class Progress:
         trial.end(outcome.error is not None)
         seconds = f"{self.clock() - trial.begun:.0f} s"
         if outcome.error is not None:
-            self._say(f"{trial.name} FAILED after {seconds}: {outcome.error}")
+            self._write(f"{trial.name} FAILED after {seconds}: {outcome.error}")
         elif trial.latest is None:
-            self._say(f"{trial.name} finished in {seconds}: already complete")
+            self._write(f"{trial.name} finished in {seconds}: already complete")
         elif trial.stopped:
-            self._say(f"{trial.name} {', '.join(words(trial.latest)[:2])}, after {seconds}")
+            self._write(f"{trial.name} {', '.join(words(trial.latest)[:2])}, after {seconds}")
         else:
-            self._say(f"{trial.name} finished in {seconds}: {', '.join(words(trial.latest))}")
+            self._write(f"{trial.name} finished in {seconds}: {', '.join(words(trial.latest))}")
 
     def waiting(self, reason: str) -> None:
-        self._say(f"waiting: {reason}")
+        self._write(f"waiting: {reason}")
 
     def has_advanced(self) -> bool:
         """Whether a trial has finished an epoch."""
@@ -242,9 +242,9 @@ class Progress:
         left = [(trial.epochs - trial.done) * (mean if trial.pace is None else trial.pace) for trial in trials]
         return max(sum(left) / max(sum(trial.running for trial in trials), 1), *left)
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         seconds = self.clock() - self.start
-        self.display.say(f"[{seconds:4.0f} s, {self.ended}/{len(self.trials)} done{_left(self.seconds_left())}] {text}")
+        self.display.write(f"[{seconds:4.0f} s, {self.ended}/{len(self.trials)} done{_left(self.seconds_left())}] {text}")
         self._show()
 
     def _show(self) -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from cluster.supervision import exit_lost, kill_descendants
 from experiments.grids.grid import Trial
-from experiments.runner.grid_run import GridRun, say
+from experiments.runner.grid_run import GridRun, print_status
 from experiments.tracking import TrackerError
 
 LIMIT = 10
@@ -39,7 +39,7 @@ class Restart:
     def __call__(self, message: str) -> NoReturn:
         count = 0 if self.has_advanced() else int(os.environ.get(RESTARTS, "0"))
         if self.local and count < LIMIT:
-            say(f"{message}; restarting Ray ({count + 1} of {LIMIT}); finished epochs are kept")
+            print_status(f"{message}; restarting Ray ({count + 1} of {LIMIT}); finished epochs are kept")
             os.environ[RESTARTS] = str(count + 1)
             kill_descendants()
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Ray's shared memory would stay allocated

@@ -81,8 +81,8 @@ class S3Store(Store):
         return base / hashlib.sha256(self.address.encode()).hexdigest()[:12]
 
     def uri(self, name: str) -> str:
-        place, mark, options = self.address.partition("?")
-        return f"{place}/{name}{mark}{options}"
+        base, mark, options = self.address.partition("?")
+        return f"{base}/{name}{mark}{options}"
 
     def with_outage_timeout(self, seconds: float) -> S3Store:
         return replace(self, outage_timeout=seconds)
@@ -150,11 +150,11 @@ class S3Store(Store):
         s3.put_object(Bucket=self._bucket, Key=self._key(name), Body=content, **condition)
 
     def _list(self, s3: Any, folder: str, delimiter: str = "") -> list[str]:
-        own, prefix = self._key(""), self._key(folder)
+        root, prefix = self._key(""), self._key(folder)
         pages = s3.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "", Delimiter=delimiter
         )
-        return sorted(each["Key"].removeprefix(f"{own}/") for page in pages for each in page.get("Contents", ()))
+        return sorted(each["Key"].removeprefix(f"{root}/") for page in pages for each in page.get("Contents", ()))
 
     @property
     def _bucket(self) -> str:

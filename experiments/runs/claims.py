@@ -69,22 +69,22 @@ def claimed_trials(
     Raises:
         ClaimedError: another `san run` is training the grid. In a bucket, one that was killed counts too, unless `take_over`.
     """
-    own, claimed = f"{GRIDS}/{grid}", set(missing)
+    file, claimed = f"{GRIDS}/{grid}", set(missing)
     for name in store.names(GRIDS):
-        theirs = claimed.intersection(_parsed(store.read(name))["trials"]) if name != own else set()
+        theirs = claimed.intersection(_parsed(store.read(name))["trials"]) if name != file else set()
         if theirs and store.is_claimed(name):
             claimed -= theirs
     trials = {key: trial for key, trial in missing.items() if key in claimed}
-    before = _parsed(store.read(own))["owner"]
-    claim = Claim(store, own, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
+    before = _parsed(store.read(file))["owner"]
+    claim = Claim(store, file, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
     try:
         # A command that restarts itself keeps its number.
-        with store.claim(own, claim.content, take_over or before == this_process()):
+        with store.claim(file, claim.content, take_over or before == this_process()):
             yield trials, claim
     except FileExistsError:
         remedy = "" if store.shared else "; if that process was killed, add --take-over"
         raise ClaimedError(
-            f"{store.uri(own)}: another `san run` is training this grid ({before}); wait until that process ends, or stop it, "
+            f"{store.uri(file)}: another `san run` is training this grid ({before}); wait until that process ends, or stop it, "
             f"then run the same command again{remedy}"
         ) from None
 

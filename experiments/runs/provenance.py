@@ -42,8 +42,8 @@ def machine() -> str:
 def versions() -> str:
     """Versions of Python and of the packages that affect results most."""
     wanted = re.compile("torch|deepspeed|ray|nvidia-dali-.*")
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    packages = [f"{name} {found[name]}" for name in sorted(found) if wanted.fullmatch(name)]
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    packages = [f"{name} {installed[name]}" for name in sorted(installed) if wanted.fullmatch(name)]
     return ", ".join([f"python {platform.python_version()}", *packages])
 
 

@@ -87,22 +87,22 @@ class Store(Protocol):
         """Whether a process has claimed `name`."""
 
 
-def open_store(place: str | Path) -> Store:
+def open_store(address: str | Path) -> Store:
     """The store in a folder or at an address such as `s3://bucket/prefix`; makes no request.
 
     Raises:
         UserError: the address is not valid or contains a password.
     """
-    if not is_uri(place):
-        return LocalStore(Path(place).resolve())
-    kind = str(place).partition("://")[0]
+    if not is_uri(address):
+        return LocalStore(Path(address).resolve())
+    kind = str(address).partition("://")[0]
     if kind not in STORES:
         raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
-    return STORES[kind](str(place))
+    return STORES[kind](str(address))
 
 
-def is_uri(place: str | Path) -> bool:
-    return "://" in str(place)
+def is_uri(address: str | Path) -> bool:
+    return "://" in str(address)
 
 
 def atomic_write(path: Path, content: bytes) -> None:

@@ -21,20 +21,20 @@ def find_trials(uri: str, names: Iterable[str]) -> list[Listed]:
     """
     runs = list_runs(uri, None)
     chosen = {name: [run for run in runs if name in (run.key, run.grid)] for name in names}
-    unknown = [name for name, found in chosen.items() if not found]
+    unknown = [name for name, matches in chosen.items() if not matches]
     if unknown:
         raise UserError(f"{', '.join(unknown)}: no trial or grid with this name in {uri}; list them with `san runs`")
-    return [run for run in runs if any(run in found for found in chosen.values())]
+    return [run for run in runs if any(run in matches for matches in chosen.values())]
 
 
-def delete_trials(workspace: Workspace, found: Sequence[Listed]) -> None:
+def delete_trials(workspace: Workspace, trials: Sequence[Listed]) -> None:
     """Deletes all runs, the checkpoints and the logs of trials.
 
     Raises:
         ClaimedError: a trial is being trained; the trials before it are deleted.
     """
     client, store = Tracker(workspace.tracking_uri, "", "").client, workspace.store
-    for key in dict.fromkeys(run.key for run in found):
+    for key in dict.fromkeys(run.key for run in trials):
         require_idle(store, key)
         with usable(workspace.tracking_uri):
             everywhere = [experiment.experiment_id for experiment in pages(client.search_experiments)]

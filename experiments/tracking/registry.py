@@ -91,8 +91,10 @@ def model_key(uri: str, name: str) -> str:
     client = Tracker(uri, "", "").client
     with usable(uri):
         try:
-            found = client.get_model_version(model, version) if version else client.get_model_version_by_alias(model, alias)
-            key = found.tags.get("san.trial")
+            registered = (
+                client.get_model_version(model, version) if version else client.get_model_version_by_alias(model, alias)
+            )
+            key = registered.tags.get("san.trial")
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # a name or version; an alias
                 raise

@@ -19,11 +19,11 @@ UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # raised if the store ca
 def pages(search: Callable[..., Any], *what: object) -> list[Any]:
     """All results of a search method of MLflow's client, which returns them in pages."""
     page = search(*what, max_results=PAGE)
-    found = list(page)
+    items = list(page)
     while page.token:
         page = search(*what, max_results=PAGE, page_token=page.token)
-        found += page
-    return found
+        items += page
+    return items
 
 
 @contextmanager

@@ -120,16 +120,16 @@ class Tracker:
             TrackerError: the tracking server does not respond.
         """
         with usable(self.uri):
-            found = self._find(trial, anywhere=resumed)
+            runs = self._find(trial, anywhere=resumed)
             workers = str(trial.config.resources.workers)
-            if found:
-                self.client.update_run(found[0].info.run_id, status="RUNNING")
-                numbers = found[0].data.tags.get("san.workers", workers).split(",")
+            if runs:
+                self.client.update_run(runs[0].info.run_id, status="RUNNING")
+                numbers = runs[0].data.tags.get("san.workers", workers).split(",")
                 if numbers[-1] != workers:
-                    self.client.set_tag(found[0].info.run_id, "san.workers", ",".join([*numbers, workers]))
-                for tag in {"san.error", "san.stopped_by", "san.stopped_at"} & found[0].data.tags.keys():
-                    self.client.delete_tag(found[0].info.run_id, tag)
-                return TrialRun(self.uri, self.client, found[0].info.run_id)
+                    self.client.set_tag(runs[0].info.run_id, "san.workers", ",".join([*numbers, workers]))
+                for tag in {"san.error", "san.stopped_by", "san.stopped_at"} & runs[0].data.tags.keys():
+                    self.client.delete_tag(runs[0].info.run_id, tag)
+                return TrialRun(self.uri, self.client, runs[0].info.run_id)
             parent = self._require_parent()
             tags = {
                 "mlflow.runName": trial.name,
@@ -202,8 +202,8 @@ class Tracker:
         return parent
 
     def _parent(self) -> Run | None:
-        found = self._search("tags.`san.role` = 'grid'")
-        return found[0] if found else None
+        parents = self._search("tags.`san.role` = 'grid'")
+        return parents[0] if parents else None
 
     def _own(self, where: str = "") -> dict[str, Result]:
         """Runs of this grid and profile by content hash."""
@@ -224,9 +224,9 @@ class Tracker:
     def _find(self, trial: Trial, anywhere: bool) -> list[Run]:
         """Runs of a trial in this grid; if there are none and `anywhere` is set, those of all grids, latest first."""
         where = f"tags.`san.trial` = '{trial.key}'"
-        found = self._search(where)
-        if found or not anywhere:
-            return found
+        runs = self._search(where)
+        if runs or not anywhere:
+            return runs
         return sorted(self._anywhere(where), key=lambda run: -run.info.start_time)
 
     def _anywhere(self, where: str) -> list[Run]:
@@ -289,9 +289,9 @@ class TrialRun:
         }
         self._log(counts, 0, int(time.time() * 1000))
 
-    def tag(self, how: Mapping[str, str]) -> None:
+    def tag(self, tags: Mapping[str, str]) -> None:
         """Sets tags about the latest start, because a trial may resume on another machine."""
-        self.client.log_batch(self.run_id, tags=[RunTag(f"san.{name}", value) for name, value in how.items()])
+        self.client.log_batch(self.run_id, tags=[RunTag(f"san.{name}", value) for name, value in tags.items()])
 
     def log(self, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None = None) -> Set[int]:
         """Logs the epochs that the run does not have yet, so that none is missing or duplicated after a crash.

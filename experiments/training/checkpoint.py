@@ -117,12 +117,12 @@ def last_of(folder: Path, epochs: int) -> Path:
 
 def best_in(store: Store, folder: str = "") -> Checkpoint | None:
     """The checkpoint after the best epoch by top-1, of those in a folder that can be read; None if there is none."""
-    found = []
+    readable = []
     for name in store.names(folder):
         if re.fullmatch(r"epoch-\d+-step-0000000\.pt", PurePosixPath(name).name):
             with suppress(*DAMAGE):
-                found.append(Checkpoint.of_bytes(store.read(name) or b""))
-    return max(found, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
+                readable.append(Checkpoint.of_bytes(store.read(name) or b""))
+    return max(readable, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
 
 
 class Checkpoints:

@@ -189,13 +189,13 @@ class Engine:
         worker. Python's and NumPy's random states are not saved, because training does not use them. `average` is the averaged
         model.
         """
-        mine = {
+        state = {
             "buffers": [_buffers(model) for model in self._models()],
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
         workers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(workers, mine)
+        dist.all_gather_object(workers, state)
         return {
             "model": self.module.state_dict(),
             "average": None if self._average is None else self._average.module.state_dict(),
@@ -209,11 +209,11 @@ class Engine:
         the random states are not restored."""
         workers = state["workers"]
         if len(workers) == dist.get_world_size():
-            mine = workers[dist.get_rank()]
-            buffers = mine["buffers"]
-            torch.set_rng_state(mine["random"])
-            if mine["cuda_random"] is not None and self.device.type == "cuda":
-                torch.cuda.set_rng_state(mine["cuda_random"], self.device)
+            worker_state = workers[dist.get_rank()]
+            buffers = worker_state["buffers"]
+            torch.set_rng_state(worker_state["random"])
+            if worker_state["cuda_random"] is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(worker_state["cuda_random"], self.device)
         else:
             buffers = _mean_buffers(workers)
         for model, weights, its_buffers in zip(self._models(), (state["model"], state["average"]), buffers, strict=False):
@@ -249,13 +249,13 @@ class Engine:
             return
         zero = self._engine.optimizer
         zero.refresh_fp32_params()
-        ((mine,), (saved,)) = self.optimizer.param_groups, state["param_groups"]
-        mine.update({name: value for name, value in saved.items() if name != "params"})
+        ((current,), (saved,)) = self.optimizer.param_groups, state["param_groups"]
+        current.update({name: value for name, value in saved.items() if name != "params"})
         if not self.recipe.momentum:
             return
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        (partition,) = mine["params"]
+        (partition,) = current["params"]
         self.optimizer.state[partition]["momentum_buffer"] = torch.zeros_like(partition)
         zero._lazy_init_hp_params_optimizer_state()  # maps weights to the partition, as the first step would
         for number, weight in enumerate(self.module.parameters()):

@@ -35,19 +35,19 @@ class StepGraphs:
         size = len(part.labels_N), images
         if size not in self._captured:
             self._captured[size] = self._capture(part, images)
-        own, replay, loss = self._captured[size]
-        for mine, given in zip(own.tensors, part.tensors, strict=True):
-            mine.copy_(given)
+        static, replay, loss = self._captured[size]
+        for captured, source in zip(static.tensors, part.tensors, strict=True):
+            captured.copy_(source)
         replay()
         return loss
 
     def _capture(self, part: MixedBatch, images: int) -> tuple[MixedBatch, Callable[[], object], Tensor]:
-        own = part.clone()
+        static = part.clone()
         before = [tensor.clone() for tensor in self._state]
-        replay, loss = record(lambda: self._run(own, images))
+        replay, loss = record(lambda: self._run(static, images))
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
-        return own, replay, loss
+        return static, replay, loss
 
 
 @functools.cache

@@ -198,22 +198,22 @@ def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.dev
     # Every node writes missing digits itself.
     if world == 1 or config.source not in ("folder", "shards") or not dist.is_initialized():
         return open_data(config)
-    found: list[tuple[Dataset, Dataset] | DataError | None] = [None]
+    opened: list[tuple[Dataset, Dataset] | DataError | None] = [None]
     if rank == 0:
         try:
-            found = [open_data(config)]
+            opened = [open_data(config)]
         except DataError as error:
-            found = [error]
-    dist.broadcast_object_list(found, device=device)
-    if isinstance(found[0], DataError):
-        raise found[0]
-    assert found[0] is not None
-    root = found[0][0].root
+            opened = [error]
+    dist.broadcast_object_list(opened, device=device)
+    if isinstance(opened[0], DataError):
+        raise opened[0]
+    assert opened[0] is not None
+    root = opened[0][0].root
     if not root.is_dir():
         raise DataError(
             f"{root}: no such folder on node {platform.node()}; make the images available at the same path on every node"
         )
-    return found[0]
+    return opened[0]
 
 
 def _loader(

@@ -45,12 +45,12 @@ def initialize(model: BaseModel, path: str, digest: str) -> str:
         source = _read(base_folder() / path, model.spec)
         _require_same_function(model.spec, source.spec)
         classes = checkpoint.classes(source)
-        state, own = source.state_dict(), model.state_dict()
+        state, expected = source.state_dict(), model.state_dict()
         done = f"recipe.init: weights from {path}"
         if classes != model.num_classes:
-            state |= {name: weight for name, weight in own.items() if name.startswith(f"{model.classifier_name}.")}
+            state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
             done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
-        checkpoint.check_fit(path, f"the model {model.spec.name}", own, state)
+        checkpoint.check_fit(path, f"the model {model.spec.name}", expected, state)
     except (checkpoint.CheckpointError, UserError) as error:
         raise UserError(f"recipe.init: {error}") from None
     model.load_state_dict(state)
@@ -70,12 +70,12 @@ def _read(path: Path, spec: ModelSpec) -> BaseModel:
     return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))
 
 
-def _require_same_function(mine: ModelSpec, theirs: ModelSpec) -> None:
+def _require_same_function(wanted: ModelSpec, source: ModelSpec) -> None:
     """Raises UserError if weights of the same shapes would be used differently, for example by another relation."""
-    ours, found = asdict(mine), asdict(theirs)
-    for field in ours if type(mine) is type(theirs) else ():
-        if field not in FREE and ours[field] != found[field]:
+    ours, given = asdict(wanted), asdict(source)
+    for field in ours if type(wanted) is type(source) else ():
+        if field not in FREE and ours[field] != given[field]:
             raise UserError(
-                f"the file contains {theirs.name} with {field}={found[field]}, but the trial's model has "
+                f"the file contains {source.name} with {field}={given[field]}, but the trial's model has "
                 f"{field}={ours[field]}; set model.{field} to the value of the file, or use another file"
             )

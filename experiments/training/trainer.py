@@ -235,9 +235,9 @@ class Trainer:
         is_last = running.steps == self.train.steps
         due = [self.checkpoints.is_due() and not is_last, self.reporter.is_due(is_last)]
         sums = [loss * step.images for loss, step in zip(losses, steps, strict=True)]
-        mine = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
+        of_worker = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
+        everyone = [torch.empty_like(of_worker) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, of_worker)
         finites, saves, reports, *totals = torch.stack(everyone).T.tolist()
         first = int(min(finites))
         if first < len(steps):

@@ -418,10 +418,10 @@ def _named_as_image(name: str) -> bool:
 def _size(entry: os.DirEntry[str]) -> int | None:
     """Size in bytes; 0 for a broken link, None if the entry is not a regular file."""
     try:
-        found = entry.stat()
+        status = entry.stat()
     except OSError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:

@@ -114,11 +114,13 @@ class Shards:
 
         def wrong(shard: Shard) -> str | None:
             try:
-                found = sha256_of(self._folder / shard.name)
+                checksum = sha256_of(self._folder / shard.name)
             except OSError as error:
                 return f"cannot read this shard ({error.strerror})"
             return (
-                None if found == shard.sha256 else f"checksum {found} instead of {shard.sha256}; copy or pack the shard again"
+                None
+                if checksum == shard.sha256
+                else f"checksum {checksum} instead of {shard.sha256}; copy or pack the shard again"
             )
 
         pool = ThreadPoolExecutor(workers)
@@ -132,25 +134,25 @@ class Shards:
         return number, offset - (self._ends[number] - self._shards[number].bytes)
 
     def _file(self, number: int) -> FileIO:
-        found = self._files.get(number)
-        if found is None:
+        file = self._files.get(number)
+        if file is None:
             try:
                 opened = FileIO(self._folder / self._shards[number].name)
             except OSError as error:
                 raise self._changed(self._shards[number], str(error.strerror)) from None
-            found = self._files.setdefault(number, opened)
-            if found is not opened:  # Another thread opened it first.
+            file = self._files.setdefault(number, opened)
+            if file is not opened:  # Another thread opened it first.
                 opened.close()
-        return found
+        return file
 
     def _require_sizes(self) -> None:
         for shard in self._shards:
             try:
-                found = (self._folder / shard.name).stat()
+                status = (self._folder / shard.name).stat()
             except OSError as error:
                 raise self._changed(shard, str(error.strerror)) from None
-            if found.st_size != shard.bytes:
-                raise self._changed(shard, f"{found.st_size} bytes instead of {shard.bytes}")
+            if status.st_size != shard.bytes:
+                raise self._changed(shard, f"{status.st_size} bytes instead of {shard.bytes}")
 
     def _changed(self, shard: Shard, reason: str) -> DataError:
         return DataError(

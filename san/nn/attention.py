@@ -275,11 +275,11 @@ def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
     """
     if any(module.training for module in model.modules()):
         raise ValueError("attention_weights needs a model in evaluation mode; call model.eval() first")
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
 
     def watch(name: str, layer: SelfAttention) -> RemovableHandle:
         def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found[name] = layer.weights(*inputs)
+            weights[name] = layer.weights(*inputs)
 
         return layer.register_forward_pre_hook(keep)
 
@@ -289,4 +289,4 @@ def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
     finally:
         for handle in watches:
             handle.remove()
-    return found
+    return weights

@@ -129,6 +129,6 @@ def compute(name: str, row: Relation, phi_NRHW: Tensor, psi_NRHW: Tensor, footpr
         return delta
     declared = row.channels(phi_NRHW.shape[1], footprint**2)
     if delta.dim() != 4 or delta.shape[1] != declared:
-        found = f"{delta.shape[1]} channels" if delta.dim() == 4 else f"shape {list(delta.shape)}"
-        raise ValueError(f"relation {name!r} returned {found} but declares {declared}")
+        actual = f"{delta.shape[1]} channels" if delta.dim() == 4 else f"shape {list(delta.shape)}"
+        raise ValueError(f"relation {name!r} returned {actual} but declares {declared}")
     return delta

@@ -53,7 +53,7 @@ def missing(device: str) -> str | None:
 
 def describe() -> Iterator[str]:
     """One line for each compiler and for the kernels of each device type."""
-    yield from (f"{name}: {found}" for name, found in toolchains().items())
+    yield from (f"{name}: {toolchain}" for name, toolchain in toolchains().items())
     missing_parts = load_kernels()
     for part, path in libraries().items():
         yield (
@@ -312,8 +312,8 @@ def _register(operator: Operator) -> None:
         inputs = tuple(next(tensors) if x is Tensor else x for x in ctx.inputs)
         if torch.is_grad_enabled():  # create_graph=True
             return _by_definition(operator.definition, grads, inputs)
-        found = run_backward(*grads, *operator.backward_arguments(inputs, outputs))
-        of_tensors = found if isinstance(found, tuple) else (found,)
+        gradients = run_backward(*grads, *operator.backward_arguments(inputs, outputs))
+        of_tensors = gradients if isinstance(gradients, tuple) else (gradients,)
         others = (None,) * (len(inputs) - len(of_tensors))  # follow the tensors that have gradients
         return (*(grad.to(x.dtype) for grad, x in zip(of_tensors, inputs, strict=False)), *others)
 
@@ -337,8 +337,8 @@ def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: 
     wanted = [x for x in views if isinstance(x, Tensor) and x.requires_grad]
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
     outputs = define(*(x.to(wide) if isinstance(x, Tensor) else x for x in views))
-    found = iter(torch.autograd.grad(outputs, wanted, [g.to(wide) for g in grads], create_graph=True, allow_unused=True))
-    return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in views)
+    gradients = iter(torch.autograd.grad(outputs, wanted, [g.to(wide) for g in grads], create_graph=True, allow_unused=True))
+    return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in views)
 
 
 # At import and not with the kernels, because `FlopCounterMode` copies the formulas when it is created.
