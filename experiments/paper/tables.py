@@ -13,6 +13,7 @@ import yaml
 
 import san
 from experiments.grids.config import ModelConfig, model_errors
+from san.models import ModelSpec
 
 TABLES = Path(__file__).parent / "tables.yaml"
 CLAIMS = Path(__file__).parent / "claims.yaml"
@@ -83,16 +84,14 @@ def paper_claims() -> dict[str, list[Claim]]:
 
 def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:
     """Parameters and FLOPs of every row for ImageNet at full size; None if the model does not accept this image size."""
-    counts: dict[str, san.Complexity | None] = {}  # large grids have few models
-    for model in models.values():
-        if repr(model) not in counts:
-            fits = not any(model_errors(model, INPUT_SIZE))
-            counts[repr(model)] = count(model, INPUT_SIZE) if fits else None
-    return {row: counts[repr(model)] for row, model in models.items()}
+    fits = {row: not any(model_errors(model, INPUT_SIZE)) for row, model in models.items()}
+    return {row: count(model.spec(), INPUT_SIZE) if fits[row] else None for row, model in models.items()}
 
 
-def count(model: ModelConfig, size: int, classes: int = CLASSES) -> san.Complexity:
-    """A model's counts for images of `size` pixels and, by default, the paper's number of classes."""
+@functools.cache
+def count(spec: ModelSpec, size: int, classes: int = CLASSES) -> san.Complexity:
+    """A model's counts for images of `size` pixels and, by default, the paper's number of classes. Cached, because large grids
+    have few models."""
     with torch.device("meta"):
-        module = model.spec().build(classes)
-    return san.complexity(module, size)
+        module = spec.build(classes)
+    return san.complexity(module, size)  # outside of the block, in which torch would import its compiler

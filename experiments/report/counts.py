@@ -68,7 +68,7 @@ def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str,
             wrong.append(what if field == "name" or what.startswith(name) else ": ".join(filter(None, (name, field, what))))
     if wrong:
         raise UserError("\n".join(wrong))
-    return [Counted(name, count(model, size), printed.get(name, NOT_PRINTED)) for name, model in models.items()]
+    return [Counted(name, count(model.spec(), size), printed.get(name, NOT_PRINTED)) for name, model in models.items()]
 
 
 def as_objects(lines: Iterable[Counted]) -> list[dict[str, Any]]:

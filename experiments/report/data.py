@@ -111,15 +111,7 @@ def _setting(value: object) -> str:
 
 def counts_of_trained(trials: Iterable[Trial]) -> dict[str, san.Complexity]:
     """Parameters and FLOPs of every row's model, for the classes and the image size with which it is trained."""
-    counts: dict[tuple[str, int, int], san.Complexity] = {}  # large grids have few models
-    of_row = {}
-    for trial in trials:
-        model, data = trial.config.model, trial.config.data
-        setting = repr(model), data.size, class_count(trial)
-        if setting not in counts:
-            counts[setting] = count(model, *setting[1:])
-        of_row[trial.row] = counts[setting]
-    return of_row
+    return {trial.row: count(trial.config.model.spec(), trial.config.data.size, class_count(trial)) for trial in trials}
 
 
 def class_count(trial: Trial) -> int:

@@ -25,7 +25,7 @@ from experiments.report.charts import cost_charts, curve_charts, plot_charts, ro
 from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
 from experiments.report.html import templates
 from experiments.report.plots import Chart
-from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting_columns, value_of
+from experiments.report.tables import MEASUREMENT_COLUMNS, Column, shown_columns, value_of
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 
@@ -40,6 +40,16 @@ NO_DIFFERENCE = (
     "of epochs."
 )
 COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the {} models."
+GROUPS = {
+    "": "settings",
+    "top-1": "top-1, %",
+    "top-5": "top-5, %",
+    "params M": "parameters, 10\N{SUPERSCRIPT SIX}",
+    "FLOPs G": "FLOPs, 10\N{SUPERSCRIPT NINE}",
+}
+"""The page's headings above columns; other groups have their own name."""
+SHOWN_ELSEWHERE = ("id", "seeds", "note")
+"""Fields that are no columns of the page's table of results."""
 SAME = {
     "images": "digest of the image lists",
     "workers": "workers per trial",
@@ -183,21 +193,12 @@ def _has(records: Iterable[Any], field: str) -> bool:
 def _results_table(report: GridReport) -> HtmlTable:
     """The table of the grid. If the grid names a protocol, this table is the background of the protocol's."""
     rows = report.rows
-    paper = {
-        field: [("paper", field, ".1f")] * _has(rows, "paper_top1") for field in ("paper_top1", "paper_params", "paper_flops")
-    }
-    difference = [("difference", "difference", "+.1f")] * _has(rows, "difference")
-    form = ".1f" if report.grid.table else ".3g"
-    groups: Groups = {
-        "settings": setting_columns(rows),
-        "top-1, %": [*paper["paper_top1"], ("ours", "top1", ".1f"), *difference],
-        "top-5, %": [("ours", "top5", ".1f")] * (_has(rows, "top5") or not _has(rows, "top1")),
-        "parameters, 10⁶": [*paper["paper_params"], ("ours", "params", form)],
-        "FLOPs, 10⁹": [*paper["paper_flops"], ("ours", "flops", form)],
-    }
-    groups = {heading: columns for heading, columns in groups.items() if columns}
+    groups: dict[str, list[Column]] = {}
+    for column in shown_columns(rows):
+        if column.field not in SHOWN_ELSEWHERE:
+            groups.setdefault(GROUPS.get(column.group, column.group), []).append(column)
     notes = [SPREAD] * _has(rows, "top1_half_width")
-    notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not difference)
+    notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not _has(rows, "difference"))
     caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
     counts = COUNTS.format("full-size" if report.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
@@ -208,10 +209,10 @@ def _protocol_table(measurements: Sequence[Measurement]) -> HtmlTable:
     """The table of a protocol, condition by condition, without empty columns."""
     groups: dict[str, Sequence[Column]] = {}
     for number in TITLES:
-        of_number = [one for one in measurements if one.number == number]
-        columns = [(heading.removeprefix("{} "), field, form) for heading, field, form in MEASUREMENT_COLUMNS]
-        if of_number:
-            groups[number] = [column for column in columns if column[1] == "ours" or _has(of_number, column[1])]
+        if of_number := [one for one in measurements if one.number == number]:
+            groups[number] = [
+                column for column in MEASUREMENT_COLUMNS if column.field == "ours" or _has(of_number, column.field)
+            ]
     by_cell = {(one.condition, one.row, one.number): one for one in measurements}
     bodies: dict[str, dict[str, Sequence[Measurement | None]]] = {}
     for one in measurements:

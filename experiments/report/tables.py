@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.evaluation.protocol import TITLES
 from experiments.report import interval
@@ -20,39 +19,50 @@ LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"},
 }
 """Replacements for characters that LaTeX treats specially or that older versions lack."""
-COUNTS = ("params", "flops")
 LONG = 30
 """Columns with longer cells wrap in LaTeX."""
 
-Column = tuple[str, str, str]
-"""Heading, field of the record, format with the precision that the paper prints."""
 
-ACCURACY: tuple[Column, ...] = (
-    ("row", "id", "s"),
-    ("top-1 paper", "paper_top1", ".1f"),
-    ("top-1 ours", "top1", ".1f"),
-    ("seeds", "seeds", "d"),
+class Column(NamedTuple):
+    """A column of a table of results, in every format."""
+
+    name: str
+    field: str
+    """The field of the record."""
+    form: str
+    """The format, with the precision that the paper prints."""
+    group: str = ""
+    """What neighbors have in common: part of the heading in text, and the heading above them on the page."""
+
+    @property
+    def heading(self) -> str:
+        return f"{self.group} {self.name}".strip()
+
+
+COLUMNS = (
+    Column("row", "id", "s"),
+    Column("paper", "paper_top1", ".1f", "top-1"),
+    Column("ours", "top1", ".1f", "top-1"),
+    Column("seeds", "seeds", "d"),
+    Column("difference", "difference", "+.1f", "top-1"),
+    Column("ours", "top5", ".1f", "top-5"),
+    Column("paper", "paper_params", ".1f", "params M"),
+    Column("ours", "params", ".1f", "params M"),
+    Column("paper", "paper_flops", ".1f", "FLOPs G"),
+    Column("ours", "flops", ".1f", "FLOPs G"),
+    Column("note", "note", "s"),
 )
-COLUMNS: tuple[Column, ...] = (
-    *ACCURACY,
-    ("difference", "difference", "+.1f"),
-    ("top-5 ours", "top5", ".1f"),
-    ("params M paper", "paper_params", ".1f"),
-    ("params M ours", "params", ".1f"),
-    ("FLOPs G paper", "paper_flops", ".1f"),
-    ("FLOPs G ours", "flops", ".1f"),
-    ("note", "note", "s"),
-)
-SHORT = tuple(column for column in COLUMNS if column[1] not in ("top5", "paper_params", "paper_flops"))
+ACCURACY = COLUMNS[:4]
+SHORT = tuple(column for column in COLUMNS if column.field not in ("top5", "paper_params", "paper_flops"))
 """Columns for narrow places."""
-MEASUREMENT_COLUMNS: tuple[Column, ...] = (
-    ("{} paper", "paper", ".1f"),
-    ("{} ours", "ours", ".1f"),
-    ("difference", "difference", "+.1f"),
-    ("drop paper", "paper_drop", ".1f"),
-    ("drop ours", "drop", ".1f"),
+MEASUREMENT_COLUMNS = (
+    Column("paper", "paper", ".1f"),
+    Column("ours", "ours", ".1f"),
+    Column("difference", "difference", "+.1f"),
+    Column("drop paper", "paper_drop", ".1f"),
+    Column("drop ours", "drop", ".1f"),
 )
-"""The columns of each number of a protocol; its title replaces `{}`."""
+"""The columns of each number of a protocol, whose title is their group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +119,27 @@ def _escape_latex(cell: str) -> str:
 
 
 def grid_table(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> Table:
-    """The table of a grid, without empty columns. The number of seeds is left out if all rows have one."""
+    """The table of a grid."""
+    shown = shown_columns(rows, columns)
+    return Table([[column.heading for column in shown], *([_text(row, column) for column in shown] for row in rows)])
+
+
+def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> list[Column]:
+    """The columns that are not empty, behind the first a column for each key of the grid's product. The number of seeds is left
+    out if all rows have one."""
     has_seeds = any(row.seeds > 1 for row in rows)
-    kept = [column for column in columns if any(getattr(row, column[1]) is not None for row in rows)]
-    kept = [column for column in kept if column[1] != "seeds" or has_seeds]
+    shown = [column for column in columns if any(getattr(row, column.field) is not None for row in rows)]
+    shown = [column for column in shown if column.field != "seeds" or has_seeds]
     if not any(row.paper_params for row in rows):  # the counts of small models, too
-        kept = [(name, field, ".3g" if field in COUNTS else form) for name, field, form in kept]
-    kept[1:1] = setting_columns(rows)
-    return Table([[heading for heading, _, _ in kept], *([_text(row, field, form) for _, field, form in kept] for row in rows)])
+        shown = [column._replace(form=".3g") if column.field in ("params", "flops") else column for column in shown]
+    return [*shown[:1], *_setting_columns(rows), *shown[1:]]
 
 
-def setting_columns(rows: Sequence[TableRow]) -> list[Column]:
-    """A column for each key of the grid's product, headed by its last part if no other key has it."""
+def _setting_columns(rows: Sequence[TableRow]) -> list[Column]:
+    """Each is headed by the last part of its key if no other key has it."""
     keys = list(rows[0].settings) if rows else []
-    names = Counter(key.rpartition(".")[2] for key in keys)
-    return [(key.rpartition(".")[2] if names[key.rpartition(".")[2]] == 1 else key, key, "s") for key in keys]
+    names = [key.rpartition(".")[2] for key in keys]
+    return [Column(name if names.count(name) == 1 else key, key, "s") for key, name in zip(keys, names, strict=True)]
 
 
 def protocol_table(measurements: Sequence[Measurement]) -> Table:
@@ -133,21 +149,23 @@ def protocol_table(measurements: Sequence[Measurement]) -> Table:
     columns = [("condition", *(condition for condition, _ in places)), ("row", *(row for _, row in places))]
     for number, title in TITLES.items():
         cells = [by_cell.get((*place, number)) for place in places]
-        for heading, field, form in MEASUREMENT_COLUMNS:
-            if any(getattr(one, field, None) is not None for one in cells):
-                columns.append((heading.format(title), *(_text(one, field, form) for one in cells)))
+        for column in (column._replace(group=title) for column in MEASUREMENT_COLUMNS):
+            if any(getattr(one, column.field, None) is not None for one in cells):
+                columns.append((column.heading, *(_text(one, column) for one in cells)))
     seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == place) for place in places]
     if len({number for number in seeds if number}) > 1:
         columns.append(("seeds", *map(str, seeds)))
     return Table(list(zip(*columns, strict=True)), words=2)
 
 
-def _text(record: TableRow | Measurement | None, field: str, form: str) -> str:
-    value = value_of(record, field)
+def _text(record: TableRow | Measurement | None, column: Column) -> str:
+    value = value_of(record, column.field)
     if record is None or value is None:
         return "-"
-    by_seed, half_width = record.spread_of(field)
-    return interval.in_words(value, by_seed, half_width, form) if isinstance(value, float) else format(value, form)
+    by_seed, half_width = record.spread_of(column.field)
+    return (
+        interval.in_words(value, by_seed, half_width, column.form) if isinstance(value, float) else format(value, column.form)
+    )
 
 
 def value_of(record: TableRow | Measurement | None, field: str) -> Any:

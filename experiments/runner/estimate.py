@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from statistics import mean
 
-import torch
-
-import san
 from experiments.grids.config import flat
 from experiments.grids.grid import Trial
+from experiments.paper.tables import count
 from experiments.tracking import Result
-from san.models import ModelSpec
 
 Setting = frozenset[tuple[str, str]]
 SECTIONS = ("model.", "engine.", "resources.")
@@ -51,17 +47,9 @@ class Estimator:
         config, resources = trial.config, trial.config.resources
         measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
         rate = resources.workers * (GPU_RATE if resources.gpus else CPU_RATE * resources.cpus)
-        speed = measured or rate / _flops(config.model.spec(), config.data.size)
+        speed = measured or rate / count(config.model.spec(), config.data.size).flops_paper
         wall = config.recipe.epochs * images / speed / 3600
         return Hours(wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, not measured)
-
-
-@cache
-def _flops(spec: ModelSpec, size: int) -> int:
-    """FLOPs of one image in the paper's convention. Cached, because large grids have few models."""
-    with torch.device("meta"):
-        model = spec.build(num_classes=2)
-    return san.complexity(model, size).flops_paper  # outside of the block, in which torch would import its compiler
 
 
 def _setting(params: Mapping[str, str]) -> Setting:

@@ -24,7 +24,8 @@ PROFILES = sorted(PROFILES_DIR.glob("*.yaml"))
 def counted(path: Path | None, name: str) -> san.Complexity:
     """A model's counts under a profile, and those of the paper without one."""
     profile = read_profile(path) if path else {"data": {"size": 224}}
-    return count(ModelConfig.model_validate({"name": name} | profile.get("model", {})), profile["data"]["size"], classes=10)
+    model = ModelConfig.model_validate({"name": name} | profile.get("model", {}))
+    return count(model.spec(), profile["data"]["size"], classes=10)
 
 
 @pytest.mark.parametrize(("resnet", "sans"), PAIRS)
