@@ -46,6 +46,8 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _SECONDS_TO_START = 15.0
 """How long a trial may take to start before the observer is told that it waits."""
 _SECONDS_BETWEEN_NOTICES = 60.0
+_FOREVER = 10**7
+"""Seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ def sweep(
             not used again.
         values: by key; trials start in this order, limited by the free resources of the cluster. If the cluster grows, a few
             more are queued in Ray, because its autoscaler adds nodes for queued work.
-        placement: resources of a trial. Without GPUs, a trial sees none. With several workers, the rank variables of
-            `torch.distributed` are set.
+        placement: resources of a trial. Without GPUs, a trial sees none. Several workers share a process group
+            of `torch.distributed`.
         storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
         observer: receives starts, progress and ends of trials.
         retries: how often a trial that raises, dies or loses a node is called again, from the beginning; the function itself
@@ -198,11 +200,12 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     if placement.workers == 1:
         return worker(ray.tune.report)
 
-    from ray.train.torch import TorchTrainer  # imports torch, which the driver of a sweep does not need
+    from ray.train.torch import TorchConfig, TorchTrainer  # imports torch, which the driver of a sweep does not need
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    from cluster.ranks import Ranks
-
+    # The workers meet through gloo, because NCCL would fail without a useful message if a GPU cannot be used; it starts with
+    # the first tensor on a GPU. Collectives wait for as long as the function lets its workers wait.
+    torch_config = TorchConfig("cpu:gloo,cuda:nccl" if placement.gpus else "gloo", timeout_s=_FOREVER)
     scaling = ray.train.ScalingConfig(
         num_workers=placement.workers,
         use_gpu=placement.gpus > 0,
@@ -210,7 +213,7 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     )
     callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
-    TorchTrainer(lambda: worker(ray.train.report), torch_config=Ranks(), scaling_config=scaling, run_config=run).fit()
+    TorchTrainer(lambda: worker(ray.train.report), torch_config=torch_config, scaling_config=scaling, run_config=run).fit()
 
 
 class _Queue(ray.tune.search.Searcher):

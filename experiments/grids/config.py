@@ -8,7 +8,6 @@ import functools
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -291,8 +290,9 @@ class CheckpointingConfig(Strict):
     """Time without a finished step after which a worker is stopped. Workers also wait this long for each other."""
 
     @property
-    def hang_timeout(self) -> timedelta:
-        return timedelta(minutes=self.hang_timeout_minutes)
+    def hang_timeout(self) -> float:
+        """Seconds."""
+        return self.hang_timeout_minutes * 60
 
 
 class TrialConfig(Strict):

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,19 +21,14 @@ ALIGNMENT = 32
 """Each gradient starts at a multiple of this number of elements, so that kernels can read it 16 bytes at a time."""
 
 
-def join_process_group(device: torch.device, patience: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
-    """Returns the rank and the number of workers. Uses the process group that the launcher created, or creates one: from the
-    launcher's environment variables, with `patience` as its timeout, or of this process alone. The latter needs no port, and
-    sets no variables that child processes would mistake for theirs."""
+def join_process_group(device: torch.device) -> tuple[int, int]:
+    """Returns the rank and the number of workers. A single worker creates a process group of its own, without a port or
+    variables that child processes would mistake for theirs; several workers are in one already."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # otherwise nccl uses the first GPU for every worker
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=patience)
-        else:
-            alone = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=patience)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=alone, rank=0, world_size=1)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
     return dist.get_rank(), dist.get_world_size()
 

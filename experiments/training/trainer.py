@@ -66,15 +66,15 @@ def run_trial(
         DataError: an image cannot be used.
         FloatingPointError: a loss or a weight is not finite.
     """
-    config, hang_timeout = trial.config, trial.config.checkpointing.hang_timeout
+    config = trial.config
     device = training_device(config)
     with explain_oom(config, device):
-        rank, _ = join_process_group(device, hang_timeout)
+        rank, _ = join_process_group(device)
     store = workspace.store.with_outage_timeout(_outage_timeout(config))
     with (
         kept_log(workspace, trial) as path,
         logging_to(path, rank) as log,
-        Watchdog(hang_timeout.total_seconds(), log) as watchdog,
+        Watchdog(config.checkpointing.hang_timeout, log) as watchdog,
         numerics(config.engine, device),
         explain_oom(config, device),
     ):
@@ -333,7 +333,7 @@ class Trainer:
 
 def _outage_timeout(config: TrialConfig) -> float:
     """For how long a server or a store may be away, while the other workers wait."""
-    return min(OUTAGE_TIMEOUT, config.checkpointing.hang_timeout.total_seconds() / 2)
+    return min(OUTAGE_TIMEOUT, config.checkpointing.hang_timeout / 2)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ def averaging(rank: int, port: int, repeats: int) -> None:
     """Runs one of two workers; the first one prints."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
     join_process_group(CPU)
     with torch.random.fork_rng():
         torch.manual_seed(0)

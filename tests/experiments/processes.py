@@ -113,6 +113,8 @@ def _work(
     should_continue: ShouldContinue | None,
 ) -> None:
     os.environ.update(group)
+    if group["WORLD_SIZE"] != "1":
+        torch.distributed.init_process_group("gloo")
     if kill is not None:
         place: Any = Engine if kill.what == "step" else os
         name = "train_step" if kill.what == "step" else "fsync"

@@ -67,6 +67,8 @@ def worker(profile: str, runs: Path, found: Path, keys: list[str]) -> None:
     """Runs one worker of the trial and of the plain loop; the first one writes the seconds of all epochs except the first."""
     from tests.benchmarks.overhead import measure_trial
 
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo" if sys.argv[1] == "cpu" else "cpu:gloo,cuda:nccl")
     trial, turns = measure_trial(profile, tuple(keys), runs)
     if int(os.environ.get("RANK", "0")) == 0:
         images = 2 * trial.config.data.synthetic_classes * trial.config.data.synthetic_per_class  # training and validation
