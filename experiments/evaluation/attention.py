@@ -266,8 +266,8 @@ def _map_pixel(pixel: tuple[int, int], size: int, reduction: int) -> tuple[int, 
 def _grid(grid: int, side: int, layer: str) -> list[tuple[int, int]]:
     if grid > side:
         raise UserError(f"--grid {grid}: the feature map of {layer} has {side} x {side} pixels; give at most {side}")
-    places = [(2 * number + 1) * side // (2 * grid) for number in range(grid)]
-    return [(row, column) for row in places for column in places]
+    centers = [(2 * number + 1) * side // (2 * grid) for number in range(grid)]
+    return [(row, column) for row in centers for column in centers]
 
 
 def in_words(attention: Attention) -> str:

@@ -46,7 +46,7 @@ class Condition:
         """The numbers by their names in the tracker."""
         return {self.metric(name): numbers[name] for name in self.numbers}
 
-    def found(self, metrics: Mapping[str, float]) -> Numbers:
+    def numbers_in(self, metrics: Mapping[str, float]) -> Numbers:
         """The numbers that a run has."""
         return {name: metrics[self.metric(name)] for name in self.numbers if self.metric(name) in metrics}
 
@@ -60,7 +60,7 @@ class Protocol:
 
     def missing(self, metrics: Mapping[str, float]) -> tuple[Condition, ...]:
         """The conditions for which the metrics of a run are incomplete."""
-        return tuple(condition for condition in self.conditions if len(condition.found(metrics)) < len(condition.numbers))
+        return tuple(condition for condition in self.conditions if len(condition.numbers_in(metrics)) < len(condition.numbers))
 
 
 Shown = Callable[[str, int, int], AbstractContextManager[Ended]]

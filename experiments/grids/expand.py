@@ -255,9 +255,9 @@ class _Layers:
     def lacks_root(self, row: Row, source: str) -> bool:
         """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""
         is_embedded = self.profile.get("data", {}).get("source") == "digits"
-        return is_embedded and source in ("folder", "shards") and self.place("data.root", row) == str(self.profile_path)
+        return is_embedded and source in ("folder", "shards") and self.source_of("data.root", row) == str(self.profile_path)
 
-    def place(self, key: str, row: Row) -> str:
+    def source_of(self, key: str, row: Row) -> str:
         """File or override that set the value at `key`."""
         for text, layer in reversed(self.overrides):
             is_whole_section = key in layer and not (isinstance(layer[key], dict) and key in TrialConfig.model_fields)
@@ -316,7 +316,7 @@ def _raise_rows(layers: _Layers, errors: Mapping[str, Sequence[tuple[str, str]]]
     for row in layers.grid.rows:
         for key, what in errors[row.id]:
             problem = what.partition("llowed: ")[0]  # rows with other models allow other keys
-            problems.setdefault((layers.place(key, row), key, problem), (what, []))[1].append(row.id)
+            problems.setdefault((layers.source_of(key, row), key, problem), (what, []))[1].append(row.id)
     lines = []
     for (source, key, _), (what, rows) in problems.items():
         every = len(rows) == len(layers.grid.rows) > 1

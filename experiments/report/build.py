@@ -94,10 +94,10 @@ def _links_elsewhere(grid_run: GridRun, results: Mapping[str, Result]) -> str:
     """Links to the experiments of other grids that trained some of the trials; they work on any page of the server."""
     known = [results[trial.key] for trial in grid_run.trials if trial.key in results]
     # Results from the file of a study have no tags.
-    places = Counter((result.tags["san.grid"], result.experiment_id) for result in known if result.tags)
+    counts = Counter((result.tags["san.grid"], result.experiment_id) for result in known if result.tags)
     links = [
         f"{count} of {len(grid_run.trials)} in [{grid}]({runs_page(experiment_id)})"
-        for (grid, experiment_id), count in places.items()
+        for (grid, experiment_id), count in counts.items()
         if grid != grid_run.name
     ]
     return f"Trials: {', '.join(links)}. " if links else ""

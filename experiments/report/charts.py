@@ -53,9 +53,9 @@ def _charts_with_points(charts: Iterable[Chart]) -> list[Chart]:
 
 def plot_charts(plot: Plot, trials: Sequence[Trial], rows: Sequence[TableRow]) -> list[Chart]:
     """Accuracy over the grid's own number, with a line for each of its series: ours and the paper's."""
-    places = {t.row: (str(value_at(t.config, plot.series)), float(value_at(t.config, plot.x))) for t in trials}
-    names = list(dict.fromkeys(name for name, _ in places.values()))
-    ticks = sorted({x for _, x in places.values()})
+    coordinates = {t.row: (str(value_at(t.config, plot.series)), float(value_at(t.config, plot.x))) for t in trials}
+    names = list(dict.fromkeys(name for name, _ in coordinates.values()))
+    ticks = sorted({x for _, x in coordinates.values()})
     # Intervals at the same number are shifted, because they would hide each other.
     has_intervals = any(row.top1_half_width for row in rows)
     charts = []
@@ -63,7 +63,7 @@ def plot_charts(plot: Plot, trials: Sequence[Trial], rows: Sequence[TableRow]) -
         shift = 0.012 * (ticks[-1] - ticks[0]) if has_intervals and side[2] else 0.0
         series = []
         for style, name in enumerate(names):
-            by_x = {row.id: places[row.id][1] for row in rows if places[row.id][0] == name}
+            by_x = {row.id: coordinates[row.id][1] for row in rows if coordinates[row.id][0] == name}
             points = _points(((row, by_x[row.id], "") for row in rows if row.id in by_x), side)
             offset = shift * (style - (len(names) - 1) / 2)
             moved = [Point(p.x + offset, p.y, p.low, p.high, p.label, p.title) for p in points]

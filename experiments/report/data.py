@@ -186,7 +186,7 @@ def grid_measurements(
     """The measurements of a grid. `paper` maps each row to its printed numbers, for example `cw90_top1`."""
     ours = {
         trial.row: [
-            {condition.name: condition.found(metrics) for condition in protocol.conditions}
+            {condition.name: condition.numbers_in(metrics) for condition in protocol.conditions}
             for metrics in finished_metrics(trial.row, trials, results)
         ]
         for trial in trials

@@ -145,14 +145,14 @@ def _setting_columns(rows: Sequence[TableRow]) -> list[Column]:
 def protocol_table(measurements: Sequence[Measurement]) -> Table:
     """The table of a protocol: a line for each row under each condition, without empty columns."""
     by_cell = {(one.condition, one.row, one.number): one for one in measurements}
-    places = list(dict.fromkeys((one.condition, one.row) for one in measurements))
-    columns = [("condition", *(condition for condition, _ in places)), ("row", *(row for _, row in places))]
+    keys = list(dict.fromkeys((one.condition, one.row) for one in measurements))
+    columns = [("condition", *(condition for condition, _ in keys)), ("row", *(row for _, row in keys))]
     for number, title in TITLES.items():
-        cells = [by_cell.get((*place, number)) for place in places]
+        cells = [by_cell.get((*key, number)) for key in keys]
         for column in (column._replace(group=title) for column in MEASUREMENT_COLUMNS):
             if any(getattr(one, column.field, None) is not None for one in cells):
                 columns.append((column.heading, *(_text(one, column) for one in cells)))
-    seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == place) for place in places]
+    seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == key) for key in keys]
     if len({number for number in seeds if number}) > 1:
         columns.append(("seeds", *map(str, seeds)))
     return Table(list(zip(*columns, strict=True)), words=2)

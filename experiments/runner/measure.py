@@ -70,7 +70,7 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
     workspace.store.download(checkpoint)
     with kept_log(workspace, task.trial) as log, logging_to(log, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
-        places = {condition.name: float(index) for index, condition in enumerate(task.conditions)}
+        indices = {condition.name: float(index) for index, condition in enumerate(task.conditions)}
 
         @contextmanager
         def shown(name: str, images: int, batch: int) -> Iterator[Callable[[], None]]:
@@ -81,12 +81,12 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
                 done = min(done + batch, images)
                 if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
                     reported_at = time.monotonic()
-                    report({"condition": places[name], "done": done / images})
+                    report({"condition": indices[name], "done": done / images})
 
             yield ended
 
         for condition, numbers in measured(opened, open_images(opened), task.conditions, shown):
-            report({"condition": places[condition.name], **condition.metrics(numbers)})
+            report({"condition": indices[condition.name], **condition.metrics(numbers)})
 
 
 class MeasureProgress:
@@ -117,7 +117,7 @@ class MeasureProgress:
         else:
             self.keep(task, values)
             self.left -= 1
-            self._write(f"{what}: {percentages(condition.found(values))}")
+            self._write(f"{what}: {percentages(condition.numbers_in(values))}")
         self._show()
 
     def finished(self, outcome: Outcome) -> None:
