@@ -22,7 +22,8 @@ from experiments.grids.expand import expand, profile_path, read_grid, read_profi
 from experiments.paper.tables import table_names
 from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
-from experiments.runs.store import is_uri, open_store
+from experiments.runs.store import is_uri
+from experiments.runs.workspace import open_store
 
 if TYPE_CHECKING:
     from cluster.submit import JobServer

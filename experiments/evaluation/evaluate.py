@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, model_errors, schema_errors
 from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
-from experiments.runs.store import STORES, LocalStore, is_uri, open_store
-from experiments.runs.workspace import has_store, open_runs, open_workspace
+from experiments.runs.store import LocalStore, is_uri
+from experiments.runs.workspace import STORES, has_store, open_runs, open_store, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split

@@ -1,17 +1,13 @@
-"""Where runs are stored: a folder that all nodes share (`LocalStore`), or a bucket (`S3Store`), behind one interface.
-
-To support another object store, add a class with the methods of `Store` and a row in `STORES`.
-"""
+"""Where runs are stored: a folder that all nodes share (`LocalStore`), or a bucket (`S3Store`), behind one interface."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -85,20 +81,6 @@ class Store(Protocol):
 
     def is_claimed(self, name: str) -> bool:
         """Whether a process has claimed `name`."""
-
-
-def open_store(address: str | Path) -> Store:
-    """The store in a folder or at an address such as `s3://bucket/prefix`; makes no request.
-
-    Raises:
-        UserError: the address is not valid or contains a password.
-    """
-    if not is_uri(address):
-        return LocalStore(Path(address).resolve())
-    kind = str(address).partition("://")[0]
-    if kind not in STORES:
-        raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
-    return STORES[kind](str(address))
 
 
 def is_uri(address: str | Path) -> bool:
@@ -216,11 +198,3 @@ class LocalStore(Store):
 
     def _failure(self, name: str, what: str, error: OSError) -> StorageError:
         return StorageError(f"{self.uri(name)}: cannot {what} ({error.strerror}); {self.remedy}, then run the command again")
-
-
-def _open_bucket(address: str) -> Store:
-    return import_module("experiments.runs.bucket").S3Store.parse(address)
-
-
-STORES: dict[str, Callable[[str], Store]] = {"s3": _open_bucket}
-"""Opens the address of a bucket, by scheme."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from experiments.errors import UserError
 from experiments.grids.config import base_folder, is_job_copy
 from experiments.grids.grid import Trial
 from experiments.runs.address import require_no_secret
-from experiments.runs.store import Store, open_store
+from experiments.runs.store import LocalStore, Store, is_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,31 @@ class Workspace:
     def uri(self, path: Path) -> str:
         """Path or address in the store of a file below `runs`, for people."""
         return self.store.uri(path.relative_to(self.runs).as_posix())
+
+
+def _open_bucket(address: str) -> Store:
+    from experiments.runs.bucket import S3Store  # imports boto3
+
+    return S3Store.parse(address)
+
+
+STORES: dict[str, Callable[[str], Store]] = {"s3": _open_bucket}
+"""Opens the address of a bucket, by scheme. To support another object store, add a class with the methods of `Store` and a
+row."""
+
+
+def open_store(address: str | Path) -> Store:
+    """The store in a folder or at an address such as `s3://bucket/prefix`; makes no request.
+
+    Raises:
+        UserError: the address is not valid or contains a password.
+    """
+    if not is_uri(address):
+        return LocalStore(Path(address).resolve())
+    kind = str(address).partition("://")[0]
+    if kind not in STORES:
+        raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
+    return STORES[kind](str(address))
 
 
 def default_runs() -> str:

@@ -19,8 +19,8 @@ from experiments.evaluation.evaluate import open_checkpoint
 from experiments.grids.expand import PROFILES_DIR, expand, profile_path
 from experiments.grids.grid import Trial
 from experiments.paper.tables import table_names
-from experiments.runs.store import open_store
 from experiments.runs.summary import read_ended, read_top1
+from experiments.runs.workspace import open_store
 from pipelines.datasets.check import _Decoder
 from pipelines.datasets.dataset import Dataset
 from pipelines.datasets.manifest import HEADER as LIST_HEADER

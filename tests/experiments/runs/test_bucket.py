@@ -12,8 +12,8 @@ import pytest
 from experiments.cli import submit
 from experiments.errors import UserError
 from experiments.runs.bucket import S3Store
-from experiments.runs.store import StorageError, open_store
-from experiments.runs.workspace import open_workspace
+from experiments.runs.store import StorageError
+from experiments.runs.workspace import open_store, open_workspace
 from tests.experiments.conftest import SMALL_GRID, San
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.servers import ObjectStore, free_port
