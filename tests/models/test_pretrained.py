@@ -14,7 +14,7 @@ from san.models.pretrained import WEIGHTS_DIR, load_folder, read_config, save_fo
 
 FACTS = {"data": "random images", "accuracy": "10.0% top-1, one crop", "license": "mit"}
 IMAGES = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
-KINDS = ["resnet26", "san10_pairwise", "san10_patchwise"]
+KINDS = ["resnet26", "san10_scalar", "san10_pairwise", "san10_patchwise"]
 
 every_network = pytest.mark.parametrize("name", [f"{kind}_cifar10" for kind in KINDS])
 
