@@ -71,6 +71,11 @@ def test_top5_is_left_out_for_five_classes(
 ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]
 
 
+def test_markdown_aligns_words_left_and_numbers_right() -> None:
+    lines = Table([("row", "top-1"), ("a", "97.2")]).markdown().splitlines()
+    assert lines == ["| row | top-1 |", "| --- | ---: |", "| a | 97.2 |"]
+
+
 def test_latex_escapes_special_characters() -> None:
     text = Table(ROWS).latex().splitlines()
     assert text[1:4] == [r"\begin{tabular}{lr}", r"\toprule", r"row\_a & top-1, \% \\"]
