@@ -109,8 +109,8 @@ def _connect(address: str | None) -> None:
         raise ClusterError(
             f"{address} is the address of a job server; submit to it with `san submit`, or join the cluster at HEAD:6379"
         )
-    # Ray would turn on authentication if it finds a token, which every local session leaves behind; a cluster without
-    # authentication would then lose each trial without a reason.
+    # Ray turns on authentication if it finds a token, and every local session leaves one in the home folder. On a cluster
+    # without authentication, every trial would then fail without a useful message.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     host, _, port = address.rpartition(":")
     try:

@@ -46,8 +46,6 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _SECONDS_TO_START = 15.0
 """How long a trial may take to start before the observer is told that it waits."""
 _SECONDS_BETWEEN_NOTICES = 60.0
-_FOREVER = 10**7
-"""Seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +201,8 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     from ray.train.torch import TorchConfig, TorchTrainer  # imports torch, which the driver of a sweep does not need
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    # The workers meet through gloo, because NCCL would fail without a useful message if a GPU cannot be used; it starts with
-    # the first tensor on a GPU. Collectives wait for as long as the function lets its workers wait.
-    torch_config = TorchConfig("cpu:gloo,cuda:nccl" if placement.gpus else "gloo", timeout_s=_FOREVER)
+    # NCCL starts with the first tensor on a GPU, so the function can first check the GPU and explain what is wrong.
+    torch_config = TorchConfig("cpu:gloo,cuda:nccl" if placement.gpus else "gloo")
     scaling = ray.train.ScalingConfig(
         num_workers=placement.workers,
         use_gpu=placement.gpus > 0,

@@ -2,8 +2,8 @@
 
     python -m tests.mutations --seed 1 --count 40
 
-A mutation negates a condition, removes a statement or changes a number in a copy of the repository. The tests of the same file
-run first, then those of the same folder, and all everyday tests only if those pass, unless --quick is given.
+A mutation negates a condition, removes a statement or changes a number in a copy of the repository. The test file of the same
+name runs first, then the tests of the same folder, and all everyday tests only if those pass, unless --quick is given.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "runs", "site"))
             (copy / name).write_text(change[0])
             near = copy / "tests" / (name.parent.relative_to("san") if name.parts[0] == "san" else name.parent)
-            stages = [near / f"test_{name.name}", near] if near != copy / "tests" else []
+            stages = [*sorted((copy / "tests").rglob(f"test_{name.name}")), *([near] if near != copy / "tests" else [])]
             found = any(notices(copy, str(tests)) for tests in stages if tests.exists()) or (
                 not options.quick and notices(copy, "tests", "--ignore", "tests/clients")
             )
