@@ -118,10 +118,6 @@ class _Parts:
         return tuple(Part(name, params[name], *counts) for name, counts in flops.items())
 
 
-def _numel(x: Any) -> int:
-    return int(x.numel()) if isinstance(x, Tensor) else int(x[0].numel())
-
-
 def _convolution(args: tuple[Any, ...], out: Tensor) -> int:
     weight, bias = args[1], args[2]
     return out.numel() * weight[0].numel() + (out.numel() if bias is not None else 0)
@@ -137,11 +133,11 @@ def _dot(args: tuple[Any, ...], out: Tensor) -> int:  # dot(phi, psi, kernel_siz
 
 
 def _per_input(times: int) -> Callable[[tuple[Any, ...], Any], int]:
-    return lambda args, out: times * _numel(args[0])
+    return lambda args, out: times * args[0].numel()
 
 
-def _per_output(args: tuple[Any, ...], out: Any) -> int:
-    return _numel(out)
+def _per_output(args: tuple[Any, ...], out: Tensor) -> int:
+    return out.numel()
 
 
 Counts = dict[str, Callable[[tuple[Any, ...], Any], int]]
