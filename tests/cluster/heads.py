@@ -14,17 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.cluster.test_signals import MARK, marked
-from tests.experiments.drivers import PATIENCE
+from tests.experiments.drivers import PATIENCE, clean_environment
 from tests.experiments.servers import free_port
 
-RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 RAY = Path(sys.executable).parent / "ray"
-
-
-def clean_environment() -> dict[str, str]:
-    """The environment without settings for Ray, MLflow or `san`."""
-    left_out = (*RAY_VARIABLES, "MLFLOW_TRACKING_URI", "SAN_RUNS")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 @contextmanager

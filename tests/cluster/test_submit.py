@@ -22,9 +22,9 @@ from cluster import ClusterError
 from cluster.submit import JobServer
 from experiments.grids.config import PROJECT_DIR
 from experiments.runs.provenance import git_commit
-from tests.cluster.heads import RAY_VARIABLES, clean_environment, ray_head
+from tests.cluster.heads import ray_head
 from tests.cluster.test_join import JOIN
-from tests.experiments.drivers import PATIENCE
+from tests.experiments.drivers import LEFT_OUT, PATIENCE, clean_environment
 from tests.experiments.servers import free_port
 
 GRID = """\
@@ -205,7 +205,7 @@ def test_exit_code_is_1_if_the_grid_fails(san: San, tmp_path: Path) -> None:
 
 def test_explains_a_missing_token(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in RAY_VARIABLES:
+    for name in LEFT_OUT:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ClusterError, match="rejected the token or requires one"):
         JobServer(head.address)
@@ -234,7 +234,7 @@ def test_remote_driver_needs_the_token(token: str | None, head: Head, tmp_path: 
 def test_explains_a_wrong_address(
     address: str | None, variables: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in RAY_VARIABLES:
+    for name in LEFT_OUT:
         monkeypatch.setenv(name, variables.get(name, ""))
     with pytest.raises(ClusterError) as caught:
         JobServer(address)

@@ -15,8 +15,15 @@ from experiments.grids.config import PROJECT_DIR
 
 PATIENCE = 1800.0
 """Seconds after which a test assumes that a process hangs: much longer than any test takes, even on a busy machine."""
-LEFT_OUT = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "SAN_RUNS")
-"""Variables of the environment that would change what a test checks."""
+LEFT_OUT = (
+    *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+    *("MLFLOW_TRACKING_URI", "SAN_RUNS"),
+)
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without settings for Ray, MLflow or `san`: a local session in this process leaves some of Ray's."""
+    return {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
 
 
 class Driver:
@@ -37,12 +44,11 @@ class Driver:
     ) -> None:
         self.log = log or runs.with_suffix(f".{time.monotonic_ns()}.log")
         command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", uri or str(runs)]
-        inherited = {key: value for key, value in os.environ.items() if key not in LEFT_OUT}
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(
                 command,
                 cwd=PROJECT_DIR,
-                env=inherited | environment,
+                env=clean_environment() | environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

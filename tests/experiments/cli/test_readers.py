@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from experiments.grids.config import PROJECT_DIR
 from experiments.runner.grid_run import GridRun
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.drivers import LEFT_OUT, PATIENCE
+from tests.experiments.drivers import PATIENCE, clean_environment
 from tests.experiments.samples import finish_trial
 
 
@@ -25,7 +24,7 @@ def test_report_prints_the_table_if_the_disk_is_full(open_small_grid: Callable[.
     done = subprocess.run(
         [sys.executable, "-m", "experiments", "report", str(SMALL_GRID), "--runs", str(grid_run.workspace.runs)],
         cwd=PROJECT_DIR,
-        env={key: value for key, value in os.environ.items() if key not in LEFT_OUT},
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=PATIENCE,

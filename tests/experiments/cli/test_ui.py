@@ -16,7 +16,7 @@ import pytest
 from experiments.grids.config import PROJECT_DIR
 from experiments.runner.grid_run import GridRun
 from tests.experiments.conftest import San
-from tests.experiments.drivers import LEFT_OUT, PATIENCE
+from tests.experiments.drivers import PATIENCE, clean_environment
 from tests.experiments.samples import finish_trial
 from tests.experiments.servers import free_port
 
@@ -34,7 +34,7 @@ def test_serves_the_runs_until_it_is_interrupted(open_small_grid: Callable[..., 
     grid_run, port, log = open_small_grid(), free_port(), tmp_path / "ui.log"
     finish_trial(grid_run, grid_run.trials[0], 90.0)
     command = [sys.executable, "-m", "experiments", "ui", "--runs", str(grid_run.workspace.runs), "--port", str(port)]
-    environment = {key: value for key, value in os.environ.items() if key not in LEFT_OUT}
+    environment = clean_environment()
     with open(log, "w") as out:
         process = subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=out, start_new_session=True)
     address, limit = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
