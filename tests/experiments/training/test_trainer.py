@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -94,12 +95,13 @@ def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
 
 
 def test_non_finite_loss_stops_the_trial(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
-    """It is found at the next check. The message names the step."""
+    """It is found at the next check. The message names the step. The thread that logs metrics ends."""
     grid_run = open_small_grid(
         *SHORT, "recipe.lr=1e30", "checkpointing.check_every_n_steps=3", "checkpointing.checkpoint_every_n_minutes=1e-9"
     )
     with pytest.raises(FloatingPointError, match=r"loss in step [23] of epoch 0 .*: .*/epoch-0000-step-0000001.pt"):
         run_trial(grid_run.workspace, grid_run.trials[0], silent)
+    assert "metric-logger" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_non_finite_validation_loss_is_not_saved(
