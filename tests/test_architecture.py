@@ -32,7 +32,7 @@ ONLY_IN = {
     "boto3": "experiments/runs/bucket.py",
     "botocore": "experiments/runs/bucket.py",
     "scipy": "experiments/report/interval.py",
-    "timm": "san/timm.py",
+    "timm": ("san/timm.py", "san/models/modules.py"),
     "huggingface_hub": "san/hub.py",
     "safetensors": "san/models/pretrained.py",
 }

@@ -1,4 +1,4 @@
-"""The commands for checkpoints: `san convert`, `evaluate`, `robustness` and `show`."""
+"""The commands for checkpoints: `san convert`, `evaluate`, `robustness` and `attention`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from experiments.cli.options import AS_JSON, OVERRIDES, RUNS, as_value
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, as_value
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ IMAGE_PROFILE = click.option(
 @click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="Output format.")
 @click.option("--force", is_flag=True, help="Replace an existing TARGET.")
 @RUNS
+@IMPORT_NOW
 def convert(
     source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: Path | str | None
 ) -> None:
@@ -93,6 +94,7 @@ def convert(
 @SPLIT
 @IMAGE_PROFILE
 @RUNS
+@IMPORT_NOW
 @AS_JSON
 def evaluate(
     checkpoint: str, overrides: tuple[str, ...], split: str | None, profile: str | None, runs: Path | str | None, as_json: bool
@@ -154,6 +156,7 @@ def evaluate(
 @SPLIT
 @IMAGE_PROFILE
 @RUNS
+@IMPORT_NOW
 @AS_JSON
 def robustness(
     checkpoints: tuple[str, ...],
@@ -201,6 +204,7 @@ def robustness(
 @click.option("--split", help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]")
 @IMAGE_PROFILE
 @RUNS
+@IMPORT_NOW
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

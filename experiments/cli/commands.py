@@ -22,6 +22,7 @@ from experiments.cli.options import (
     ADDRESS,
     AS_JSON,
     GRID,
+    GRID_IMPORT,
     ONLY,
     OVERRIDES,
     PROFILE,
@@ -79,6 +80,7 @@ for group in (
 @RUNS
 @ADDRESS
 @TAKE_OVER
+@GRID_IMPORT
 def run(
     grid: Path,
     overrides: tuple[str, ...],
@@ -88,6 +90,7 @@ def run(
     only: tuple[str, ...],
     address: str | None,
     take_over: bool,
+    imports: tuple[str, ...],
 ) -> None:
     """Train a grid's unfinished trials and print the results.
 
@@ -99,9 +102,8 @@ def run(
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
-    sys.exit(
-        0 if run_grid(open_grid_run(grid, profile, overrides, runs, seeds, only=only, take_over=take_over), address) else 1
-    )
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, only=only, take_over=take_over, imports=imports)
+    sys.exit(0 if run_grid(grid_run, address) else 1)
 
 
 @cli.command()
@@ -113,6 +115,7 @@ def run(
 @RUNS
 @ADDRESS
 @AS_JSON
+@GRID_IMPORT
 def plan(
     grid: Path,
     overrides: tuple[str, ...],
@@ -122,6 +125,7 @@ def plan(
     only: tuple[str, ...],
     address: str | None,
     as_json: bool,
+    imports: tuple[str, ...],
 ) -> None:
     """List a grid's trials, their status and the estimated time.
 
@@ -134,7 +138,7 @@ def plan(
     from experiments.runner.plan import plan as plan_trials
     from experiments.runner.plan import plan_in_words
 
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only, imports=imports)
     planned = plan_trials(grid_run)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(trial) for trial in planned]))
@@ -172,6 +176,7 @@ def _hours(hours: Hours | None) -> str:
 )
 @click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this HTML file.")
 @AS_JSON
+@GRID_IMPORT
 def report(
     grid: Path,
     overrides: tuple[str, ...],
@@ -181,6 +186,7 @@ def report(
     form: str,
     html: Path | None,
     as_json: bool,
+    imports: tuple[str, ...],
 ) -> None:
     """Print the results of a grid's finished trials.
 
@@ -196,7 +202,7 @@ def report(
 
     if as_json and form != "text":
         raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, imports=imports)
     if html is not None:
         write_page(grid_run, finished_results(grid_run), html)
         click.echo(f"report: {html}", err=True)
@@ -280,6 +286,7 @@ def study(
     help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
 @TAKE_OVER
+@GRID_IMPORT
 def submit(
     grid: Path,
     overrides: tuple[str, ...],
@@ -290,6 +297,7 @@ def submit(
     runs: str | None,
     address: str | None,
     take_over: bool,
+    imports: tuple[str, ...],
 ) -> None:
     """Run a grid as a job on a remote Ray cluster.
 
@@ -303,7 +311,9 @@ def submit(
     from experiments.cli.submit import run_command, submit_grid
 
     command = run_command(grid, profile, overrides, runs, seeds, take_over)
-    submit_grid(grid, overrides, names=names, wait=wait, profile=profile, runs=runs, address=address, command=command)
+    submit_grid(
+        grid, overrides, names=names, wait=wait, profile=profile, runs=runs, address=address, command=command, imports=imports
+    )
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from experiments.cli.options import AS_JSON, OVERRIDES, as_value
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, as_value
 from experiments.errors import UserError
 
 
@@ -65,6 +65,7 @@ def doctor() -> None:
 )
 @click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
 @click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
+@IMPORT_NOW
 @AS_JSON
 def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
     """Count a model's parameters and FLOPs.

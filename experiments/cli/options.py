@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,13 @@ def named_address(_context: click.Context, _option: click.Parameter, value: str 
     if value is not None and not value.strip():
         raise UserError("--address: empty value (is a shell variable unset?); give an address, or leave out --address")
     return value
+
+
+def import_now(_context: click.Context, _option: click.Parameter, paths: Sequence[str]) -> None:
+    """Imports the files of `--import` for a command without a grid."""
+    from experiments.grids.imports import import_files
+
+    import_files(paths)
 
 
 class _Grid(click.ParamType[Path]):
@@ -80,6 +88,16 @@ SEEDS = click.option(
     "--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's seeds."
 )
 ONLY = click.option("--only", multiple=True, metavar="ROW", help="Train only this row; can be given several times.")
+_IMPORT = functools.partial(
+    click.option,
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="FILE",
+    help="Python file that registers relations or models; can be given several times.",
+)
+GRID_IMPORT = _IMPORT()
+IMPORT_NOW = _IMPORT(callback=import_now, expose_value=False)
 ADDRESS = click.option(
     "--address",
     callback=named_address,

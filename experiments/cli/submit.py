@@ -44,16 +44,17 @@ def submit_grid(
     runs: str | None,
     address: str | None,
     command: Sequence[str],
+    imports: Sequence[str],
 ) -> None:
     """Uploads the project and a grid, and starts `command` as a job. With `wait`, follows its log and exits with its code."""
     from cluster.submit import JobServer
 
-    check(grid, profile, overrides, runs)
+    check(grid, profile, overrides, runs, imports)
     variables = environment(names)
     server = JobServer(address)
     job = new_id(grid, profile_path(profile).stem)
     with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
-        size = stage(grid, profile, Path(folder))
+        size = stage(grid, profile, Path(folder), imports)
         click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
         server.submit(job, command, Path(folder), variables)
     click.echo(f"job {job}\n{_hint(server, job)}", err=True)
@@ -89,31 +90,40 @@ def _follow(server: JobServer, job: str) -> NoReturn:
     sys.exit(2 if finished.exit_code == 2 else 1)
 
 
-def stage(grid: Path, profile: str, folder: Path) -> int:
-    """Copies the packages, the grid and the profile into a folder; returns its size in bytes."""
+def stage(grid: Path, profile: str, folder: Path, imports: Sequence[str] = ()) -> int:
+    """Copies the packages, the grid, its imports and the profile into a folder; returns its size in bytes."""
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for name in FILES:  # missing if the project is installed as a package
         if (PROJECT_DIR / name).exists():
             shutil.copy(PROJECT_DIR / name, folder / name)
     # With the keys of the files that they extend, which are not copied.
-    contents = {folder / GRID_FOLDER / grid.name: read_grid(grid)}
+    content = read_grid(grid)
+    files = [*content.get("imports", ()), *imports]
+    if files:
+        content["imports"] = [f"imports/{number}/{Path(file).name}" for number, file in enumerate(files)]
+    for file, copied in zip(files, content.get("imports", ()), strict=True):
+        target = folder / GRID_FOLDER / copied
+        target.parent.mkdir(parents=True)
+        shutil.copy(file, target)
+    contents = {folder / GRID_FOLDER / grid.name: content}
     if profile.endswith(".yaml"):
         contents[folder / _copied_profile(profile)] = read_profile(profile_path(profile))
     for path, content in contents.items():
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None) -> None:
+def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, imports: Sequence[str] = ()) -> None:
     """Finds errors before anything is uploaded.
 
     Raises:
         UserError: lists all errors in the grid, the profile and the overrides; or a path is relative, so that it would be in
             the job's temporary folder.
     """
-    for config in expand(grid, profile, overrides, table_names(), resolve_paths=False).configs.values():
+    expanded = expand(grid, profile, overrides, table_names(), resolve_paths=False, imports=imports)
+    for config in expanded.configs.values():
         data, init = config.data, config.recipe.init
         if init is not None and not PurePosixPath(init).is_absolute():
             raise UserError(f"recipe.init={init}: a relative path; give the absolute path of a file on the cluster")

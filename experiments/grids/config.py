@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from experiments.grids.custom_code import UnknownCodeError, custom_code
 from san.choice import ChoiceError, ModelError
-from san.models import ModelSpec, model_spec
+from san.models import ModelSpec, ModuleSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 """Folder that contains the packages."""
@@ -71,31 +71,39 @@ class ModelConfig(BaseModel):
 
     def spec(self) -> ModelSpec:
         """The model's spec. Raises ValueError if `model_errors` finds an error."""
-        model = self.name, repr(self.overrides)
+        named = model_spec(self.name)
+        model = named, repr(self.overrides)
         if model not in _SPECS:
-            fields = _fields(self.name)
+            fields = _fields(type(named))  # type: ignore[arg-type]
             values = self.overrides.items()
             read = {key: fields[key].validate_python(value) if key in fields else value for key, value in values}
             _SPECS[model] = model_spec(self.name, read)
         return _SPECS[model]
 
 
-_SPECS: dict[tuple[str, str], ModelSpec] = {}
-"""Specs by name and overrides, because large grids have few models and ask for them often."""
+_SPECS: dict[tuple[ModelSpec, str], ModelSpec] = {}
+"""Specs by named spec and overrides, because large grids have few models and ask for them often."""
 
 
 @functools.cache
-def _fields(name: str) -> dict[str, TypeAdapter[Any]]:
-    """The validator of each field of a variant's spec. Raises ChoiceError for an unknown variant."""
-    spec = type(model_spec(name))
+def _fields(spec: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
+    """The validator of each field of a kind of spec."""
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
+
+
+def is_module(name: object) -> bool:
+    """Whether a model is one of timm or of the user, not one of this project's networks."""
+    try:
+        return isinstance(model_spec(str(name)), ModuleSpec)
+    except ChoiceError:
+        return False
 
 
 def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     """Every error that prevents building the model for images of `size` pixels, as (path of the key, error)."""
     try:
-        readers = _fields(model.name)
+        readers = _fields(type(model_spec(model.name)))  # type: ignore[arg-type]
     except ChoiceError as error:
         yield "model.name", str(error)
         return
@@ -374,6 +382,8 @@ def fine_tuning_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     for key, is_set in {"freeze": bool(recipe.freeze), "layer_decay": recipe.layer_decay != 1}.items():
         if is_set and stage:
             yield f"recipe.{key}", f"cannot be combined with engine.zero_stage={stage}; leave out one of the two keys"
+    if recipe.layer_decay != 1 and is_module(config.model.name):
+        yield "recipe.layer_decay", f"has no effect on {config.model.name}, whose parts are not known; leave out this key"
     if not recipe.freeze:
         return
     if recipe.init is None:

@@ -1,4 +1,4 @@
-"""Hashes the files of relations, mappings, positions and transformations that users add, because their code affects results."""
+"""Hashes the files of models, relations, mappings, positions and transformations that users add: their code affects results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from san.models import ModelSpec
+from san.models import ModelSpec, ModuleSpec
+from san.models.modules import TIMM
 from san.nn.attention import TRANSFORMATIONS
 from san.nn.mapping import MAPPINGS
 from san.nn.position import POSITIONS
@@ -55,6 +56,8 @@ def custom_code(spec: ModelSpec) -> dict[str, str]:
             for file in sorted({_file(function) for function in functions}):
                 digest.update(file.read_bytes())
             digests[field] = digest.hexdigest()[:16]
+    if isinstance(spec, ModuleSpec) and not spec.name.startswith(TIMM):
+        digests["model"] = hashlib.sha256(_file(type(spec).function).read_bytes()).hexdigest()[:16]
     return digests
 
 

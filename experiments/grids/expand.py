@@ -23,12 +23,14 @@ from experiments.grids.config import (
     base_folder,
     combination_errors,
     fine_tuning_errors,
+    is_module,
     merged,
     model_errors,
     schema_errors,
     value_at,
 )
 from experiments.grids.grid import Grid, Layer, Plot, ProtocolName, Row
+from experiments.grids.imports import SourceFile, import_files
 from experiments.grids.transform import transform_errors
 
 GRIDS_DIR = Path(__file__).parent
@@ -46,6 +48,7 @@ class Expanded:
     grid: Grid
     configs: dict[str, TrialConfig]
     full_size: dict[str, ModelConfig]
+    imports: tuple[SourceFile, ...]
 
 
 class _Loader(yaml.SafeLoader):
@@ -80,15 +83,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_grid(path: Path) -> dict[str, Any]:
     """Reads a grid file and adds the missing keys from the grid that it extends. Raises UserError."""
-    content, files = read_yaml(path), [path]
+    content, files = _with_absolute_imports(path, read_yaml(path)), [path]
     while (parent := content.pop("extends", None)) is not None:
         if not isinstance(parent, str):
             raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
         files.append(files[-1].parent / parent)
         if files[-1].resolve() in (file.resolve() for file in files[:-1]):
             raise UserError(f"{files[-2]}: extends: this grid extends itself ({' -> '.join(map(str, files))})")
-        content = read_yaml(files[-1]) | content
+        content = _with_absolute_imports(files[-1], read_yaml(files[-1])) | content
     return content
+
+
+def _with_absolute_imports(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(imports := content.get("imports"), list):
+        return content
+    return content | {"imports": [os.path.abspath(path.parent / str(file)) for file in imports]}
 
 
 def profile_path(name: str) -> Path:
@@ -150,12 +159,20 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collection[str], resolve_paths: bool = True) -> Expanded:
+def expand(
+    path: Path,
+    profile: str,
+    overrides: Sequence[str],
+    tables: Collection[str],
+    resolve_paths: bool = True,
+    imports: Sequence[str] = (),
+) -> Expanded:
     """Reads a grid file and validates every row: profile, then `base`, the row, and overrides, which override earlier values.
 
     Args:
         tables: valid values of the key `table`.
         resolve_paths: whether relative paths are resolved from the current folder.
+        imports: files to import in addition to the grid's.
 
     Raises:
         UserError: lists all errors of the first step that finds any, each with its file or override and its key: syntax, keys
@@ -168,6 +185,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     except ValidationError as error:
         raise UserError("\n".join(f"{path}: {key}: {what}" for key, what in schema_errors(error, Grid))) from None
     _raise_all(path, [*_grid_errors(grid, tables), *_axis_errors(grid, layers)])
+    sources = import_files([*grid.imports, *imports])
     rows = (Row.model_construct(id=""),) if "rows" not in content else grid.rows
     grid = grid.model_copy(update={"rows": _multiplied(rows, grid.product)})
     _raise_all(path, _repeated(grid))
@@ -178,7 +196,7 @@ def expand(path: Path, profile: str, overrides: Sequence[str], tables: Collectio
     _raise_all(path, [*_plot_errors(grid.plot, configs), *_early_stopping_errors(grid, configs)])
     models = [layer.get("model", {}) for _, layer in layers]
     full_size = {row.id: ModelConfig.model_validate(merged(grid.base.model, row.model, *models)) for row in grid.rows}
-    return Expanded(grid, configs, full_size)
+    return Expanded(grid, configs, full_size, sources)
 
 
 def _raise_all(path: Path, errors: Iterable[str]) -> None:
@@ -250,7 +268,11 @@ class _Layers:
 
     def values(self, row: Row) -> dict[str, Any]:
         layers = self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *(layer for _, layer in self.overrides)
-        return merged(self.profile, anchored(merged({}, *layers), Path.cwd()) if self.resolve_paths else merged({}, *layers))
+        values = merged({}, *layers)
+        profile = self.profile
+        if is_module(values["model"].get("name")):  # the profile's stages and widths are those of this project's networks
+            profile = {section: settings for section, settings in profile.items() if section != "model"}
+        return merged(profile, anchored(values, Path.cwd()) if self.resolve_paths else values)
 
     def lacks_root(self, row: Row, source: str) -> bool:
         """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from experiments.grids.config import Count, Strict, TrialConfig, Whole
 from experiments.grids.custom_code import custom_code
+from experiments.grids.imports import SourceFile
 from san.models import ModelSpec
 
 
@@ -63,6 +64,9 @@ class Grid(Strict):
     """Another grid, as a path relative to this file, whose keys apply unless this file sets them."""
     question: str
     """Question that the grid answers; used as the title of the results."""
+    imports: tuple[str, ...] = ()
+    """Python files that register relations (`@san.register_relation`) and models (`@san.register_model`) for this grid. A
+    relative path is resolved from this file's folder. The files travel to every worker; what they import must be installed."""
     table: str | None = None
     """Table of the paper with which the results are compared, row by row (the same `id`). Null: no comparison."""
     rows: tuple[Row, ...] = Field(default=(), min_length=1)
@@ -102,6 +106,8 @@ class Trial:
     data_digest: str
     init_digest: str = ""
     """Digest of the file `recipe.init`, if there is one."""
+    imports: tuple[SourceFile, ...] = ()
+    """Files that a worker imports before it builds the model."""
 
     @property
     def name(self) -> str:

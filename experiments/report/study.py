@@ -108,7 +108,7 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     config = first.config
     done = sum(row.seeds for section in sections for row in section.rows)
     seconds = {key: spent for section in sections for key, spent in section.seconds.items()}
-    resources, stages = config.resources, config.model.spec().num_stages or 5
+    resources, stages = config.resources, getattr(config.model.spec(), "num_stages", None) or 5
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
     missing = f" {len(trials) - done} of {len(trials)} trials have not been trained yet." if done < len(trials) else ""

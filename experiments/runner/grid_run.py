@@ -79,6 +79,7 @@ def open_grid_run(
     writes: bool = True,
     only: tuple[str, ...] = (),
     take_over: bool = False,
+    imports: tuple[str, ...] = (),
 ) -> GridRun:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
 
@@ -92,7 +93,7 @@ def open_grid_run(
     """
     workspace = open_workspace(runs)
     workspace.store.check()
-    name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names())
+    name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names(), imports=imports)
     _require_rows(path, only, expanded.configs)
     resolve = _placed if writes else lambda data: without_writing(_placed(data))
     configs = {row: config.model_copy(update={"data": resolve(config.data)}) for row, config in expanded.configs.items()}
@@ -108,14 +109,15 @@ def open_grid_run(
     for done in dict.fromkeys(_initialized(path, row, config, digests) for row, config in tuned.values()):
         print_status(done)
     trials = tuple(
-        Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init])
+        Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
         for row, config in configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
             print_status(scaling)
-    command = _run_command(path, profile, [*overrides, *(f"--only={row}" for row in only)], seeds)
+    options = [*(f"--only={row}" for row in only), *(f"--import={file}" for file in imports)]
+    command = _run_command(path, profile, [*overrides, *options], seeds)
     given = None if runs is None else str(runs)
     grid, full_size = expanded.grid, expanded.full_size
     return GridRun(

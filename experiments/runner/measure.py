@@ -12,6 +12,7 @@ from experiments.evaluation.evaluate import open_checkpoint, open_images
 from experiments.evaluation.protocol import Condition, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName, Trial
+from experiments.grids.imports import import_sources
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
@@ -66,6 +67,7 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
         DataError: an image cannot be used.
     """
     workspace, config = task.workspace, task.trial.config
+    import_sources(task.trial.imports)
     checkpoint = last_of(workspace.checkpoints(task.trial), config.recipe.epochs)
     workspace.store.download(checkpoint)
     with kept_log(workspace, task.trial) as log, logging_to(log, rank=0):

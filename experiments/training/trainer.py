@@ -22,6 +22,7 @@ import san
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.grids.grid import Trial
+from experiments.grids.imports import import_sources
 from experiments.runs.claims import Claim
 from experiments.runs.retry import OUTAGE_TIMEOUT
 from experiments.runs.store import StorageError
@@ -67,6 +68,7 @@ def run_trial(
         FloatingPointError: a loss or a weight is not finite.
     """
     config = trial.config
+    import_sources(trial.imports)
     device = training_device(config)
     with explain_oom(config, device):
         rank, _ = join_process_group(device)

@@ -225,7 +225,26 @@ FIELD_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model in numbers: a row of the registry.
+    """A row of the registry: the name of a model and its settings, from which it is built."""
+
+    name: str
+
+    def check_input(self, size: int) -> None:
+        """Raises ValueError if images of `size` x `size` pixels are too small for the model."""
+        raise NotImplementedError
+
+    def build(self, num_classes: int | None, in_channels: int = 3) -> BaseModel:
+        """The model with fresh weights; a backbone if `num_classes` is None.
+
+        Raises:
+            ValueError: a number of classes or channels is not positive, or the sizes of the spec do not fit together.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedSpec(ModelSpec):
+    """A network with stages in numbers.
 
     `num_stages` keeps only the first stages, so that the side of the map is halved so many times: 5 is a full SAN and a full
     ResNet. `width_mult` scales all widths. Small profiles use both, so that the named variants differ from each other as they
@@ -234,7 +253,6 @@ class ModelSpec:
 
     stem_halvings: ClassVar[int] = 0
     """How often the side of the map is halved besides once per stage."""
-    name: str
     depths: tuple[int, ...]
     widths: tuple[int, ...]
     num_stages: int | None = None
@@ -270,15 +288,3 @@ class ModelSpec:
 
     def _kept(self) -> int | None:
         return None if self.num_stages is None else self.num_stages - self.stem_halvings
-
-    def check_input(self, size: int) -> None:
-        """Raises ValueError if images of `size` x `size` pixels are too small for the model."""
-        raise NotImplementedError
-
-    def build(self, num_classes: int | None, in_channels: int = 3) -> BaseModel:
-        """The model with fresh weights; a backbone if `num_classes` is None.
-
-        Raises:
-            ValueError: a number of classes or channels is not positive, or the sizes of the spec do not fit together.
-        """
-        raise NotImplementedError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from san.choice import ModelError, choose
+from san.choice import ChoiceError, ModelError, choose
 from san.models.base import ModelSpec
+from san.models.modules import TIMM, timm_spec
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
 
@@ -28,12 +29,12 @@ VARIANTS: dict[str, ModelSpec] = {
 
 
 def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSpec:
-    """The spec of a named variant with some of its fields replaced.
+    """The spec of a named variant, or of a model of timm (`timm/NAME`), with some of its fields replaced.
 
     Raises:
         ValueError: unknown name or field, with the names that exist.
     """
-    spec = choose("model", name, VARIANTS)
+    spec = timm_spec(name) if str(name).startswith(TIMM) else _registered(name)
     fields = [field.name for field in dataclasses.fields(spec) if field.name != "name"]
     unknown = sorted(set(overrides or {}) - set(fields))
     if unknown:
@@ -43,3 +44,10 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     # YAML and JSON have only lists; a spec has tuples, because it is hashable.
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]
+
+
+def _registered(name: str) -> ModelSpec:
+    try:
+        return choose("model", name, VARIANTS)
+    except ChoiceError as error:
+        raise ChoiceError("name", f"{error}, timm/NAME, or a model that an imported file registers") from None

@@ -189,7 +189,8 @@ def _detect_variant(path: str | Path, state: Mapping[str, Tensor], overrides: di
         raise CheckpointError(f"{path}: not one of the authors' SANs; expected keys such as layer0.0.sam.conv1.weight")
     depths = tuple({stage: block + 1 for stage, block in blocks}.values())
     kind = PairwiseSpec if any(".sam.conv_p." in key for key in state) else PatchwiseSpec
-    variants = {name: model_spec(name, overrides).kept_depths() for name, row in VARIANTS.items() if isinstance(row, kind)}
+    specs = [model_spec(name, overrides) for name, row in VARIANTS.items() if isinstance(row, kind)]
+    variants = {spec.name: spec.kept_depths() for spec in specs if isinstance(spec, kind)}
     for name, kept in variants.items():
         if kept == depths:
             return name

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from san.choice import ModelError
-from san.models.base import BaseModel, ModelSpec
+from san.models.base import BaseModel, StagedSpec
 from san.nn.depth import Blocks, drop_path
 from san.nn.inputs import check_map
 from san.nn.norm import activate, conv_norm, conv_norm_relu
@@ -23,7 +23,7 @@ EXPANSION = 4  # a bottleneck's output channels over its inner channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResNetSpec(ModelSpec):
+class ResNetSpec(StagedSpec):
     """A bottleneck ResNet in numbers. `footprint` is the side of each bottleneck's spatial convolution."""
 
     stem_halvings = 1  # convolution and pooling halve the map twice, but the first stage does not
@@ -32,7 +32,7 @@ class ResNetSpec(ModelSpec):
     stem_width: int = 64
 
     def __post_init__(self) -> None:
-        ModelSpec.__post_init__(self)  # slots make a new class, which super() without arguments does not find
+        StagedSpec.__post_init__(self)  # slots make a new class, which super() without arguments does not find
         inner, stem = min(self.scaled_widths()) // EXPANSION, int(self.stem_width * self.width_mult)
         if min(inner, stem) < 1:
             raise ModelError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
 from san.choice import ChoiceError, ModelError
-from san.models.base import BaseModel, ModelSpec
+from san.models.base import BaseModel, StagedSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
 from san.nn.depth import Blocks
 from san.nn.inputs import check_map, specialize
@@ -21,7 +21,7 @@ from san.ops.tracing import is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SANSpec(ModelSpec):
+class SANSpec(StagedSpec):
     """A SAN in numbers, with the paper's defaults. Stage 1 has a 3x3 footprint; `footprint` applies to the other stages.
 
     Each kind of attention has a subclass with fields for the arguments of its module.
@@ -57,7 +57,7 @@ class SANSpec(ModelSpec):
 
     def attention_arguments(self) -> dict[str, Any]:
         """The fields that are arguments of the attention module."""
-        others = {"footprint", *(field.name for field in fields(ModelSpec))}
+        others = {"footprint", *(field.name for field in fields(StagedSpec))}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
     def build(self, num_classes: int | None, in_channels: int = 3) -> SAN:

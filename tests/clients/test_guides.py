@@ -19,7 +19,7 @@ def test_the_guide_to_other_tools_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", (GUIDES / "pytorch.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {"__name__": "guide"}
     for block in blocks:
         exec(compile(block, "<guide>", "exec"), names)

@@ -148,3 +148,12 @@ def test_timms_training_script_trains_a_variant(tmp_path: Path) -> None:
     torch.save(average.module.state_dict(), tmp_path / "average.pt")
     restored = timm.create_model("san10_pairwise", num_classes=10, checkpoint_path=str(tmp_path / "average.pt"), **SMALL)
     assert torch.equal(restored.eval()(IMAGES), average.module.eval()(IMAGES))
+
+
+def test_model_of_timm_is_a_row_like_ours() -> None:
+    model = san.create_model("timm/convnext_atto", 10, drop_path_rate=0.1)
+    assert model.num_classes == 10 and model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+    assert san.complexity(model, 224).params == sum(parameter.numel() for parameter in model.parameters())
+    san.create_model("timm/vit_tiny_patch16_224", 10, img_size=32).spec.check_input(32)
+    with pytest.raises(ValueError, match="has no model 'convnext_attto'; did you mean timm/convnext_atto"):
+        san.create_model("timm/convnext_attto")

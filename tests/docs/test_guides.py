@@ -49,6 +49,12 @@ class Block:
     """The page's text between the block before and this one."""
 
     @property
+    def file(self) -> str | None:
+        """The name of the file as which the page says to save the block."""
+        named = re.findall(r"[Ss]ave this as `([\w.-]+)`", self.before)
+        return named[-1] if named else None
+
+    @property
     def commands(self) -> list[list[str]]:
         """The command lines of a shell block, split; a quoted argument may have several lines."""
         found, rest = list[list[str]](), ""
@@ -85,6 +91,8 @@ class Reader:
             self.read_yaml(block)
         elif block.note is not None:
             self.check(block)
+        elif block.language == "python" and (name := block.file):
+            (self.folder / name).write_text(block.text)
         elif block.language == "python":
             exec(compile(self.with_key(block.text), "<guide>", "exec"), self.names)
         else:
@@ -129,8 +137,7 @@ class Reader:
         if block.note is not None:
             yaml.safe_load(block.text)
             return
-        named = re.findall(r"Save this as `([\w.-]+)`", block.before)
-        path = self.folder / (named[-1] if named else "grid.yaml")
+        path = self.folder / (block.file or "grid.yaml")
         path.write_text(block.text)
         expand(path, "digits", ["data.root=images"], table_names())
 

@@ -1,4 +1,4 @@
-"""Grids on three nodes. One node fails during a trial."""
+"""Grids on three nodes, with a relation and a model of the user. One node fails during a trial."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.grids.config import PROJECT_DIR
 from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
+from tests.docs.test_guides import blocks
 from tests.experiments.drivers import PATIENCE, Driver
 from tests.faults.witness import Step, steps_of
 
@@ -22,10 +24,13 @@ ONE_WORKER = (
 TWO_WORKERS = (*ONE_WORKER, "resources.workers=2")
 TWO_TRIALS = """
 question: Which failures does a grid survive?
+imports: [mine.py]
 rows:
-  - {id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}
-  - {id: resnet26_3, model: {name: resnet26, footprint: 3}}
+  - {id: pairwise_3, model: {name: san10_pairwise, footprint: 3, relation: maximum}}
+  - {id: cnn, model: {name: plain_cnn}}
 """
+MINE = next(block.text for block in blocks((PROJECT_DIR / "docs/guides/grids.md").read_text()) if block.file == "mine.py")
+"""A relation and a model of a user."""
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
 
 
@@ -52,6 +57,7 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None
     """The nodes have separate addresses if network namespaces are available."""
     runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
     grid.write_text(TWO_TRIALS)
+    (tmp_path / "mine.py").write_text(MINE)
     with separate_addresses() as network, nodes(1, network) as cluster:
         cluster.add()
         cluster.add()
@@ -89,6 +95,7 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> 
     """Its process still reaches the shared folder, but no longer owns the trial: it ends when it would write a checkpoint."""
     runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
     grid.write_text(TWO_TRIALS)
+    (tmp_path / "mine.py").write_text(MINE)
     with separate_addresses() as network:
         if network is None:
             pytest.skip("needs network namespaces")

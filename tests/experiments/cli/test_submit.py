@@ -10,6 +10,8 @@ import yaml
 from cuda_ext import build
 from experiments.cli import submit
 from experiments.errors import UserError
+from experiments.grids.expand import expand
+from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 
 GRID = """\
@@ -98,3 +100,14 @@ def test_job_has_a_copy_of_a_profile_file(tmp_path: Path) -> None:
     command = submit.run_command(tmp_path / "small.yaml", str(profile), [], None, None, False)
     copied = yaml.safe_load((tmp_path / "copy" / command[command.index("--profile") + 1]).read_text())
     assert (copied["data"]["root"], copied["data"]["size"]) == ("/images", 64)
+
+
+def test_job_has_copies_of_the_imports(tmp_path: Path) -> None:
+    """Files with the same name do not replace each other."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"# {folder}\n")
+    (tmp_path / "small.yaml").write_text(f"{GRID}imports: [a/mine.py]\n")
+    submit.stage(tmp_path / "small.yaml", "digits", tmp_path / "copy", [str(tmp_path / "b" / "mine.py")])
+    copied = expand(tmp_path / "copy" / "job" / "small.yaml", "digits", [], table_names())
+    assert [file.source for file in copied.imports] == ["# a\n", "# b\n"]

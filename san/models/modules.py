@@ -1,0 +1,141 @@
+"""Models that come from elsewhere, as rows of the registry: functions registered by users, and the models of timm."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from san.choice import ChoiceError, ModelError
+from san.models.base import BaseModel, ModelSpec, check_count
+
+Build = Callable[..., nn.Module]
+F = TypeVar("F", bound=Build)
+SIZES = ("num_classes", "in_channels")
+TIMM = "timm/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSpec(ModelSpec):
+    """A model that a function builds. Each parameter of the function besides `SIZES` is a field of a subclass."""
+
+    function: ClassVar[Build]
+
+    def check_input(self, size: int) -> None:
+        """Raises ModelError if the function or its model fails, or does not return logits, for images of this size."""
+        try:
+            with torch.device("meta"), torch.no_grad():
+                logits = self.build(2).eval()(torch.empty(1, 3, size, size))
+        except Exception as error:  # any: it is not our code
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ModelError(f"{self.name} cannot classify images of {size} x {size} pixels ({reason})") from error
+        if not isinstance(logits, Tensor) or logits.shape != (1, 2):
+            shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ModelError(f"{self.name} must return logits [N, num_classes], here [1, 2], not {shape}")
+
+    def build(self, num_classes: int | None, in_channels: int = 3) -> ModuleModel:
+        if num_classes is None:
+            raise ModelError(f"{self.name} cannot be built with features_only=True, which only this package's networks support")
+        check_count("num_classes", num_classes)
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "name"}
+        module = type(self).function(num_classes=num_classes, in_channels=in_channels, **settings)
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"{self.name}: its function must return a torch.nn.Module, not {type(module).__name__}")
+        return ModuleModel(self, module, num_classes, in_channels)
+
+
+class ModuleModel(BaseModel):
+    """Wraps a module that returns logits. It is counted, trained and stored as one part, and has no feature maps."""
+
+    classifier_name = ""
+
+    def __init__(self, spec: ModuleSpec, module: nn.Module, num_classes: int, in_channels: int) -> None:
+        super().__init__(spec, in_channels)
+        self.module, self._num_classes = module, num_classes
+
+    @property
+    def num_classes(self) -> int:
+        return self._num_classes
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        return {"model": [self.module]}
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        logits_NC: Tensor = self.module(x_NCHW)
+        return logits_NC
+
+
+def register_model(name: str) -> Callable[[F], F]:
+    """Decorator that adds a function as a model: `create_model(name)`, and rows of grids with `model: {name: NAME}`.
+
+    The function receives `num_classes` and `in_channels` as keyword arguments and returns a module: images [N, in_channels, H,
+    W] to logits [N, num_classes]. Its other parameters need defaults and type hints; each is a field that grids can change.
+
+    Raises:
+        ValueError: a network of this package has that name, or a parameter lacks a default or a type hint.
+    """
+
+    def register(function: F) -> F:
+        from san.models.registry import VARIANTS
+
+        if name.startswith(TIMM) or (name in VARIANTS and not isinstance(VARIANTS[name], ModuleSpec)):
+            raise ValueError(f"model {name!r} is a model of this package or of timm; choose another name")
+        VARIANTS[name] = _spec(name, function)
+        return function
+
+    return register
+
+
+def _spec(name: str, function: Build) -> ModuleSpec:
+    hints, settings = get_type_hints(function), []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in SIZES:
+            continue
+        if parameter.default is parameter.empty or parameter.name not in hints:
+            raise ValueError(f"model {name!r}: its parameter {parameter.name} needs a type hint and a default")
+        settings.append((parameter.name, hints[parameter.name], field(default=parameter.default)))
+    kind = make_dataclass(
+        "RegisteredSpec",
+        settings,
+        bases=(ModuleSpec,),
+        namespace={"function": staticmethod(function), "__module__": __name__},
+        frozen=True,
+        slots=True,
+        kw_only=True,
+    )
+    spec: ModuleSpec = kind(name=name)
+    return spec
+
+
+@functools.cache
+def timm_spec(name: str) -> ModuleSpec:
+    """A model of timm, `timm/NAME`, without its weights. Fields: `drop_path_rate`, and `img_size` for models with a fixed size.
+
+    Raises:
+        ChoiceError: timm is not installed, or has no such model.
+    """
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:  # timm imports torchvision, which raises the second beside another torch
+        reason = f"cannot be imported ({str(error).partition(chr(10))[0]})"
+        raise ChoiceError("name", f"{name} needs timm, which {reason}; see docs/guides/pytorch.md") from None
+    theirs = name.removeprefix(TIMM)
+    if not timm.is_model(theirs):
+        near = difflib.get_close_matches(theirs, timm.list_models(), n=1)
+        hint = f"; did you mean {TIMM}{near[0]}?" if near else ""
+        raise ChoiceError("name", f"timm {timm.__version__} has no model {theirs!r}{hint} `timm.list_models()` lists them")
+
+    def build(num_classes: int, in_channels: int, drop_path_rate: float = 0.0, img_size: int | None = None) -> nn.Module:
+        sizes: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+        module: nn.Module = timm.create_model(
+            theirs, num_classes=num_classes, in_chans=in_channels, drop_path_rate=drop_path_rate, **sizes
+        )
+        return module
+
+    return _spec(name, build)

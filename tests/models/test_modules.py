@@ -1,0 +1,85 @@
+"""Models that users register. `tests/clients/test_timm.py` covers those of timm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import san
+from san.models import ModuleSpec
+from san.models.registry import VARIANTS
+
+
+@pytest.fixture(autouse=True)
+def forget_registered() -> Iterator[None]:
+    before = dict(VARIANTS)
+    yield
+    VARIANTS.clear()
+    VARIANTS.update(before)
+
+
+def tiny(num_classes: int, in_channels: int = 3, widths: tuple[int, ...] = (8,), bias: bool = True) -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(in_channels, widths[0], 3, bias=bias)]
+    layers += [nn.Conv2d(before, after, 3) for before, after in itertools.pairwise(widths)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], num_classes))
+
+
+def test_registered_model_is_built_counted_and_stored_like_the_others(tmp_path: Path) -> None:
+    san.register_model("tiny")(tiny)
+    assert "tiny" in san.list_models()
+    model = san.create_model("tiny", 10, in_channels=1, widths=[4, 6]).eval()
+    images_NCHW = torch.randn(2, 1, 16, 16)
+    logits_NC = model(images_NCHW)
+    assert isinstance(logits_NC, Tensor) and logits_NC.shape == (2, 10)
+    counted = san.complexity(model, 16)
+    assert counted.params == sum(parameter.numel() for parameter in model.parameters())
+    assert counted.flops_paper == sum(part.flops_paper for part in counted.stages) > 0
+    san.save_checkpoint(model, tmp_path / "tiny.pt")
+    loaded = san.load_checkpoint(tmp_path / "tiny.pt")
+    assert loaded.spec == model.spec
+    torch.testing.assert_close(loaded(images_NCHW), logits_NC)
+
+
+def test_file_of_a_model_that_is_not_registered_says_so(tmp_path: Path) -> None:
+    san.register_model("tiny")(tiny)
+    san.save_checkpoint(san.create_model("tiny", 10), tmp_path / "tiny.pt")
+    del VARIANTS["tiny"]
+    with pytest.raises(san.CheckpointError, match=r"unknown model 'tiny'.*an imported file registers"):
+        san.load_checkpoint(tmp_path / "tiny.pt")
+
+
+def test_registration_rejects_our_names_and_parameters_without_default_or_hint() -> None:
+    with pytest.raises(ValueError, match="choose another name"):
+        san.register_model("resnet26")(tiny)
+    with pytest.raises(ValueError, match="choose another name"):
+        san.register_model("timm/tiny")(tiny)
+    for function in (lambda num_classes, in_channels, depth=1: None, lambda num_classes, in_channels, depth: None):
+        with pytest.raises(ValueError, match="depth needs a type hint and a default"):
+            san.register_model("other")(function)  # type: ignore[arg-type, return-value]
+
+
+def test_own_model_can_be_replaced() -> None:
+    san.register_model("tiny")(tiny)
+    san.register_model("tiny")(lambda num_classes, in_channels: nn.Linear(3, num_classes))
+    assert isinstance(VARIANTS["tiny"], ModuleSpec)
+    assert isinstance(san.create_model("tiny", 10).get_submodule("module"), nn.Linear)
+
+
+def test_images_and_logits_that_do_not_fit_are_explained() -> None:
+    san.register_model("tiny")(tiny)
+    VARIANTS["tiny"].check_input(3)
+    with pytest.raises(ValueError, match="tiny cannot classify images of 2 x 2 pixels"):
+        VARIANTS["tiny"].check_input(2)
+    san.register_model("maps")(lambda num_classes, in_channels: nn.Conv2d(in_channels, num_classes, 1))
+    with pytest.raises(ValueError, match=r"must return logits \[N, num_classes\], here \[1, 2\], not \[1, 2, 8, 8\]"):
+        VARIANTS["maps"].check_input(8)
+    san.register_model("text")(lambda num_classes, in_channels: "a model")  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"must return a torch\.nn\.Module, not str"):
+        san.create_model("text")
+    with pytest.raises(ValueError, match="features_only"):
+        san.create_model("tiny", features_only=True)
