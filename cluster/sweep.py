@@ -83,6 +83,7 @@ def sweep(
     retries: int = 3,
     non_retryable: tuple[type[Exception], ...] = (),
     fatal: tuple[type[Exception], ...] = (),
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Outcome]:
     """Calls `function(value, report)` for every value, in other processes, and returns how each call ended.
 
@@ -101,9 +102,11 @@ def sweep(
             must resume. If there are no nodes left, the trial waits for new ones. Announced losses of nodes do not count.
         non_retryable: exceptions after which a trial is not retried, because it would raise them again.
         fatal: exceptions after which no other trial starts, because all trials would raise them.
+        is_interrupted: once it returns true, no other trial starts; the sweep waits for those that run (see `interruptible`).
 
     Raises:
         ClusterError: a trial does not fit on the cluster, or raised a `fatal` exception.
+        KeyboardInterrupt: `is_interrupted` has returned true.
 
     A failed trial does not affect the others. Ctrl-C and exceptions of the observer end all trials and the session.
     """
@@ -111,7 +114,7 @@ def sweep(
         return {}
     with session() as available, _own_folder(storage) as folder:
         concurrency(placement, available)
-        queue = _Queue(values, placement)
+        queue = _Queue(values, placement, is_interrupted)
         follower = _Follower(observer, queue)
         trainable = _trainable(function, dict(values), placement, folder, non_retryable, fatal)
         tuner = ray.tune.Tuner(
@@ -127,6 +130,8 @@ def sweep(
         )
         try:
             tuner.fit()
+            if is_interrupted():
+                raise KeyboardInterrupt
         except BaseException:
             ray.shutdown()  # otherwise Tune leaves its trials running
             raise
@@ -216,15 +221,19 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
 class _Queue(ray.tune.search.Searcher):
     """The queue of trials, from which Tune gets the next one."""
 
-    def __init__(self, keys: Iterable[str], placement: Placement) -> None:
+    def __init__(self, keys: Iterable[str], placement: Placement, is_interrupted: Callable[[], bool]) -> None:
         super().__init__()
-        self.waiting, self.placement = deque(keys), placement
+        self.waiting, self.placement, self.is_interrupted = deque(keys), placement, is_interrupted
         self.running: set[str] = set()
         """Ids of Tune's trials."""
         self._limit, self._checked_at = 0, -math.inf
 
+    def __getstate__(self) -> dict[str, object]:
+        """Nothing: Tune pickles the queue for a restart that never happens."""
+        return {}
+
     def suggest(self, trial_id: str) -> dict[str, str] | None:
-        if not self.waiting:
+        if not self.waiting or self.is_interrupted():
             return None if self.running else self.FINISHED  # type: ignore[return-value]
         if len(self.running) >= self._limit_now():
             return None

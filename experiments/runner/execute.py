@@ -107,16 +107,22 @@ def _sweep(
     restart: Restart,
     start: float,
 ) -> dict[str, Outcome]:
-    from cluster.sweep import sweep  # imports Ray Tune and Train
+    from cluster.interrupt import interruptible  # imports Ray
+    from cluster.sweep import sweep
 
     prepare(grid_run, description)
     grid_run.tracker.begin()
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
-    train_one = functools.partial(run_trial, grid_run.workspace, should_continue=should_continue, grid_claim=claim)
     try:
-        with _sweep_storage(grid_run.workspace.store, f"{grid_run.name}-{grid_run.profile}") as storage:
+        with (
+            _sweep_storage(grid_run.workspace.store, f"{grid_run.name}-{grid_run.profile}") as storage,
+            interruptible(progress.interrupted) as (should_stop, is_interrupted),
+        ):
+            train_one = functools.partial(
+                run_trial, grid_run.workspace, should_continue=should_continue, should_stop=should_stop, grid_claim=claim
+            )
             return sweep(
                 train_one,
                 missing,
@@ -125,6 +131,7 @@ def _sweep(
                 observer=progress,
                 non_retryable=(UserError, DataError, FloatingPointError),
                 fatal=(MachineError, ClaimedError),
+                is_interrupted=is_interrupted,
             )
     except KeyboardInterrupt:
         with suppress(TrackerError):

@@ -198,7 +198,12 @@ class Progress:
         trial, now = self.trials[key], self.clock()
         is_first = trial.latest is None
         trial.report(metrics, now)
-        if is_first and trial.done_before is not None and trial.done_before >= 1:
+        if "interrupted" in metrics:
+            self._write(f"{trial.name} {words(metrics)[0]}")
+            return
+        if is_first and metrics.get("step", 1) > 1:
+            self._write(f"{trial.name} resumes at {words(metrics)[0]}")
+        elif is_first and trial.done_before is not None and trial.done_before >= 1:
             self._write(f"{trial.name} resumes after epoch {int(trial.done_before)}")
         # Lines from inside an epoch become rarer, down to one per minute.
         pause = min(max((now - trial.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
@@ -208,8 +213,10 @@ class Progress:
         self._show()
 
     def finished(self, outcome: Outcome) -> None:
-        self.ended += 1
         trial = self.trials[outcome.key]
+        if trial.latest is not None and "interrupted" in trial.latest:
+            return
+        self.ended += 1
         trial.end(outcome.error is not None)
         seconds = f"{self.clock() - trial.begun:.0f} s"
         if outcome.error is not None:
@@ -223,6 +230,9 @@ class Progress:
 
     def waiting(self, reason: str) -> None:
         self._write(f"waiting: {reason}")
+
+    def interrupted(self) -> None:
+        self._write("interrupted; the trials save their work. Press Ctrl-C again to end at once")
 
     def has_advanced(self) -> bool:
         """Whether a trial has finished an epoch."""

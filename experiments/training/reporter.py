@@ -61,7 +61,7 @@ class ProgressReporter:
         """Whether to report a step, by this worker's clock."""
         return self._reports.is_due(is_last_step)
 
-    def report_step(self, running: RunningEpoch, history: Sequence[Epoch]) -> None:
+    def report_step(self, running: RunningEpoch, history: Sequence[Epoch], **more: float) -> None:
         seen = self.train.seen_after(running.steps)
         metrics = {
             "epoch": running.number,
@@ -71,6 +71,7 @@ class ProgressReporter:
             "train/loss": running.loss / seen,
             "train/images_per_second": seen / running.seconds,
             "train/wait_share": running.waited / running.seconds,
+            **more,
         }
         if history:
             metrics["val/top1"] = history[-1].top1
@@ -93,6 +94,10 @@ class ProgressReporter:
         if dist.get_rank() == 0:
             _log.info("%s: other trials had a higher top-1 at this epoch", stopped(len(history), self.epochs))
 
+    def report_interrupted(self, running: RunningEpoch, history: Sequence[Epoch]) -> None:
+        """Reports that the trial was asked to stop and has saved its work."""
+        self.report_step(running, history, interrupted=1)
+
     def _log(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:
             _log.info(", ".join(words(metrics)))
@@ -112,6 +117,8 @@ def words(metrics: Mapping[str, float]) -> list[str]:
         is_trained = metrics["step"] == metrics["steps"]
         step = "validating" if is_trained else f"step {metrics['step']:.0f}/{metrics['steps']:.0f}"
         where = f"epoch {metrics['epoch'] + 1:.0f}/{metrics['epochs']:.0f}, {step}"
+    if "interrupted" in metrics:
+        where = f"saved at {where}"
     top1 = [f"top-1 {metrics['val/top1']:.1f} %"] if "val/top1" in metrics else []
     return [
         where,

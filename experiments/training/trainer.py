@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 ShouldContinue = Callable[[str, Sequence[float]], bool]
 """Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
+ShouldStop = Callable[[], bool]
+SECONDS_BETWEEN_CHECKS = 2.0
 
 
 def run_trial(
@@ -52,13 +54,14 @@ def run_trial(
     trial: Trial,
     report: Report,
     should_continue: ShouldContinue | None = None,
+    should_stop: ShouldStop | None = None,
     grid_claim: Claim | None = None,
 ) -> nn.Module:
     """Trains one trial, or the rest of it. The results are in MLflow, the weights in the checkpoints.
 
     Every worker of the trial calls this function and returns the same model, the one that was validated. `report` is called on
     all workers after the same steps; `ProgressReporter` documents the values. After each epoch but the last, the first worker
-    calls `should_continue`.
+    calls `should_continue`. Every few seconds, it calls `should_stop`, after which the trial saves its work and returns.
 
     Raises:
         ClaimedError: another process has taken over the trial, or its grid.
@@ -84,7 +87,7 @@ def run_trial(
         checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, keep, 60 * minutes)
         if rank == 0 and grid_claim is not None:
             grid_claim.check()
-        return _prepare(workspace, trial, device, checkpoints, watchdog, report, should_continue).fit()
+        return _prepare(workspace, trial, device, checkpoints, watchdog, report, should_continue, should_stop).fit()
 
 
 def _prepare(
@@ -95,6 +98,7 @@ def _prepare(
     watchdog: Watchdog,
     report: Report,
     should_continue: ShouldContinue | None,
+    should_stop: ShouldStop | None,
 ) -> Trainer:
     config, rank, world = trial.config, dist.get_rank(), dist.get_world_size()
     prepare_cpu(config.resources.cpus)
@@ -113,7 +117,9 @@ def _prepare(
     if (warning := precision_warning(config.recipe.precision, device)) is not None:
         _log.warning(warning)
     reporter = ProgressReporter(report, config.recipe.epochs, train)
-    return Trainer(workspace, trial, engine, train, val, checkpoints, watchdog, reporter, should_continue, complexity, tags)
+    return Trainer(
+        workspace, trial, engine, train, val, checkpoints, watchdog, reporter, should_continue, should_stop, complexity, tags
+    )
 
 
 class _Step(NamedTuple):
@@ -125,6 +131,7 @@ class _Step(NamedTuple):
 class _Due(NamedTuple):
     save: bool
     report: bool
+    stop: bool
 
 
 class _Clock:
@@ -155,6 +162,7 @@ class Trainer:
     watchdog: Watchdog
     reporter: ProgressReporter
     should_continue: ShouldContinue | None
+    should_stop: ShouldStop | None
     complexity: san.Complexity
     tags: Mapping[str, str]
     logger: AsyncMetricLogger | None = None
@@ -164,6 +172,7 @@ class Trainer:
     """End of each epoch in milliseconds since 1970."""
     last_saved: str | None = None
     """Name of the last checkpoint."""
+    _checked_at: float = field(default_factory=time.monotonic)
 
     def fit(self) -> nn.Module:
         """Resumes, trains, validates, saves and logs until the last epoch; returns the model that was validated."""
@@ -183,6 +192,9 @@ class Trainer:
                         clock.stop()
                         if due.save:
                             self.save(running)
+                        if due.stop:
+                            self.reporter.report_interrupted(running, self.history)
+                            return self.engine.model
                         if due.report:
                             self.reporter.report_step(running, self.history)
                         unchecked.clear()
@@ -235,12 +247,13 @@ class Trainer:
         losses = torch.stack([step.loss for step in steps]).double().tolist()
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         is_last = running.steps == self.train.steps
-        due = [self.checkpoints.is_due() and not is_last, self.reporter.is_due(is_last)]
+        stop = self.should_stop is not None and dist.get_rank() == 0 and not is_last and self.should_stop()
+        due = [stop or (self.checkpoints.is_due() and not is_last), self.reporter.is_due(is_last), stop]
         sums = [loss * step.images for loss, step in zip(losses, steps, strict=True)]
         of_worker = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
         everyone = [torch.empty_like(of_worker) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, of_worker)
-        finites, saves, reports, *totals = torch.stack(everyone).T.tolist()
+        finites, saves, reports, stops, *totals = torch.stack(everyone).T.tolist()
         first = int(min(finites))
         if first < len(steps):
             number = running.steps - len(steps) + first + 1
@@ -249,7 +262,8 @@ class Trainer:
             )
         for total in totals:
             running.loss += sum(total)
-        return _Due(bool(saves[0]), bool(reports[0]))
+        self._checked_at = time.monotonic()
+        return _Due(bool(saves[0]), bool(reports[0]), bool(stops[0]))
 
     def validate(self, running: RunningEpoch) -> Epoch:
         self.engine.average_buffers()
@@ -293,7 +307,10 @@ class Trainer:
             self.logger.finish(best, stopped_by, _outage_timeout(self.trial.config))
 
     def _is_check(self, steps: int) -> bool:
-        return steps == self.train.steps or steps % self.trial.config.checkpointing.check_every_n_steps == 0
+        """Several workers check after the same steps. A single one with slow steps also asks in between whether to stop."""
+        if steps == self.train.steps or steps % self.trial.config.checkpointing.check_every_n_steps == 0:
+            return True
+        return dist.get_world_size() == 1 and time.monotonic() - self._checked_at > SECONDS_BETWEEN_CHECKS
 
     def _continues(self, running: RunningEpoch) -> bool:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""

@@ -59,15 +59,18 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     killed.finish()
 
     interrupted = start()
-    interrupted.wait_for(r"\w+ starts")
+    interrupted.wait_for(r" epoch [12]/3")
     assert re.search(r"3 trials, [12] already finished", interrupted.said)
     os.killpg(interrupted.process.pid, signal.SIGINT)
     assert interrupted.finish() == 1
-    assert "interrupted; finished work is kept. Run the same command again to resume" in interrupted.said
+    saved = re.search(r"(\w+) saved at epoch (\d)/3, step (\d+)/", interrupted.said)
+    assert saved is not None, interrupted.said
+    assert "Run the same command again to resume" in interrupted.said
     assert "Traceback" not in interrupted.said
 
     last = start()
     assert last.finish() == 0, last.said
+    assert f"{saved[1]} resumes at epoch {saved[2]}/3, step {int(saved[3]) + 1}/" in last.said
     grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
     epochs = logged_epochs(grid_run)
     assert sorted(name.split()[0] for name in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]

@@ -89,15 +89,15 @@ def test_terminal_shows_a_bar_and_a_row_per_running_trial(terminal: Terminal) ->
     progress = Progress(NAMES, EPOCHS, terminal.out, clock)
     progress.started("a")
     progress.started("b")
-    for step in (10, 60):
+    for step in (1, 51):
         clock.now += 10
         progress.progress("a", inside(0, step))
     assert terminal.seen()[:2] == ["[   0 s, 0/2 done] pairwise_3 starts", "[   0 s, 0/2 done] resnet26_3 starts"]
     bar, *rows = terminal.seen()[2:]
     assert re.fullmatch("0/2 trials  [━╸╺]{20}  0/8 epochs, 80 s left", bar)
-    assert rows == [f"pairwise_3  epoch 1/4, step 60/100, 68 s left, {SAID}", "resnet26_3  starts"]
+    assert rows == [f"pairwise_3  epoch 1/4, step 51/100, 70 s left, {SAID}", "resnet26_3  starts"]
     progress.finished(Outcome("b", "ValueError: no"))
-    assert terminal.seen()[2] == "[  20 s, 1/2 done, 68 s left] resnet26_3 FAILED after 20 s: ValueError: no"
+    assert terminal.seen()[2] == "[  20 s, 1/2 done, 70 s left] resnet26_3 FAILED after 20 s: ValueError: no"
     assert terminal.seen()[3].startswith("1/2 trials (1 FAILED)")
     progress.close()
     assert len(terminal.seen()) == 3  # the bar is gone, the messages stay
@@ -266,4 +266,24 @@ def test_seconds_count_from_the_start_of_the_command_and_resuming_is_reported() 
     assert out.getvalue().splitlines() == [
         "[  12 s, 0/2 done] pairwise_3 starts",
         "[  12 s, 0/2 done] pairwise_3 resumes after epoch 2",
+    ]
+
+
+def test_interrupted_trial_says_where_it_has_saved_and_where_it_resumes() -> None:
+    out = io.StringIO()
+    progress = Progress(NAMES, EPOCHS, out, Clock())
+    progress.started("a")
+    progress.interrupted()
+    progress.progress("a", {**inside(1, 20), "interrupted": 1})
+    progress.finished(Outcome("a"))
+    again = Progress(NAMES, EPOCHS, out, Clock())
+    again.started("a")
+    again.progress("a", inside(1, 21))
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "pairwise_3 starts",
+        "interrupted; the trials save their work. Press Ctrl-C again to end at once",
+        "pairwise_3 saved at epoch 2/4, step 20/100",
+        "pairwise_3 starts",
+        "pairwise_3 resumes at epoch 2/4, step 21/100",
     ]
