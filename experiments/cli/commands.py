@@ -144,13 +144,19 @@ def plan(
         click.echo(json.dumps([dataclasses.asdict(trial) for trial in planned]))
         return
     width = max(len(trial.row) for trial in planned)
-    lines = [f"{trial.row:{width}s}  seed {trial.seed}  {trial.key}  {_state(trial)}{_hours(trial.hours)}" for trial in planned]
-    click.echo("\n".join([*lines, "", *plan_in_words(grid_run, planned, address)]))
+    for trial in planned:
+        size = f"{trial.params / 1e6:8.3f} M params {trial.flops / 1e6:9.1f} M FLOPs"
+        click.echo(f"{trial.row:{width}s}  seed {trial.seed}  {trial.key}{size}  {_state(trial)}{_hours(trial.hours)}")
+    lines, can_run = plan_in_words(grid_run, planned, address)
+    click.echo("\n".join(["", *lines]))
+    sys.exit(0 if can_run else 1)
 
 
 def _state(trial: PlannedTrial) -> str:
     if trial.stopped_at is not None:
         return f"stopped at epoch {trial.stopped_at}"
+    if trial.equal_to is not None:
+        return f"equal to {trial.equal_to}"
     return "finished" if trial.finished else "to train"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
 from experiments.grids.grid import Trial
-from experiments.paper.tables import note_on_missing_rows
+from experiments.paper.tables import count, note_on_missing_rows
 from experiments.runner.estimate import Estimator, Hours
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask, pending_tasks
@@ -30,6 +30,11 @@ class PlannedTrial:
     """The epoch after which early stopping ended it."""
     hours: Hours | None
     """None if there is nothing to train."""
+    params: int
+    flops: int
+    """As the paper counts them, of the model that is trained."""
+    equal_to: str | None = None
+    """The planned trial with the same key, which is trained instead."""
 
 
 def plan(grid_run: GridRun) -> list[PlannedTrial]:
@@ -39,13 +44,20 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in grid_run.wanted:
         alike[trial.key].append(trial)
-    planned = []
+    planned: list[PlannedTrial] = []
+
+    def add(trial: Trial, finished: bool, stopped_at: int | None, hours: Hours | None, equal_to: str | None = None) -> None:
+        data = trial.config.data
+        counts = count(trial.config.model.spec(), data.size, len(open_data(data)[0].classes))
+        size = counts.params, counts.flops_paper
+        planned.append(PlannedTrial(trial.row, trial.seed, trial.key, finished, stopped_at, hours, *size, equal_to))
+
     for trial in done:
-        result = results[trial.key]
-        planned.append(PlannedTrial(trial.row, trial.seed, trial.key, result.finished, result.stopped_at, None))
+        add(trial, results[trial.key].finished, results[trial.key].stopped_at, None)
     for first, hours in to_train(grid_run, results):
-        for trial in alike[first.key]:  # equal trials are trained once
-            planned.append(PlannedTrial(trial.row, trial.seed, trial.key, False, None, hours if trial is first else None))
+        add(first, False, None, hours)
+        for trial in alike[first.key][1:]:  # trained once
+            add(trial, False, None, None, first.name)
     return planned
 
 
@@ -59,7 +71,7 @@ def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Tri
         if not is_done(grid_run, results, trial):
             missing.setdefault(trial.key, trial)
     estimator = Estimator(results.values())
-    trials = [(trial, estimator.hours(trial, len(open_data(trial.config.data)[0]))) for trial in missing.values()]
+    trials = [(trial, estimator.hours(trial, *map(len, open_data(trial.config.data)))) for trial in missing.values()]
     return sorted(trials, key=lambda each: each[1].wall)
 
 
@@ -72,28 +84,43 @@ def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> di
     )
 
 
-def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: str | None) -> list[str]:
-    """The number of trials to train, how many run at a time, their resources and the training time."""
+def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: str | None) -> tuple[list[str], bool]:
+    """The number of trials to train, how many run at a time, their resources and the training time; and whether the trials can
+    run."""
     from cluster.session import is_local, session, this_machine  # imports Ray
 
     missing = {
         trial.key: trial for trial in reversed(planned) if not _is_settled(trial)
     }  # the first of equal ones has the hours
-    first = f"grid {grid_run.name}, profile {grid_run.profile}: {len(planned)} trials, {len(missing)} to train"
+    train, val = open_data(grid_run.trials[0].config.data)
+    size = grid_run.trials[0].config.data.size
+    images = f"{len(train):,} training and {len(val):,} validation images of {size}x{size} pixels"
+    first = f"grid {grid_run.name}, profile {grid_run.profile} ({images}): {len(planned)} trials, {len(missing)} to train"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
     beside = [f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else []
     if not missing:
-        return [first, *beside]
+        return [first, *beside], True
     first += " in the order above"
+    beside += _unequal_sizes(planned)
     here = this_machine if is_local(address) else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
             at_once = min(trials_that_fit(grid_run, resources), len(missing))
         except ClusterError as error:
-            return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)]
+            return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)], False
     nodes = len(resources.nodes)
     where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
-    return [first, *beside, f"{where} has {room(grid_run, resources, at_once)}", *_in_hours(missing.values(), at_once)]
+    return [first, *beside, f"{where} has {room(grid_run, resources, at_once)}", *_in_hours(missing.values(), at_once)], True
+
+
+def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
+    """A warning if rows are so different in size that their accuracies say little about anything else."""
+    rows = {trial.row: (trial.params, trial.flops) for trial in planned}
+    middle = [sorted(numbers)[len(rows) // 2] for numbers in zip(*rows.values(), strict=True)]
+    far = [row for row, sizes in rows.items() if any(not 0.5 <= a / b <= 2 for a, b in zip(sizes, middle, strict=True))]
+    if not far:
+        return []
+    return [f"more than a factor of 2 from the grid's median in parameters or FLOPs: {', '.join(far)}"]
 
 
 def trials_that_fit(grid_run: GridRun, resources: Resources) -> int:

@@ -187,6 +187,9 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
         _loader(config, dataset, is_train, seed, rank, world, device)
         for dataset, is_train in zip(_broadcast_data(config.data, rank, world, device), (True, False), strict=True)
     )
+    if config.recipe.batch_size > len(train.dataset):
+        most = f"the number of training images, {len(train.dataset)}"
+        raise UserError(f"recipe.batch_size: must be at most {most}, not {config.recipe.batch_size}")
     smallest = len(train.dataset) // train.steps // world
     if smallest < config.recipe.grad_accum_steps:
         raise UserError(f"recipe.grad_accum_steps: {too_many_parts(config, smallest)}")

@@ -26,7 +26,7 @@ def test_names_rows_that_are_missing_from_the_papers_table(
     print_report(grid_run, {})
     missing = "lacks a, b, c and 2 more rows"
     assert missing in capsys.readouterr().out
-    assert missing in " ".join(plan_in_words(grid_run, plan(grid_run), None))
+    assert missing in " ".join(plan_in_words(grid_run, plan(grid_run), None)[0])
 
 
 def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., GridRun]) -> None:

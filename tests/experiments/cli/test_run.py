@@ -44,8 +44,8 @@ EQUAL_ROWS = """
 def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., GridRun]:
     """Opens a grid run on the text of a grid."""
 
-    def open_it(text: str, name: str = "first", **options: object) -> GridRun:
-        return open_grid_run(write_grid(text, f"{name}.yaml"), "digits", (), runs, **options)  # type: ignore[arg-type]
+    def open_it(text: str, name: str = "first", *overrides: str, **options: object) -> GridRun:
+        return open_grid_run(write_grid(text, f"{name}.yaml"), "digits", overrides, runs, **options)  # type: ignore[arg-type]
 
     return open_it
 
@@ -190,14 +190,32 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
         {each.row: each.hours for each in planned}[row] for row in ("trial", "longer", "equal", "other")
     )
     assert longer is not None and other is not None and done is equal is None
-    assert longer.wall == pytest.approx(36 * 1437 / 100 / 3600)
+    start, validation = 2, 0.25 * 360  # seconds; images, as if they were training images
+    assert longer.wall == pytest.approx((start + 36 * (1437 + validation) / 100) / 3600)
+    assert [trial.equal_to for trial in planned if trial.row == "equal"] == ["longer"]
     assert (longer.cpu, longer.gpu, longer.is_rough, other.is_rough) == (longer.wall, 0, False, True)
 
-    lines = plan_in_words(grid_run, planned, None)
+    lines, can_run = plan_in_words(grid_run, planned, None)
+    assert can_run
     assert "4 trials, 2 to train" in lines[0]
     wall = max((longer.wall + other.wall) / 2, longer.wall, other.wall)
-    assert f" {duration(3600 * wall)} with 2 trials at a time" in lines[2]
-    assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[2]
+    assert f" {duration(3600 * wall)} with 2 trials at a time" in lines[-1]
+    assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[-1]
+
+
+def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: Callable[..., GridRun]) -> None:
+    rows = ["{id: a}", "{id: b, model: {relation: dot}}", "{id: wide, model: {width_mult: 1}}"]
+    grid_run = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}")
+    planned = plan(grid_run)
+    sizes = {trial.row: trial.params for trial in planned}
+    assert sizes["wide"] > 2 * sizes["a"] > 0
+    assert any(line.endswith("in parameters or FLOPs: wide") for line in plan_in_words(grid_run, planned, None)[0])
+
+
+def test_plan_of_trials_that_do_not_fit_fails(open_text: Callable[..., GridRun]) -> None:
+    grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=64")
+    lines, can_run = plan_in_words(grid_run, plan(grid_run), None)
+    assert not can_run and any("cannot run here" in line for line in lines)
 
 
 def finish(grid_run: GridRun, trial: Trial, **metrics: float) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
+from experiments.runner.grid_run import GridRun
 from experiments.training import images as images_module
 from experiments.training.images import data_digest, loaders, open_data
 from pipelines import DataError, Dataset
@@ -132,3 +134,8 @@ def test_first_worker_lists_the_images_for_all_workers(
         assert results == [[(dataset, rank) for dataset in expected] for rank in range(2)]
     else:
         assert [result.startswith("DataError") and error in result for result in results] == [True, True], results
+
+
+def test_rejects_a_batch_larger_than_the_dataset(open_small_grid: Callable[..., GridRun]) -> None:
+    with pytest.raises(UserError, match=r"recipe\.batch_size: must be at most the number of training images, 1437, not 100000"):
+        open_small_grid("recipe.batch_size=100000")
