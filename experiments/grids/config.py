@@ -213,6 +213,12 @@ class RecipeConfig(Strict):
     """Epochs during which the learning rate rises linearly from 0, before the cosine decay."""
     mixup_alpha: NotNegative = 0.0
     """Alpha of mixup: pairs of images and labels are blended with weights from Beta(alpha, alpha). 0 turns mixup off."""
+    cutmix_alpha: NotNegative = 0.0
+    """Alpha of CutMix: a rectangle of each image comes from another one, and the labels are weighted by area (Yun et al. 2019, arXiv
+    1905.04899). 0 turns CutMix off. Together with mixup, each step uses one of the two at random."""
+    drop_path: Fraction = 0.0
+    """Probability with which training skips the last residual block for an image; it grows linearly from 0 in the first block
+    (stochastic depth: Huang et al. 2016, arXiv 1603.09382)."""
     ema_decay: Fraction = 0.0
     """Decay per step of the exponential moving average of weights and BatchNorm statistics, which is then validated and saved.
     0 turns averaging off."""
@@ -382,8 +388,9 @@ def fine_tuning_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     for key, is_set in {"freeze": bool(recipe.freeze), "layer_decay": recipe.layer_decay != 1}.items():
         if is_set and stage:
             yield f"recipe.{key}", f"cannot be combined with engine.zero_stage={stage}; leave out one of the two keys"
-    if recipe.layer_decay != 1 and is_module(config.model.name):
-        yield "recipe.layer_decay", f"has no effect on {config.model.name}, whose parts are not known; leave out this key"
+    for key, is_set in {"layer_decay": recipe.layer_decay != 1, "drop_path": bool(recipe.drop_path)}.items():
+        if is_set and is_module(config.model.name):
+            yield f"recipe.{key}", f"has no effect on {config.model.name}, whose parts are not known; leave out this key"
     if not recipe.freeze:
         return
     if recipe.init is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.graphs import StepGraphs
-from experiments.training.recipe import MixedBatch, averaged, erased, frozen_parts, mixup, optimizer, schedule
+from experiments.training.recipe import MixedBatch, averaged, erased, frozen_parts, mixed, optimizer, schedule
 
 PLAIN = EngineConfig()
 ALIGNMENT = 32
@@ -133,11 +133,11 @@ class Engine:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """Makes one optimizer step with gradients averaged over the workers; returns this worker's mean loss (with mixup, that
-        of the mixed labels)."""
+        """Makes one optimizer step with gradients averaged over the workers; returns this worker's mean loss (with mixup or
+        CutMix, that of the mixed labels)."""
         mean = torch.zeros((), device=self.device)
         images_NCHW = erased(images_NCHW, self.recipe.random_erasing)
-        parts = mixup(images_NCHW, labels_N, self.recipe.mixup_alpha).parts(self.recipe.grad_accum_steps)
+        parts = mixed(images_NCHW, labels_N, self.recipe).parts(self.recipe.grad_accum_steps)
         for number, part in enumerate(parts, start=1):
             mean += self._forward_backward(part, len(labels_N))
             if number == len(parts):

@@ -1,4 +1,4 @@
-"""Parts of the recipe: optimizer, schedule of the learning rate, mixup, random erasing, averaged model, frozen parts."""
+"""Parts of the recipe: optimizer, learning rate, mixup, CutMix, random erasing, averaged model, frozen parts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: RecipeConfig, steps: int)
 
 
 class MixedBatch(NamedTuple):
-    """The images of a step or of a part of it. With mixup, each image has two classes, `labels_N` and `others_N`, with the
-    weights `shares_2`; otherwise, `others_N` and `shares_2` are None."""
+    """The images of a step or of a part of it. With mixup or CutMix, each image has two classes, `labels_N` and
+    `others_N`, with the weights `shares_2`; otherwise, `others_N` and `shares_2` are None."""
 
     images_NCHW: Tensor
     labels_N: Tensor
@@ -51,7 +51,7 @@ class MixedBatch(NamedTuple):
         return [MixedBatch(*part, self.shares_2) for part in zip(images, labels, others, strict=True)]
 
     def loss(self, logits_NC: Tensor, label_smoothing: float) -> Tensor:
-        """Mean cross-entropy in float32; with mixup, weighted over both classes."""
+        """Mean cross-entropy in float32; weighted over both classes if there are two."""
         logits_NC = logits_NC.float()
         loss = cross_entropy(logits_NC, self.labels_N, label_smoothing=label_smoothing)
         if self.others_N is None or self.shares_2 is None:
@@ -72,6 +72,30 @@ def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> MixedBatch:
     shares_2 = to_device(torch.tensor([share, 1 - share]), labels_N.device)
     mixed_NCHW = shares_2[0] * images_NCHW + shares_2[1] * images_NCHW[others_N]
     return MixedBatch(mixed_NCHW, labels_N, labels_N[others_N], shares_2)
+
+
+def cutmix(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> MixedBatch:
+    """Replaces a rectangle of every image, the same for the whole batch, by that of another one of the batch (Yun et al. 2019,
+    arXiv 1905.04899). As in torchvision, a rectangle that reaches over the border is cut, and the areas are the weights.
+    """
+    H, W = images_NCHW.shape[2:]
+    area = 1 - float(torch.distributions.Beta(alpha, alpha).sample())
+    others_N = to_device(torch.randperm(len(labels_N)), labels_N.device)
+    y, x = int(torch.randint(H, ())), int(torch.randint(W, ()))
+    half_height, half_width = int(0.5 * math.sqrt(area) * H), int(0.5 * math.sqrt(area) * W)
+    rows = slice(max(y - half_height, 0), min(y + half_height, H))
+    columns = slice(max(x - half_width, 0), min(x + half_width, W))
+    mixed_NCHW = images_NCHW.clone()
+    mixed_NCHW[:, :, rows, columns] = images_NCHW[others_N][:, :, rows, columns]
+    share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (H * W)
+    return MixedBatch(mixed_NCHW, labels_N, labels_N[others_N], to_device(torch.tensor([share, 1 - share]), labels_N.device))
+
+
+def mixed(images_NCHW: Tensor, labels_N: Tensor, recipe: RecipeConfig) -> MixedBatch:
+    """The batch after mixup or CutMix; after one of the two at random if the recipe has both."""
+    if recipe.cutmix_alpha and (not recipe.mixup_alpha or torch.rand(()) < 0.5):
+        return cutmix(images_NCHW, labels_N, recipe.cutmix_alpha)
+    return mixup(images_NCHW, labels_N, recipe.mixup_alpha)
 
 
 def erased(images_NCHW: Tensor, probability: float) -> Tensor:

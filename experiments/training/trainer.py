@@ -106,6 +106,7 @@ def _prepare(
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
+    model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
     if config.recipe.init is not None:
         _log.info(initialize(model, config.recipe.init, trial.init_digest))
     complexity, tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)

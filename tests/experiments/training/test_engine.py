@@ -145,6 +145,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "warmup_epochs": ({"warmup_epochs": 0.7}, {}),
     "mixup": ({"mixup_alpha": 0.4}, {}),
+    "cutmix": ({"cutmix_alpha": 1.0}, {}),
     "ema": ({"ema_decay": 0.9}, {}),
     "grad_accum_steps": ({"grad_accum_steps": 3}, {}),
     "bfloat16": ({"precision": "bfloat16"}, {}),

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 import san
 from experiments.errors import UserError
 from experiments.runner.grid_run import GridRun, open_grid_run
-from experiments.training.recipe import erased, mixup, optimizer, schedule
+from experiments.training.recipe import cutmix, erased, mixed, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.training.test_engine import batches, network, recipe
@@ -52,6 +52,29 @@ def test_scaled_learning_rate_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     assert "learning rate scaled to 0.3 for recipe.batch_size=48" in capsys.readouterr().err
     open_grid_run(SMALL_GRID, "digits", (), tmp_path)
     assert capsys.readouterr().err == ""
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 10))
+def test_cutmix_weights_labels_by_area(seed: int, alpha: float) -> None:
+    """Every pixel comes from the image or from its partner."""
+    images_NCHW, labels_N = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 10), torch.arange(4)
+    torch.manual_seed(seed)
+    batch = cutmix(images_NCHW, labels_N, alpha)
+    assert batch.others_N is not None and batch.shares_2 is not None
+    from_other_NCHW = batch.images_NCHW == batch.others_N[:, None, None, None]
+    moved = batch.others_N != labels_N
+    assert (from_other_NCHW | (batch.images_NCHW == images_NCHW)).all()
+    shares = from_other_NCHW[moved].float().mean((1, 2, 3))
+    torch.testing.assert_close(shares, batch.shares_2[1].expand_as(shares))
+
+
+def test_both_kinds_of_mixing_take_turns() -> None:
+    torch.manual_seed(0)
+    images_NCHW, labels_N = torch.randn(4, 3, 8, 8), torch.arange(4)
+    both = [mixed(images_NCHW, labels_N, recipe(mixup_alpha=0.5, cutmix_alpha=0.5)).images_NCHW for _ in range(40)]
+    unchanged = [bool((images == images_NCHW).any()) for images in both]
+    assert 5 < sum(unchanged) < 35
+    assert mixed(images_NCHW, labels_N, recipe()).images_NCHW is images_NCHW
 
 
 def test_mixup_blends_images_and_labels_alike() -> None:
@@ -136,9 +159,27 @@ def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_
     assert params["resources.workers"] == "7"
 
 
-OFF = ("warmup_epochs=0", "mixup_alpha=0", "ema_decay=0", "grad_accum_steps=1", "precision=float32", "sync_batchnorm=false")
+OFF = (
+    "warmup_epochs=0",
+    "mixup_alpha=0",
+    "cutmix_alpha=0",
+    "drop_path=0",
+    "ema_decay=0",
+    "grad_accum_steps=1",
+    "precision=float32",
+    "sync_batchnorm=false",
+)
 OFF += ("lr_batch_size=null", "optimizer=sgd", "nesterov=false", "decay=all", "random_erasing=0")
-ON = ("warmup_epochs=1", "mixup_alpha=0.2", "ema_decay=0.9", "grad_accum_steps=2", "precision=bfloat16", "lr_batch_size=16")
+ON = (
+    "warmup_epochs=1",
+    "mixup_alpha=0.2",
+    "cutmix_alpha=1",
+    "drop_path=0.1",
+    "ema_decay=0.9",
+    "grad_accum_steps=2",
+    "precision=bfloat16",
+    "lr_batch_size=16",
+)
 ON += ("batch_size=64", "optimizer=adamw", "nesterov=true", "decay=weights", "random_erasing=0.1")
 
 

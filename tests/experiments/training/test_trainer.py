@@ -52,7 +52,14 @@ def test_killed_trial_resumes_with_identical_weights(
     open_small_grid: Callable[..., GridRun],
     place: Callable[[str], Workspace],
 ) -> None:
-    recipe = ("recipe.mixup_alpha=0.2", "recipe.ema_decay=0.9", "recipe.grad_accum_steps=2", "engine.deterministic=true")
+    recipe = (
+        "recipe.mixup_alpha=0.2",
+        "recipe.cutmix_alpha=1",
+        "recipe.drop_path=0.2",
+        "recipe.ema_decay=0.9",
+        "recipe.grad_accum_steps=2",
+        "engine.deterministic=true",
+    )
     trial = resnet(open_small_grid(*SHORT, *ALWAYS, *recipe, *options))
     whole = place("whole")
     assert ended(start(whole, trial, world)) == [0] * world
