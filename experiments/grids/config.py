@@ -214,8 +214,8 @@ class RecipeConfig(Strict):
     mixup_alpha: NotNegative = 0.0
     """Alpha of mixup: pairs of images and labels are blended with weights from Beta(alpha, alpha). 0 turns mixup off."""
     cutmix_alpha: NotNegative = 0.0
-    """Alpha of CutMix: a rectangle of each image comes from another one, and the labels are weighted by area (Yun et al. 2019, arXiv
-    1905.04899). 0 turns CutMix off. Together with mixup, each step uses one of the two at random."""
+    """Alpha of CutMix: a rectangle of an image comes from another one, and the labels are weighted by area (Yun et al. 2019,
+    arXiv 1905.04899). 0 turns CutMix off. Together with mixup, each step uses one of the two at random."""
     drop_path: Fraction = 0.0
     """Probability with which training skips the last residual block for an image; it grows linearly from 0 in the first block
     (stochastic depth: Huang et al. 2016, arXiv 1603.09382)."""
