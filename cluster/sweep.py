@@ -43,7 +43,7 @@ _LONGEST_REASON = 800
 """Maximum length of the reason for a failure, in characters."""
 _SECONDS_BETWEEN_CHECKS = 1.0
 """Interval between two requests for the cluster's resources."""
-_SECONDS_TO_START = 15.0
+_SECONDS_TO_START = 60.0
 """How long a trial may take to start before the observer is told that it waits."""
 _SECONDS_BETWEEN_NOTICES = 60.0
 
@@ -65,6 +65,9 @@ class Observer(Protocol):
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         """The first worker of a trial has reported metrics."""
+
+    def failed(self, key: str, reason: str) -> None:
+        """A trial has failed and will be retried."""
 
     def finished(self, outcome: Outcome) -> None:
         """A trial has ended and will not be retried."""
@@ -324,15 +327,23 @@ class _Follower(ray.tune.Callback):
         key = trial.config["key"]
         self._finish(self._failures.get(key, Outcome(key)))
 
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.observer.failed(trial.config["key"], _failure(trial)[0])
+
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        # The trial's files on this machine, because the copies for `trial.get_error()` are written later.
-        tracebacks, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
-        error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
-        self._finish(Outcome(trial.config["key"], _reason(error, tracebacks), tracebacks))
+        self._finish(Outcome(trial.config["key"], *_failure(trial)))
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcomes[outcome.key] = outcome
         self.observer.finished(outcome)
+
+
+def _failure(trial: Any) -> tuple[str, str]:
+    """The reason for which one of Tune's trials has failed, and its tracebacks."""
+    # The trial's files on this machine, because the copies for `trial.get_error()` are written later.
+    tracebacks, pickled = Path(trial.error_file).read_text(), trial.pickled_error_file
+    error = pickle.loads(Path(pickled).read_bytes()) if pickled else None
+    return _reason(error, tracebacks), tracebacks
 
 
 def _reason(error: Exception | None, tracebacks: str) -> str:

@@ -154,6 +154,8 @@ class DataConfig(Strict):
     """Seed that selects the images that `val-split` holds out."""
     train_per_class: Count | None = None
     """Maximum number of training images per class, the same images for every seed. Null: all images."""
+    val_per_class: Count | None = None
+    """Maximum number of validation images per class, the same images for every seed. Null: all images."""
     synthetic_classes: Count = 1000
     """Number of classes of the synthetic images."""
     synthetic_per_class: Count = 50

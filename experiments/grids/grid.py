@@ -88,7 +88,7 @@ class Grid(Strict):
 
 
 LOCATION_FIELDS = (
-    *("source", "root", "lists", "split", "val_split_per_class", "val_split_seed", "train_per_class"),
+    *("source", "root", "lists", "split", "val_split_per_class", "val_split_seed", "train_per_class", "val_per_class"),
     *("synthetic_classes", "synthetic_per_class"),
 )
 """Fields of `data` for the location and the choice of images. The digest of the image list replaces them in a key."""

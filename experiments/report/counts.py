@@ -38,12 +38,12 @@ def of_variants(size: int) -> list[Counted]:
 
 
 def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:
-    """Counts one named model with overrides such as `footprint=9`.
+    """Counts one named model with overrides such as `footprint=9` or, as in a grid, `model.footprint=9`.
 
     Raises:
         UserError: an unknown name or field, or numbers that do not fit together.
     """
-    fields = merged({"name": name}, *map(parse_override, overrides))
+    fields = merged({"name": name}, *(parse_override(override.removeprefix("model.")) for override in overrides))
     if fields["name"] != name:
         raise UserError(f"override name={fields['name']}: the model is already set to {name}; leave out this override")
     return _counted({name: ModelConfig.model_validate(fields)}, size, {})

@@ -179,7 +179,8 @@ def finished_results(grid_run: GridRun) -> dict[str, Result]:
     if not any(is_finished(results, trial) for trial in grid_run.trials):
         raise UserError(
             f"no finished trial of grid {grid_run.name} with profile {grid_run.profile} in {grid_run.workspace.tracking_uri}; "
-            f"train the grid with `{grid_run.kept_there(grid_run.command)}`, or choose another store with --runs"
+            "repeat the overrides with which it was trained, choose another store with --runs, or train the grid with "
+            f"`{grid_run.kept_there(grid_run.command)}`"
         )
     return results
 

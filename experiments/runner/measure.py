@@ -122,6 +122,9 @@ class MeasureProgress:
             self._write(f"{what}: {percentages(condition.numbers_in(values))}")
         self._show()
 
+    def failed(self, key: str, reason: str) -> None:
+        self._write(f"{self.tasks[key].name} failed and will be retried: {reason}")
+
     def finished(self, outcome: Outcome) -> None:
         self.running.pop(outcome.key, None)
         if outcome.error is not None:

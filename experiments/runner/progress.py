@@ -212,6 +212,9 @@ class Progress:
             self._write(f"{trial.name} {trial.text(now)}")
         self._show()
 
+    def failed(self, key: str, reason: str) -> None:
+        self._write(f"{self.trials[key].name} failed and will be retried: {reason}")
+
     def finished(self, outcome: Outcome) -> None:
         trial = self.trials[outcome.key]
         if trial.latest is not None and "interrupted" in trial.latest:

@@ -48,6 +48,9 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
         key = "data.train_per_class"
         if config.train_per_class is not None:
             train = train.first(config.train_per_class)
+        key = "data.val_per_class"
+        if config.val_per_class is not None:
+            val = val.first(config.val_per_class)
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
     return train, val
@@ -57,8 +60,9 @@ def _require_fitting(config: DataConfig) -> None:
     """Raises `DataError` for a key that the source does not use and that no profile or grid sets anyway."""
     if config.lists is not None and config.source != "folder":
         raise DataError(f"data.lists: used only with data.source=folder, not {config.source}; leave out data.lists")
-    if config.train_per_class is not None and config.source == "synthetic":
-        raise DataError("data.train_per_class: not used with data.source=synthetic; set data.synthetic_per_class instead")
+    for key in ("train_per_class", "val_per_class"):
+        if getattr(config, key) is not None and config.source == "synthetic":
+            raise DataError(f"data.{key}: not used with data.source=synthetic; set data.synthetic_per_class instead")
 
 
 def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
@@ -94,6 +98,8 @@ def open_split(config: DataConfig, name: str | None = None) -> Dataset:
     Raises:
         DataError: as `open_data`.
     """
+    if name is None and config.val_per_class is not None:
+        return open_data(config)[1]
     name = name or ("val" if config.split == "val-original" else config.split)
     if name == "train":
         return open_data(config)[0]

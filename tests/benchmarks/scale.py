@@ -57,6 +57,8 @@ class Clock:
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None: ...
 
+    def failed(self, key: str, reason: str) -> None: ...
+
     def finished(self, outcome: Outcome) -> None:
         assert outcome.error is None, outcome
         self.ends.append((time.monotonic(), _megabytes()))

@@ -20,6 +20,7 @@ class Memory:
 
     starts: list[str] = field(default_factory=list)
     reports: list[tuple[str, dict[str, float]]] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
 
@@ -28,6 +29,9 @@ class Memory:
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         self.reports.append((key, dict(metrics)))
+
+    def failed(self, key: str, reason: str) -> None:
+        self.failures.append((key, reason))
 
     def finished(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -56,6 +56,8 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
     outcomes = sweep(cells.dying, values, Placement(), storage=tmp_path / "s", observer=memory, retries=1)
     assert sorted(memory.starts) == ["always", "always", "once", "once"]
     assert memory.reports == [("once", {"survived": 1.0})]
+    assert sorted(key for key, _ in memory.failures) == ["always", "once"]
+    assert all("a worker process died without an exception" in reason for _, reason in memory.failures)
     assert outcomes["once"].error is None
     assert (outcomes["always"].error or "").startswith("a worker process died without an exception")
     assert capfd.readouterr() == ("", "")

@@ -34,7 +34,7 @@ PAGES = sorted(
     for page in (ROOT / "README.md", ROOT / "docs/index.md", *ROOT.glob("docs/start/*.md"), *ROOT.glob("docs/guides/*.md"))
 )
 BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): [^\n]* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SMALL = {"recipe.epochs": "1", "data.train_per_class": "4"}
+SMALL = {"recipe.epochs": "1", "recipe.batch_size": "8", "data.train_per_class": "4"}
 KEY = re.compile(r"\bKEY\b|(?:(?<=san attention )|(?<=--compare ))[0-9a-f]{12}\b")
 
 
@@ -91,7 +91,7 @@ class Reader:
             self.read_yaml(block)
         elif block.note is not None:
             self.check(block)
-        elif block.language == "python" and (name := block.file):
+        elif block.language == "python" and (name := block.file) and f"`python {name}`" not in block.before:
             (self.folder / name).write_text(block.text)
         elif block.language == "python":
             exec(compile(self.with_key(block.text), "<guide>", "exec"), self.names)

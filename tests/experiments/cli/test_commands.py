@@ -66,7 +66,7 @@ def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(ru
     _, out, _ = run_san("complexity", "--grid", grid, "--size", "256", "--stages")
     assert "printed" not in out
     assert len(out.splitlines()) == 2 + 3 * 8
-    _, out, _ = run_san("complexity", "san10_pairwise", "footprint=9")
+    _, out, _ = run_san("complexity", "san10_pairwise", "model.footprint=9")
     stages = ["stem", *(f"stage{i}" for i in range(1, 6)), "head"]
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["san10_pairwise", *stages]
     assert out.splitlines()[2].split()[1:3] == ["10.532", "2.533"]  # the paper's table "footprint": 10.5 and 2.5
@@ -205,7 +205,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["20 workers", "resources.workers=2 recipe.grad_accum_steps=10"],
     ),
     "more workers than images in a batch": (lambda tmp: ["run", GRID, "resources.workers=2", "recipe.batch_size=1"], ["batch"]),
-    "runs in a file": (lambda tmp: ["run", GRID, "--runs", bad_grid(tmp)], ["bad.yaml"]),
+    "runs in a file": (lambda tmp: ["plan", GRID, "--runs", bad_grid(tmp)], ["bad.yaml", "--runs"]),
+    "mistyped command": (lambda tmp: ["pln", GRID], ["Did you mean plan?"]),
     "data in a read-only folder": (lambda tmp: ["run", GRID, "data.root=/proc/x"], ["/proc/x", "data.root"]),
     "digits in a file": (lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"], ["bad.yaml/x"]),
     "embedded digits from elsewhere": (lambda tmp: ["data", "prepare", "digits", "--from", bad_grid(tmp)], ["--from"]),

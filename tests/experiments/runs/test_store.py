@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.errors import UserError
 from experiments.runs.store import LocalStore, StorageError, Store
 
 
@@ -56,9 +55,3 @@ def test_write_leaves_the_old_file_if_the_disk_is_full(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert store.read("a") == b"old" and store.names("") == [str(path.relative_to(tmp_path)) for path in tmp_path.iterdir()]
     assert store.names("") == ["a"]
-
-
-def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("")
-    with pytest.raises(UserError, match="runs: a file, but runs are stored in a folder"):
-        LocalStore(tmp_path / "runs").check()

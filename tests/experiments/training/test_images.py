@@ -12,7 +12,7 @@ from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.runner.grid_run import GridRun
 from experiments.training import images as images_module
-from experiments.training.images import data_digest, loaders, open_data
+from experiments.training.images import data_digest, loaders, open_data, open_split
 from pipelines import DataError, Dataset
 from pipelines.datasets.manifest import write_list
 from pipelines.datasets.pack import pack
@@ -88,6 +88,7 @@ def test_missing_digits_are_written(
         ({"lists": "/no/such/lists"}, "/no/such/lists: no such folder"),
         ({"split": "val-split", "val_split_per_class": 6}, "data.val_split_per_class: "),
         ({"train_per_class": 6}, "data.train_per_class: "),
+        ({"val_per_class": 600}, "data.val_per_class: "),
     ],
 )
 def test_rejects_invalid_data_settings(images: Path, fields: dict[str, Any], message: str) -> None:
@@ -139,3 +140,12 @@ def test_first_worker_lists_the_images_for_all_workers(
 def test_rejects_a_batch_larger_than_the_dataset(open_small_grid: Callable[..., GridRun]) -> None:
     with pytest.raises(UserError, match=r"recipe\.batch_size: must be at most the number of training images, 1437, not 100000"):
         open_small_grid("recipe.batch_size=100000")
+
+
+def test_fewer_validation_images(tmp_path: Path) -> None:
+    """The same in training and in evaluation; another split is complete."""
+    config = image_data(tmp_path / "digits", source="digits", val_per_class=3)
+    train, val = open_data(config)
+    assert (len(train), len(val)) == (1437, 30)
+    assert open_split(config).digest() == val.digest()
+    assert len(open_split(config, "val")) == 360
