@@ -18,7 +18,7 @@ def main() -> None:
             raise
         sys.exit(
             f"san: the package {error.name} is not installed; install the command's dependencies with "
-            "`pip install 'san-attention[experiments]'`"
+            "`pip install -e '.[experiments]'` in the clone"
         )
 
 
