@@ -9,7 +9,7 @@ STEP = ./.ci/step
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study weights faults soak figures docs gallery test test-all test-clients test-torch wheel lint audit format setup gpu-check clean
+.PHONY: demo study weights faults soak figures docs gallery test test-all test-clients test-torch test-latest wheel lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -61,7 +61,7 @@ test-all: test $(CLIENTS)/.installed
 	@$(STEP) "slow tests" $(PYTEST) -m slow --durations=50
 	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
 
-# Build a wheel with the CPU kernels into dist/; using it needs no compiler.
+# Build a wheel of the library with the CPU kernels into dist/; using it needs no compiler.
 wheel: setup
 	@$(BIN)/python -m cuda_ext.wheel dist
 
@@ -93,6 +93,19 @@ $(TORCH_VENV)/.installed: requirements.txt
 	  $$(grep -E '^(click|hypothesis|pydantic|pytest|PyYAML)==' requirements.txt)
 	@touch $@
 
+# The everyday tests with the newest releases of all packages in the extras, without pins and upper bounds, in an environment of its
+# own, which every call updates. It takes about 4 GB.
+LATEST_VENV := .venv-latest
+UNBOUNDED := import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*(re.sub(",<.*", "", name) for extra in project["optional-dependencies"].values() for name in extra))
+test-latest:
+	@$(STEP) "environment $(LATEST_VENV)" $(PYTHON) -m venv $(LATEST_VENV)
+	@$(STEP) "torch" $(LATEST_VENV)/bin/pip install -qq --upgrade torch setuptools wheel
+	@$(STEP) "newest releases" env DS_IGNORE_CUDA_DETECTION=1 $(LATEST_VENV)/bin/pip install -qq --upgrade \
+	  --upgrade-strategy eager --no-build-isolation $$($(PYTHON) -c '$(UNBOUNDED)')
+	@$(STEP) "the project itself" $(LATEST_VENV)/bin/pip install -qq --no-build-isolation --no-deps -e .
+	@$(STEP) "tests with the newest releases" $(subst $(BIN),$(LATEST_VENV)/bin,$(PYTEST)) -m "not slow"
+
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -119,7 +132,7 @@ setup: $(VENV)/.installed
 # torch comes first and through pip, which may know a copy that uv does not: deepspeed's build looks for it. That build also probes
 # its CUDA operators, of which we use none, and would fail on a machine with a GPU but no CUDA toolkit: DS_IGNORE_CUDA_DETECTION.
 # uv installs the rest in a tenth of pip's time; if it fails (say, behind a proxy that only pip knows), pip does.
-$(VENV)/.installed: requirements.txt setup.py
+$(VENV)/.installed: requirements.txt setup.py pyproject.toml
 	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
 	@$(STEP) "torch" $(BIN)/pip install $$(grep -E '^(torch|setuptools|wheel|uv)==' requirements.txt)
 	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 VIRTUAL_ENV=$(VENV) sh -c '\
@@ -130,4 +143,4 @@ $(VENV)/.installed: requirements.txt setup.py
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-latest build dist site *.egg-info
