@@ -260,9 +260,9 @@ def study(
     Example: san study --profile cifar10 --seeds 5
     """
     from experiments.cli.run import study as run_study
-    from experiments.grids.config import base_folder
+    from experiments.grids.config import PROJECT_DIR
 
-    folder = base_folder() / "docs" / "results" / Path(profile).stem
+    folder = PROJECT_DIR / "docs" / "results" / Path(profile).stem
     page, kept = page or folder / "study.md", kept or folder / "trials.csv"
     sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over) else 1)
 

@@ -75,11 +75,11 @@ def prepare(name: str, folder: Path | None, source: Path | None) -> None:
     \b
     Example: san data prepare cifar10
     """
-    from experiments.grids.config import base_folder
+    from experiments.grids.config import PROJECT_DIR
     from experiments.runner.progress import counting
     from pipelines import CIFAR, prepare_cifar, prepare_digits
 
-    folder = folder or base_folder() / "data" / name
+    folder = folder or PROJECT_DIR / "data" / name
     if source is not None and name not in CIFAR:
         raise UserError("--from: the digits are embedded; leave out this option")
     try:

@@ -94,9 +94,8 @@ def stage(grid: Path, profile: str, folder: Path, imports: Sequence[str] = ()) -
     """Copies the packages, the grid, its imports and the profile into a folder; returns its size in bytes."""
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in FILES:  # missing if the project is installed as a package
-        if (PROJECT_DIR / name).exists():
-            shutil.copy(PROJECT_DIR / name, folder / name)
+    for name in FILES:
+        shutil.copy(PROJECT_DIR / name, folder / name)
     # With the keys of the files that they extend, which are not copied.
     content = read_grid(grid)
     files = [*content.get("imports", ()), *imports]

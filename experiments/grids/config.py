@@ -20,13 +20,7 @@ from san.choice import ChoiceError, ModelError
 from san.models import ModelSpec, ModuleSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
-"""Folder that contains the packages."""
-
-
-def base_folder() -> Path:
-    """Folder of data/ and runs/: the project, or the current folder if the project is installed as a package."""
-    is_ours = (PROJECT_DIR / "setup.py").exists() or is_job_copy()
-    return PROJECT_DIR if is_ours else Path.cwd()
+"""Folder of the packages, data/ and runs/."""
 
 
 def is_job_copy() -> bool:

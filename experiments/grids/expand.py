@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from experiments.errors import UserError
 from experiments.grids.config import (
+    PROJECT_DIR,
     ModelConfig,
     TrialConfig,
-    base_folder,
     combination_errors,
     fine_tuning_errors,
     is_module,
@@ -37,7 +37,7 @@ GRIDS_DIR = Path(__file__).parent
 PROFILES_DIR = GRIDS_DIR / "profiles"
 PATHS = (("data", "root"), ("data", "lists"), ("recipe", "init"))
 """Keys whose values are paths. Relative paths are resolved from the current folder, those in a profile file from its folder,
-and those in the project's own profiles from `base_folder`."""
+and those in the project's own profiles from `PROJECT_DIR`."""
 MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -132,9 +132,9 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A layer whose relative paths are resolved from a folder. Those in `base_folder` stay relative, because other nodes may
+    """A layer whose relative paths are resolved from a folder. Those in `PROJECT_DIR` stay relative, because other nodes may
     have it elsewhere."""
-    for section, key in PATHS if folder.resolve() != base_folder() else ():
+    for section, key in PATHS if folder.resolve() != PROJECT_DIR else ():
         if _has(layer, f"{section}.{key}") and isinstance(value := layer[section][key], str):
             layer = merged(layer, {section: {key: os.path.abspath(folder / value)}})
     return layer

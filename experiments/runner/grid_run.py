@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster import Placement
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, DataConfig, ModelConfig, TrialConfig, base_folder
+from experiments.grids.config import PROJECT_DIR, ModelConfig, TrialConfig
 from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import table_names
@@ -95,8 +95,9 @@ def open_grid_run(
     workspace.store.check()
     name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names(), imports=imports)
     _require_rows(path, only, expanded.configs)
-    resolve = _placed if writes else lambda data: without_writing(_placed(data))
-    configs = {row: config.model_copy(update={"data": resolve(config.data)}) for row, config in expanded.configs.items()}
+    configs = expanded.configs
+    if not writes:
+        configs = {row: config.model_copy(update={"data": without_writing(config.data)}) for row, config in configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
     apart = {(c.data, c.recipe.batch_size, c.recipe.grad_accum_steps, c.resources): (row, c) for row, c in configs.items()}
     for row, config in apart.values():
@@ -145,18 +146,10 @@ def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str
         raise UserError(f"{path}: row {row}: {error}") from None
 
 
-def _placed(data: DataConfig) -> DataConfig:
-    """With absolute folders, because the workers run in other current folders."""
-    if base_folder() == PROJECT_DIR:
-        return data
-    folders = {key: str(base_folder() / value) for key in ("root", "lists") if (value := getattr(data, key)) is not None}
-    return data.model_copy(update=folders)
-
-
 def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
-    """What to type in the project's folder, or in this one."""
+    """What to type in the project's folder."""
     whole = path.resolve()
-    grid = whole.relative_to(base_folder()) if whole.is_relative_to(base_folder()) else path
+    grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else path
     chosen = [] if seeds is None else ["--seeds", str(seeds)]
     return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.grids.config import base_folder, is_job_copy
+from experiments.grids.config import PROJECT_DIR, is_job_copy
 from experiments.grids.grid import Trial
 from experiments.runs.address import require_no_secret
 from experiments.runs.store import LocalStore, Store, is_uri
@@ -75,10 +75,10 @@ def open_store(address: str | Path) -> Store:
 
 
 def default_runs() -> str:
-    """`SAN_RUNS`, else `runs/` of `base_folder()`; a Ray job's copy of that is thrown away, so there it is `~/.san/runs`."""
+    """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of that is thrown away, so there it is `~/.san/runs`."""
     if runs := os.environ.get("SAN_RUNS"):
         return runs
-    return str(Path.home() / ".san" / "runs" if is_job_copy() else base_folder() / "runs")
+    return str(Path.home() / ".san" / "runs" if is_job_copy() else PROJECT_DIR / "runs")
 
 
 def open_runs(runs: str | Path | None = None) -> Store:

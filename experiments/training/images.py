@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.errors import UserError
-from experiments.grids.config import DataConfig, TrialConfig, base_folder, too_many_parts
+from experiments.grids.config import PROJECT_DIR, DataConfig, TrialConfig, too_many_parts
 from experiments.grids.transform import transform
 from pipelines import CIFAR, DataError, Dataset, Loader, prepare_digits
 from pipelines.datasets.manifest import list_path
@@ -86,7 +86,7 @@ def _folders(config: DataConfig) -> tuple[Path, Path | None]:
         raise DataError(
             f"data.root: missing; data.source={config.source} requires the folder of the images; add data.root=FOLDER"
         )
-    return base_folder() / config.root, None if config.lists is None else base_folder() / config.lists
+    return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
 
 
 def open_split(config: DataConfig, name: str | None = None) -> Dataset:
@@ -134,9 +134,9 @@ def without_writing(config: DataConfig) -> DataConfig:
     Raises:
         DataError: the dataset could not be written to its place.
     """
-    if config.source != "digits" or config.root is None or not _is_missing(base_folder() / config.root):
+    if config.source != "digits" or config.root is None or not _is_missing(PROJECT_DIR / config.root):
         return config
-    _require_parent(base_folder() / config.root)
+    _require_parent(PROJECT_DIR / config.root)
     return config.model_copy(update={"root": str(prepare_digits(Path(_temporary().name, "digits")))})
 
 
@@ -150,7 +150,7 @@ def _is_missing(root: Path) -> bool:
 
 
 def _is_ours(root: Path) -> bool:
-    return root.parent == base_folder() / "data"
+    return root.parent == PROJECT_DIR / "data"
 
 
 def _require_parent(root: Path) -> None:

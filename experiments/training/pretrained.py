@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.grids.config import base_folder
+from experiments.grids.config import PROJECT_DIR
 from experiments.training.checkpoint import DAMAGE, Checkpoint
 from san.models import checkpoint, released
 from san.models.base import BaseModel, ModelSpec
@@ -25,7 +25,7 @@ def init_digest(path: str | None) -> str:
     if path is None:
         return ""
     try:
-        return hashlib.sha256((base_folder() / path).read_bytes()).hexdigest()[:16]
+        return hashlib.sha256((PROJECT_DIR / path).read_bytes()).hexdigest()[:16]
     except OSError as error:
         raise UserError(
             f"recipe.init={path}: cannot read this file ({error.strerror}); give a checkpoint, a file of `san convert` or "
@@ -42,7 +42,7 @@ def initialize(model: BaseModel, path: str, digest: str) -> str:
     if init_digest(path) != digest:
         raise UserError(f"recipe.init={path}: changed since the trial was started; restore the file, or start the grid again")
     try:
-        source = _read(base_folder() / path, model.spec)
+        source = _read(PROJECT_DIR / path, model.spec)
         _require_same_function(model.spec, source.spec)
         classes = checkpoint.classes(source)
         state, expected = source.state_dict(), model.state_dict()

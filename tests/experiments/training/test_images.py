@@ -62,7 +62,7 @@ def test_missing_digits_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the default folder silently, as after a fresh clone, to another one with a message, but not if it may be a typo."""
-    monkeypatch.setattr("experiments.training.images.base_folder", lambda: tmp_path)
+    monkeypatch.setattr("experiments.training.images.PROJECT_DIR", tmp_path)
     assert len(open_data(image_data(Path("data/digits"), source="digits"))[1]) == 360
     assert (tmp_path / "data/digits/val").exists()
     assert capsys.readouterr().err == ""
