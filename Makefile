@@ -94,10 +94,11 @@ $(TORCH_VENV)/.installed: requirements.txt
 	@touch $@
 
 # The everyday tests with the newest releases of all packages in the extras, without pins and upper bounds, in an environment of its
-# own, which every call updates. It takes about 4 GB.
+# own, which every call updates. It takes 8 GB with torch's CUDA build.
 LATEST_VENV := .venv-latest
 UNBOUNDED := import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*(re.sub(",<.*", "", name) for extra in project["optional-dependencies"].values() for name in extra))
+  names = sum(project["optional-dependencies"].values(), project["dependencies"]); \
+  print(re.sub(r",<\S+", "", " ".join(names)))
 test-latest:
 	@$(STEP) "environment $(LATEST_VENV)" $(PYTHON) -m venv $(LATEST_VENV)
 	@$(STEP) "torch" $(LATEST_VENV)/bin/pip install -qq --upgrade torch setuptools wheel
