@@ -181,6 +181,11 @@ def _hours(hours: Hours | None) -> str:
     help="Table format. Formats other than text print only the table.",
 )
 @click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this HTML file.")
+@click.option(
+    "--csv",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Write one line per trial, with settings, counts and final metrics, to this CSV file. - prints only these lines.",
+)
 @AS_JSON
 @GRID_IMPORT
 def report(
@@ -191,6 +196,7 @@ def report(
     seeds: int | None,
     form: str,
     html: Path | None,
+    csv: Path | None,
     as_json: bool,
     imports: tuple[str, ...],
 ) -> None:
@@ -202,16 +208,23 @@ def report(
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
-    from experiments.cli.report import print_report, print_unfinished, write_page
+    from experiments.cli.report import print_report, print_unfinished, write_page, write_trials
     from experiments.report.build import records_of, tables
     from experiments.runner.grid_run import finished_results, known_results, open_grid_run
 
-    if as_json and form != "text":
-        raise UserError(f"two output formats: `--json` and `--format {form}`; give only one of these options")
+    prints_trials = csv == Path("-")
+    forms = {"--json": as_json, f"--format {form}": form != "text", "--csv -": prints_trials}
+    chosen = [f"`{option}`" for option, given in forms.items() if given]
+    if len(chosen) > 1:
+        raise UserError(f"two output formats: {' and '.join(chosen[:2])}; give only one of these options")
     grid_run = open_grid_run(grid, profile, overrides, runs, seeds, imports=imports)
     if html is not None:
         write_page(grid_run, finished_results(grid_run), html)
         click.echo(f"report: {html}", err=True)
+    if csv is not None:
+        write_trials(grid_run, finished_results(grid_run), csv)
+    if prints_trials:
+        return
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, known_results(grid_run))]))
     elif form != "text":

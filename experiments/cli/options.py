@@ -45,15 +45,9 @@ class _Grid(click.ParamType[Path]):
     name = "grid"
 
     def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path, folder = Path(value), Path(__file__).parents[1] / "grids"
-        if path.exists() or path.name != str(value) or path.suffix:
-            return path
-        shipped = sorted(file.stem for file in folder.glob("*.yaml"))
-        if str(value) in shipped:
-            return folder / f"{value}.yaml"
-        near = difflib.get_close_matches(str(value), shipped, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"grids: {', '.join(shipped)}"
-        raise UserError(f"{value}: no such file or grid; {hint}")
+        from experiments.grids.expand import grid_path
+
+        return grid_path(value)
 
 
 class GroupedCommands(click.Group):

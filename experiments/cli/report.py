@@ -17,6 +17,7 @@ from experiments.report.build import caption, measurements_of, rows_of, setting,
 from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import GridReport, shown_rows
 from experiments.report.page import page
+from experiments.report.trial_table import trial_table
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished
 from experiments.runner.plan import missing_measurements
 from experiments.runs.retry import retry
@@ -84,6 +85,23 @@ def write_page(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> 
         path.write_text(page(_collected(grid_run, results)), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another file with --html") from None
+
+
+def write_trials(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
+    """Writes one line per trial to a CSV file, or to stdout for the path `-`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    text = trial_table(grid_run, results).to_csv(index=False)
+    if path == Path("-"):
+        click.echo(text, nl=False)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the trials ({error.strerror}); choose another file with --csv") from None
+    click.echo(f"trials: {path}", err=True)
 
 
 def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:

@@ -100,6 +100,19 @@ def _with_absolute_imports(path: Path, content: dict[str, Any]) -> dict[str, Any
     return content | {"imports": [os.path.abspath(path.parent / str(file)) for file in imports]}
 
 
+def grid_path(name: str | Path) -> Path:
+    """The file of a grid: a path, or one of the project's grids by its name. Raises UserError for an unknown name."""
+    path = Path(name)
+    if path.exists() or path.name != str(name) or path.suffix:
+        return path
+    known = sorted(file.stem for file in GRIDS_DIR.glob("*.yaml"))
+    if str(name) in known:
+        return GRIDS_DIR / f"{name}.yaml"
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"grids: {', '.join(known)}"
+    raise UserError(f"{name}: no such file or grid; {hint}")
+
+
 def profile_path(name: str) -> Path:
     """The file of a profile: one of the project's by its name, or a path that ends in `.yaml`.
 

@@ -223,6 +223,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "address without a cluster": (lambda tmp: ["run", GRID, "--address", "127.0.0.1:9"], ["'127.0.0.1:9'"]),
     "pages of an empty store": (lambda tmp: ["ui"], ["no runs yet"]),
     "two output formats": (lambda tmp: ["report", GRID, "--json", "--format", "csv"], ["--json", "--format csv"]),
+    "two output formats for trials": (lambda tmp: ["report", GRID, "--json", "--csv", "-"], ["`--json` and `--csv -`"]),
     "following as JSON": (lambda tmp: ["runs", "--json", "--follow"], ["--json", "--follow"]),
 }
 
