@@ -1,4 +1,4 @@
-"""Deletes trials: their runs in MLflow, checkpoints and logs."""
+"""Deletes trials: their runs and models in MLflow, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_trials(uri: str, names: Iterable[str]) -> list[Listed]:
 
 
 def delete_trials(workspace: Workspace, trials: Sequence[Listed]) -> None:
-    """Deletes all runs, the checkpoints and the logs of trials.
+    """Deletes all runs and their models, the checkpoints and the logs of trials.
 
     Raises:
         ClaimedError: a trial is being trained; the trials before it are deleted.
@@ -38,6 +38,8 @@ def delete_trials(workspace: Workspace, trials: Sequence[Listed]) -> None:
         require_idle(store, key)
         with usable(workspace.tracking_uri):
             everywhere = [experiment.experiment_id for experiment in pages(client.search_experiments)]
+            for model in pages(client.search_logged_models, everywhere, f"tags.`san.trial` = '{key}'"):
+                client.delete_logged_model(model.model_id)
             for run in pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_run(run.info.run_id)
             store.delete_folder(f"checkpoints/{key}")

@@ -1,7 +1,8 @@
-"""Registers the best weights of a trial as a model that `mlflow.pyfunc.load_model` can load."""
+"""Logs the best weights of a trial as a model that `mlflow.pyfunc.load_model` can load, and registers it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import tempfile
@@ -12,23 +13,23 @@ from pathlib import Path
 import mlflow.pyfunc
 import numpy as np
 import torch
+from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from experiments.grids.grid import Trial
 from experiments.runs.summary import Epoch
 from experiments.tracking.errors import TrackerError
 from experiments.tracking.store import pages, usable
-from experiments.tracking.tracker import Tracker
+from experiments.tracking.tracker import Tracker, dataset_inputs
 from san import pyfunc, save_checkpoint
 from san.models.base import BaseModel
 
 _log = logging.getLogger(__name__)
 
-FOLDER = "model"
-"""Folder of the model among the artifacts of its run."""
 WEIGHTS = "weights.pt"
 RETRYABLE_CODES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "UNAUTHENTICATED")
 """Error codes after which a later request may succeed. With other codes, there is no registry, or not for this user."""
@@ -45,37 +46,63 @@ class TrainedModel:
 
 
 def register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
-    """Registers a trial's weights as a version of the model `<grid>-<profile>-<row>`, unless they are registered already.
+    """Logs a trial's weights as a model of its run and registers this model as a version of `<grid>-<profile>-<row>`, if it is
+    not done yet.
 
-    If the store has no registry or rejects the request, this is logged.
+    If the store has no registry or rejects a request, this is logged.
 
     Raises:
         MlflowException, SQLAlchemyError, OSError: the store cannot be used now.
         CheckpointError: temporary files cannot be written.
     """
     try:
-        _register(client, run_id, best)
+        _register(client, _logged_model(client, run_id, best), best)
     except MlflowException as error:
         if error.error_code in RETRYABLE_CODES:
             raise
         _log.warning("the model was not registered: %s", str(error).splitlines()[0])
 
 
-def _register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
-    name = model_name(best.trial)
-    # Finds a version whose creation succeeded although the response was lost.
-    if pages(client.search_model_versions, f"name = '{name}' and tags.`san.trial` = '{best.trial.key}'"):
-        return
+def _logged_model(client: MlflowClient, run_id: str, best: TrainedModel) -> LoggedModel:
+    """The model of a run, with the metrics of its epoch. Until it is marked as ready, every step may be repeated."""
+    run = client.get_run(run_id)
+    # Finds a model whose creation succeeded although the response was lost.
+    models = pages(client.search_logged_models, [run.info.experiment_id], f"source_run_id = '{run_id}'")
+    if models and models[0].status == LoggedModelStatus.READY:
+        return models[0]
+    name, params = re.sub("[^A-Za-z0-9_-]", "-", best.trial.name), run.data.params
+    model = models[0] if models else client.create_logged_model(run.info.experiment_id, name, run_id, _tags(best), params)
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder) / FOLDER, run_id, best)
-        client.log_artifacts(run_id, folder)
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    source = f"{client.get_run(run_id).info.artifact_uri}/{FOLDER}"
-    client.create_model_version(name, source, run_id, tags=_tags(best), description=_description(best), await_creation_for=0)
+        _write(Path(folder) / "model", model, best)
+        client.log_model_artifacts(model.model_id, str(Path(folder) / "model"))
+    if run.outputs is None or not run.outputs.model_outputs:
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, best.epoch.epoch)])
+    images = dataset_inputs(best.trial)[-1].dataset
+    metrics = [
+        Metric(one.key, one.value, one.timestamp, one.step, model.model_id, images.name, images.digest)
+        for key in ("val/loss", "val/top1", "val/top5")
+        for one in client.get_metric_history(run_id, key)
+        if one.step == best.epoch.epoch
+    ]
+    client.log_batch(run_id, metrics)  # the run has them already, and MLflow stores equal ones once
+    return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+
+def _register(client: MlflowClient, model: LoggedModel, best: TrainedModel) -> None:
+    name, run_id = model_name(best.trial), model.source_run_id
+    # Finds a version whose creation succeeded although the response was lost.
+    versions = pages(client.search_model_versions, f"name = '{name}' and run_id = '{run_id}'")
+    if not versions:
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source, description = model.artifact_location, _description(best)
+        versions = [client.create_model_version(name, source, run_id, _tags(best), None, description, 0, model.model_id)]
+    # Links the page of the model to the version. A server does so itself.
+    links = [{"name": name, "version": str(versions[0].version)}]
+    client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps(links)})
 
 
 def model_key(uri: str, name: str) -> str:
@@ -109,7 +136,7 @@ def model_name(trial: Trial) -> str:
     return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{trial.profile}-{trial.row}")[:250]
 
 
-def _write(folder: Path, run_id: str, best: TrainedModel) -> None:
+def _write(folder: Path, model: LoggedModel, best: TrainedModel) -> None:
     """Writes MLflow's files of a model: weights without code, and their description."""
     size = best.trial.config.data.size
     with tempfile.TemporaryDirectory() as data, warnings.catch_warnings():
@@ -119,7 +146,7 @@ def _write(folder: Path, run_id: str, best: TrainedModel) -> None:
             folder,
             loader_module=pyfunc.__name__,
             data_path=Path(data) / WEIGHTS,
-            mlflow_model=Model(FOLDER, run_id),
+            mlflow_model=Model(model.artifact_location, model.source_run_id, model_id=model.model_id),
             signature=ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(best.classes))),
             metadata={"classes": list(best.classes)},
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", f"numpy=={np.__version__}"],

@@ -20,7 +20,7 @@ from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric,
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
-from experiments.grids.config import flat
+from experiments.grids.config import base_folder, flat
 from experiments.grids.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch
@@ -277,9 +277,7 @@ class TrialRun:
         params = [Param(key, str(value)) for key, value in values.items() if key not in run.data.params]
         for first in range(0, len(params), BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH])
-        images = zip(("training", "validation"), trial.data_digest.split("-"), strict=False)
-        datasets = [_dataset(trial.config.data.source, context, digest) for context, digest in images]
-        self.client.log_inputs(self.run_id, datasets)
+        self.client.log_inputs(self.run_id, dataset_inputs(trial))
         self.client.log_text(self.run_id, yaml.safe_dump(trial.record, sort_keys=False), "config.yaml")
         self.client.log_text(self.run_id, environment(), "environment.txt")
         counts = {
@@ -368,5 +366,13 @@ class NodeMonitor(SystemMetricsMonitor):
         return self._process is not None and self._process.is_alive()
 
 
-def _dataset(name: str, context: str, digest: str) -> DatasetInput:
-    return DatasetInput(Dataset(name, digest, "images", "{}"), [InputTag("mlflow.data.context", context)])
+def dataset_inputs(trial: Trial) -> list[DatasetInput]:
+    """The training and the validation images: their folder, which `mlflow.data.get_source` opens, and their digests."""
+    data = trial.config.data
+    folder = None if data.source == "synthetic" or data.root is None else (base_folder() / data.root).resolve()
+    name = data.source if folder is None else folder.name or data.source
+    kind, source = ("code", '{"tags": {}}') if folder is None else ("local", json.dumps({"uri": str(folder)}))
+    return [
+        DatasetInput(Dataset(name, digest, kind, source), [InputTag("mlflow.data.context", context)])
+        for context, digest in zip(("training", "validation"), trial.data_digest.split("-"), strict=True)
+    ]

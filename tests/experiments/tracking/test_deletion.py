@@ -26,6 +26,9 @@ def test_deletes_one_trial_and_nothing_else(open_small_grid: Callable[..., GridR
     grid_run = open_small_grid()
     first, second = grid_run.trials[:2]
     files, kept = trained(grid_run, first), trained(grid_run, second)
+    client, experiment = grid_run.tracker.client, known_results(grid_run)[first.key].experiment_id
+    for trial in (first, second):
+        client.create_logged_model(experiment, trial.row, tags={"san.trial": trial.key})
     code, _, err = run_san("delete", first.key, "--runs", grid_run.workspace.runs)
     assert code == 2
     assert "1 runs would be deleted; add --yes" in err
@@ -33,6 +36,7 @@ def test_deletes_one_trial_and_nothing_else(open_small_grid: Callable[..., GridR
     code, out, _ = run_san("delete", first.key, "--yes", "--runs", grid_run.workspace.runs)
     assert (code, out) == (0, "deleted 1 trials\n")
     assert known_results(grid_run).keys() == {second.key}
+    assert [model.name for model in client.search_logged_models([experiment])] == [second.row]
     assert not any(file.exists() for file in files)
     assert all(file.exists() for file in kept)
 

@@ -1,7 +1,8 @@
-"""The best weights as a registered model: loadable, told of, and there once."""
+"""The best weights as a logged and registered model: loadable, told of, and there once."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import mlflow
 import numpy as np
 import pytest
 import torch
+from mlflow.entities import LoggedModel, LoggedModelStatus
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -27,6 +29,12 @@ SHORT = ("recipe.epochs=1", "recipe.batch_size=240")
 
 def versions(grid_run: GridRun) -> list[Any]:
     return list(grid_run.tracker.client.search_model_versions())
+
+
+def models(grid_run: GridRun) -> list[LoggedModel]:
+    experiment = grid_run.tracker.client.get_experiment_by_name("small")
+    assert experiment is not None
+    return list(grid_run.tracker.client.search_logged_models([experiment.experiment_id]))
 
 
 def best_of(grid_run: GridRun, trial: int) -> Checkpoint:
@@ -47,7 +55,8 @@ def test_best_weights_are_registered(
     (version,) = versions(grid_run)
     best = best_of(grid_run, 2)
     assert (version.name, version.version) == ("small-digits-patchwise_3", 1)
-    assert version.run_id == grid_run.tracker.results()[trial.key].run_id
+    result = grid_run.tracker.results()[trial.key]
+    assert version.run_id == result.run_id
     assert version.tags == {
         "san.trial": trial.key,
         "san.grid": "small",
@@ -59,9 +68,23 @@ def test_best_weights_are_registered(
         "san.top1": str(best.history[-1].top1),
         "san.top5": str(best.history[-1].top5),
     }
+    client = grid_run.tracker.client
+    (model,) = models(grid_run)
+    assert (model.name, model.source_run_id, model.status) == ("patchwise_3", version.run_id, LoggedModelStatus.READY)
+    assert version.source == model.artifact_location
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": version.name, "version": "1"}]
+    assert (model.tags["san.trial"], model.params["model.footprint"]) == (trial.key, "3")
+    assert [output.model_id for output in client.get_run(version.run_id).outputs.model_outputs] == [model.model_id]
+    measured = {"val/loss": best.history[-1].val_loss, "val/top1": best.history[-1].top1, "val/top5": best.history[-1].top5}
+    assert {metric.key: metric.value for metric in model.metrics} == measured
+    assert {(metric.dataset_name, metric.dataset_digest) for metric in model.metrics} == {
+        ("digits", trial.data_digest.partition("-")[2])
+    }
+    assert all(len(client.get_metric_history(version.run_id, key)) == 1 for key in measured)
     assert "[N, 3, 24, 24]" in version.description and "mean [0.5, 0.5, 0.5]" in version.description
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", grid_run.workspace.tracking_uri)
+    assert mlflow.pyfunc.load_model(f"models:/{model.model_id}").metadata.model_id == model.model_id
     model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}", dst_path=str(tmp_path))
     assert model.metadata.metadata == {"classes": [str(digit) for digit in range(10)]}
     schemas = model.metadata.get_input_schema(), model.metadata.get_output_schema()
@@ -82,7 +105,13 @@ def test_best_weights_are_registered(
         model.predict(images[:, :, :20].numpy())
 
 
-@pytest.mark.parametrize("call", ["create_registered_model", "create_model_version", "set_terminated"])
+CALLS = (
+    *("create_logged_model", "log_model_artifacts", "log_outputs", "log_batch", "finalize_logged_model"),
+    *("create_registered_model", "create_model_version", "set_terminated"),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "done", [pytest.param(True, id="response lost"), pytest.param(False, id="request lost", marks=pytest.mark.slow)]
 )
@@ -106,6 +135,8 @@ def test_trial_is_registered_once(
         run_trial(grid_run.workspace, grid_run.trials[1], silent)
         assert grid_run.tracker.results()[grid_run.trials[1].key].finished
         assert [(version.name, version.version) for version in versions(grid_run)] == [("small-digits-resnet26_3", 1)]
+        (model,) = models(grid_run)
+        assert (model.status, len(model.metrics)) == (LoggedModelStatus.READY, 3)
 
 
 def test_other_trial_of_a_row_is_another_version(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
@@ -126,7 +157,7 @@ def test_store_without_a_registry_is_no_error(
     run_trial(grid_run.workspace, grid_run.trials[1], silent)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI")
     assert grid_run.tracker.results()[grid_run.trials[1].key].finished
-    assert versions(grid_run) == []
+    assert versions(grid_run) == [] and len(models(grid_run)) == 1
     assert "the model was not registered: " in grid_run.workspace.log(grid_run.trials[1]).read_text()
 
 
@@ -142,7 +173,7 @@ def test_lost_checkpoints_are_not_registered(
 
     run_trial(grid_run.workspace, grid_run.trials[1], lose)
     assert grid_run.tracker.results()[grid_run.trials[1].key].finished
-    assert versions(grid_run) == []
+    assert versions(grid_run) == models(grid_run) == []
     assert "cannot read the checkpoint of the best epoch" in grid_run.workspace.log(grid_run.trials[1]).read_text()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import mlflow.data
 import pytest
 
 from experiments.errors import UserError
@@ -249,3 +250,26 @@ def test_rejects_an_address_with_a_password(uri: str) -> None:
 @pytest.mark.parametrize("uri", ["http://server:5000/a/b", "postgresql://user@server:5432/runs", "sqlite:////a:b@c/runs.db"])
 def test_accepts_an_address_without_a_password(uri: str) -> None:
     require_no_secret(uri)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "source"),
+    [((), "digits", "local"), (("data.source=synthetic", "data.synthetic_classes=2"), "synthetic", "code")],
+)
+def test_data_set_has_its_source(
+    overrides: tuple[str, ...], name: str, source: str, open_small_grid: Callable[..., GridRun]
+) -> None:
+    grid_run = open_small_grid(*overrides)
+    trial = grid_run.trials[0]
+    run = grid_run.tracker.open(trial)
+    for _ in range(2):
+        run.describe(trial, COUNTS)
+    inputs = grid_run.tracker.client.get_run(run.run_id).inputs.dataset_inputs
+    assert {each.tags[0].value: (each.dataset.name, each.dataset.digest) for each in inputs} == {
+        context: (name, digest)
+        for context, digest in zip(("training", "validation"), trial.data_digest.split("-"), strict=True)
+    }
+    opened = mlflow.data.get_source(inputs[0])
+    assert opened._get_source_type() == source
+    if source == "local":
+        assert Path(opened.load(), "train").is_dir()
