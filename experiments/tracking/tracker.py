@@ -20,7 +20,7 @@ from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric,
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
-from experiments.grids.config import base_folder, flat
+from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch
@@ -369,7 +369,7 @@ class NodeMonitor(SystemMetricsMonitor):
 def dataset_inputs(trial: Trial) -> list[DatasetInput]:
     """The training and the validation images: their folder, which `mlflow.data.get_source` opens, and their digests."""
     data = trial.config.data
-    folder = None if data.source == "synthetic" or data.root is None else (base_folder() / data.root).resolve()
+    folder = None if data.source == "synthetic" or data.root is None else (PROJECT_DIR / data.root).resolve()
     name = data.source if folder is None else folder.name or data.source
     kind, source = ("code", '{"tags": {}}') if folder is None else ("local", json.dumps({"uri": str(folder)}))
     return [
