@@ -3,8 +3,8 @@
 from san.models.base import ModelSpec
 from san.models.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from san.models.create import create_model, list_models
-from san.models.modules import ModuleSpec, register_model
-from san.models.registry import model_spec
+from san.models.modules import ModuleSpec
+from san.models.registry import model_spec, register_model
 from san.models.released import load_released_checkpoint, released_state_dict, save_released_checkpoint
 
 __all__ = [

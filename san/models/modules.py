@@ -1,4 +1,4 @@
-"""Models that come from elsewhere, as rows of the registry: functions registered by users, and the models of timm."""
+"""Models that come from elsewhere: from functions of users, and from timm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from san.choice import ChoiceError, ModelError
 from san.models.base import BaseModel, ModelSpec, check_count
 
 Build = Callable[..., nn.Module]
-F = TypeVar("F", bound=Build)
 SIZES = ("num_classes", "in_channels")
 TIMM = "timm/"
 
@@ -71,28 +70,8 @@ class ModuleModel(BaseModel):
         return logits_NC
 
 
-def register_model(name: str) -> Callable[[F], F]:
-    """Decorator that adds a function as a model: `create_model(name)`, and rows of grids with `model: {name: NAME}`.
-
-    The function receives `num_classes` and `in_channels` as keyword arguments and returns a module: images [N, in_channels, H,
-    W] to logits [N, num_classes]. Its other parameters need defaults and type hints; each is a field that grids can change.
-
-    Raises:
-        ValueError: a network of this package has that name, or a parameter lacks a default or a type hint.
-    """
-
-    def register(function: F) -> F:
-        from san.models.registry import VARIANTS
-
-        if name.startswith(TIMM) or (name in VARIANTS and not isinstance(VARIANTS[name], ModuleSpec)):
-            raise ValueError(f"model {name!r} is a model of this package or of timm; choose another name")
-        VARIANTS[name] = _spec(name, function)
-        return function
-
-    return register
-
-
-def _spec(name: str, function: Build) -> ModuleSpec:
+def module_spec(name: str, function: Build) -> ModuleSpec:
+    """The spec of a model that a function builds. Raises ValueError if a parameter lacks a default or a type hint."""
     hints, settings = get_type_hints(function), []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in SIZES:
@@ -138,4 +117,4 @@ def timm_spec(name: str) -> ModuleSpec:
         )
         return module
 
-    return _spec(name, build)
+    return module_spec(name, build)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
+from typing import TypeVar
 
 from san.choice import ChoiceError, ModelError, choose
 from san.models.base import ModelSpec
-from san.models.modules import TIMM, timm_spec
+from san.models.modules import TIMM, Build, ModuleSpec, module_spec, timm_spec
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
+
+F = TypeVar("F", bound=Build)
 
 VARIANTS: dict[str, ModelSpec] = {
     spec.name: spec
@@ -51,3 +55,22 @@ def _registered(name: str) -> ModelSpec:
         return choose("model", name, VARIANTS)
     except ChoiceError as error:
         raise ChoiceError("name", f"{error}, timm/NAME, or a model that an imported file registers") from None
+
+
+def register_model(name: str) -> Callable[[F], F]:
+    """Decorator that adds a function as a model: `create_model(name)`, and rows of grids with `model: {name: NAME}`.
+
+    The function receives `num_classes` and `in_channels` as keyword arguments and returns a module: images [N, in_channels, H,
+    W] to logits [N, num_classes]. Its other parameters need defaults and type hints; each is a field that grids can change.
+
+    Raises:
+        ValueError: a network of this package has that name, or a parameter lacks a default or a type hint.
+    """
+
+    def register(function: F) -> F:
+        if name.startswith(TIMM) or (name in VARIANTS and not isinstance(VARIANTS[name], ModuleSpec)):
+            raise ValueError(f"model {name!r} is a model of this package or of timm; choose another name")
+        VARIANTS[name] = module_spec(name, function)
+        return function
+
+    return register
