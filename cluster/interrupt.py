@@ -43,7 +43,8 @@ def interruptible(notify: Callable[[], object]) -> Iterator[tuple[StopRequest, C
     """Inside the block, the first SIGINT or SIGTERM calls `notify` and asks the trials to stop, instead of raising
     KeyboardInterrupt. Yields what trials ask, and what this process asks."""
     start: Any = ray.remote(_Flag)
-    actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote()
+    # Restarted if its process is killed, so that no trial fails with it.
+    actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES, max_restarts=-1, max_task_retries=-1).remote()
     interrupted, ended = threading.Event(), threading.Event()
 
     def ask_trials() -> None:  # in a thread, because the main thread may be inside Ray when a signal arrives
