@@ -200,7 +200,7 @@ def test_results_are_logged_to_mlflow(open_small_grid: Callable[..., GridRun], p
     }.items() <= tags.items()
     assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(tags)
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert artifacts == {"config.yaml", "environment.txt", "model"}
+    assert artifacts == {"config.yaml", "environment.txt"}
     log = grid_run.workspace.log(trial).read_text()
     assert "epoch 1/1, step 1/3, loss" in log and "epoch 1/1, top-1" in log
 
