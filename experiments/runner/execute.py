@@ -17,7 +17,7 @@ from experiments.runner.grid_run import GridRun, is_done, known_results, print_s
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import room, trials_that_fit
 from experiments.runner.progress import Progress, duration
-from experiments.runs.claims import Claim, claimed_trials
+from experiments.runs.claims import Claim, StopRequest, claimed_trials
 from experiments.runs.retry import OUTAGE_TIMEOUT, retry
 from experiments.runs.store import ClaimedError, StorageError, Store, node_lock
 from experiments.runs.summary import read_top1
@@ -107,21 +107,29 @@ def _sweep(
     restart: Restart,
     start: float,
 ) -> dict[str, Outcome]:
-    from cluster.interrupt import interruptible  # imports Ray
-    from cluster.sweep import sweep
+    from cluster.interrupt import interruptible
+    from cluster.sweep import sweep  # imports Ray Tune and Train
 
     prepare(grid_run, description)
     grid_run.tracker.begin()
     names = {key: trial.name for key, trial in missing.items()}
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
+    store = grid_run.workspace.store.with_outage_timeout(0)  # training goes on while a bucket is away
+    stop = StopRequest(store, f"{grid_run.name}-{grid_run.profile}")
+    stop.withdraw()  # that of a run that was killed
+
+    def ask_trials() -> None:
+        progress.interrupted()
+        stop.send()
+
     try:
         with (
             _sweep_storage(grid_run.workspace.store, f"{grid_run.name}-{grid_run.profile}") as storage,
-            interruptible(progress.interrupted) as (should_stop, is_interrupted),
+            interruptible(ask_trials) as is_interrupted,
         ):
             train_one = functools.partial(
-                run_trial, grid_run.workspace, should_continue=should_continue, should_stop=should_stop, grid_claim=claim
+                run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
             )
             return sweep(
                 train_one,
@@ -139,6 +147,7 @@ def _sweep(
         raise
     finally:
         progress.close()
+        stop.withdraw()
 
 
 @contextmanager

@@ -10,12 +10,12 @@ import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.grids.grid import Trial
-from experiments.runs.store import ClaimedError, Store
+from experiments.runs.store import ClaimedError, StorageError, Store
 
 GRIDS = "claims/grids"
 
@@ -95,3 +95,29 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
     except ValueError:  # damaged
         written = {}
     return {"owner": "unknown", "trials": []} | written
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """A file in the store by which `san run` asks the trials of its grid to save their work and return."""
+
+    store: Store
+    grid: str
+
+    def send(self) -> None:
+        with suppress(StorageError):  # the trials then end without saving
+            self.store.write(self._file, b"")
+
+    def withdraw(self) -> None:
+        with suppress(StorageError):
+            self.store.delete(self._file)
+
+    def __call__(self) -> bool:
+        """Whether the request was sent."""
+        with suppress(StorageError):
+            return self.store.read(self._file) is not None
+        return False
+
+    @property
+    def _file(self) -> str:
+        return f"stops/{self.grid}"

@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 ShouldContinue = Callable[[str, Sequence[float]], bool]
 """Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
 ShouldStop = Callable[[], bool]
-SECONDS_BETWEEN_CHECKS = 2.0
+SECONDS_BETWEEN_QUESTIONS = 2.0
+"""How often a trial asks whether to stop, which is a request to the store."""
 
 
 def run_trial(
@@ -173,7 +174,7 @@ class Trainer:
     """End of each epoch in milliseconds since 1970."""
     last_saved: str | None = None
     """Name of the last checkpoint."""
-    _checked_at: float = field(default_factory=time.monotonic)
+    _asked_at: float = field(default_factory=time.monotonic)
 
     def fit(self) -> nn.Module:
         """Resumes, trains, validates, saves and logs until the last epoch; returns the model that was validated."""
@@ -248,7 +249,9 @@ class Trainer:
         losses = torch.stack([step.loss for step in steps]).double().tolist()
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         is_last = running.steps == self.train.steps
-        stop = self.should_stop is not None and dist.get_rank() == 0 and not is_last and self.should_stop()
+        stop = False
+        if self.should_stop is not None and dist.get_rank() == 0 and not is_last and self._is_time_to_ask():
+            stop, self._asked_at = self.should_stop(), time.monotonic()
         due = [stop or (self.checkpoints.is_due() and not is_last), self.reporter.is_due(is_last), stop]
         sums = [loss * step.images for loss, step in zip(losses, steps, strict=True)]
         of_worker = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
@@ -263,7 +266,6 @@ class Trainer:
             )
         for total in totals:
             running.loss += sum(total)
-        self._checked_at = time.monotonic()
         return _Due(bool(saves[0]), bool(reports[0]), bool(stops[0]))
 
     def validate(self, running: RunningEpoch) -> Epoch:
@@ -311,7 +313,10 @@ class Trainer:
         """Several workers check after the same steps. A single one with slow steps also asks in between whether to stop."""
         if steps == self.train.steps or steps % self.trial.config.checkpointing.check_every_n_steps == 0:
             return True
-        return dist.get_world_size() == 1 and time.monotonic() - self._checked_at > SECONDS_BETWEEN_CHECKS
+        return self.should_stop is not None and dist.get_world_size() == 1 and self._is_time_to_ask()
+
+    def _is_time_to_ask(self) -> bool:
+        return time.monotonic() - self._asked_at > SECONDS_BETWEEN_QUESTIONS
 
     def _continues(self, running: RunningEpoch) -> bool:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""
