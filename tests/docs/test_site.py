@@ -15,7 +15,8 @@ def test_strict_build_makes_every_page_with_its_docstrings_and_formulas(tmp_path
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pages = {page.relative_to(ROOT / "docs").with_suffix("") for page in (ROOT / "docs").rglob("*.md")}
+    sources = [page for kind in ("md", "ipynb") for page in (ROOT / "docs").rglob(f"*.{kind}")]
+    pages = {page.relative_to(ROOT / "docs").with_suffix("") for page in sources}
     built = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
     assert {"." if page.name == "index" else page.as_posix() for page in pages} == built
     api = (tmp_path / "reference" / "python" / "index.html").read_text(encoding="utf-8")
