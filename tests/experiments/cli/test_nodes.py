@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -34,6 +35,11 @@ MINE = next(block.text for block in blocks((PROJECT_DIR / "docs/guides/grids.md"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
 
 
+def environment(pause: str) -> dict[str, str]:
+    """With Ray's authentication as in the nodes, which inherit it from this process."""
+    return {"WITNESS_PAUSE": pause} | {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+
+
 def _wait_for_step(number: int, runs: Path, driver: Driver) -> dict[int, Step]:
     """Waits until the first worker has reached a step; returns the latest step of each worker."""
     limit = time.monotonic() + PATIENCE
@@ -62,7 +68,7 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None
         cluster.add()
         cluster.add()
         options = (*TWO_WORKERS, "--address", cluster.address)
-        with Driver(grid, runs, options, {"WITNESS_PAUSE": "0.1"}, "tests.faults.witness") as driver:
+        with Driver(grid, runs, options, environment("0.1"), "tests.faults.witness") as driver:
             _kill_a_node(_wait_for_step(EPOCHS * STEPS // 2, runs, driver), cluster)
             lost_at = time.monotonic()
             code = driver.finish()
@@ -103,7 +109,7 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> 
             for _ in range(3):
                 cluster.add()
             options = (*ONE_WORKER, "--address", cluster.address)
-            with Driver(grid, runs, options, {"WITNESS_PAUSE": "0.5"}, "tests.faults.witness") as driver:
+            with Driver(grid, runs, options, environment("0.5"), "tests.faults.witness") as driver:
                 old = _wait_for_step(2 * CHECK_EVERY, runs, driver)[0]
                 lost_node = cluster.of(old.pid)
                 assert lost_node is not None
