@@ -44,7 +44,7 @@ _LONGEST_REASON = 800
 _SECONDS_BETWEEN_CHECKS = 1.0
 """Interval between two requests for the cluster's resources."""
 _SECONDS_TO_START = 60.0
-"""How long a trial may take to start before the observer is told that it waits."""
+"""Time that a trial may take to start before the observer gets a notice."""
 _SECONDS_BETWEEN_NOTICES = 60.0
 
 
@@ -93,16 +93,13 @@ def sweep(
     Args:
         function: runs in every worker of a trial. All workers must call `report(metrics)` equally often, because a report waits
             for all workers; it takes about 5 ms, or up to 0.2 s with several workers. Trials with one worker share processes,
-            so the function must not leave anything behind that changes the next result. A process in which a trial failed is
-            not used again.
-        values: by key; trials start in this order, limited by the free resources of the cluster. If the cluster grows, a few
-            more are queued in Ray, because its autoscaler adds nodes for queued work.
-        placement: resources of a trial. Without GPUs, a trial sees none. Several workers share a process group
-            of `torch.distributed`.
+            so the function must not leave anything behind that changes the next result.
+        values: by key; trials start in this order, limited by the free resources of the cluster.
+        placement: resources of a trial. Several workers share a process group of `torch.distributed`.
         storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
         observer: receives starts, progress and ends of trials.
         retries: how often a trial that raises, dies or loses a node is called again, from the beginning; the function itself
-            must resume. If there are no nodes left, the trial waits for new ones. Announced losses of nodes do not count.
+            must resume. Without nodes, the trial waits for new ones. Announced losses of nodes do not count.
         non_retryable: exceptions after which a trial is not retried, because it would raise them again.
         fatal: exceptions after which no other trial starts, because all trials would raise them.
         is_interrupted: once it returns true, no other trial starts; the sweep waits for those that run (see `interruptible`).
@@ -266,7 +263,7 @@ def _trials_to_start(placement: Placement, available: Resources) -> int:
 
 
 class _WaitNotice(ray.tune.Callback):
-    """Tells the observer every minute if no trial can run."""
+    """Sends the observer a notice every minute while no trial can run."""
 
     def __init__(self, observer: Observer, placement: Placement) -> None:
         self._observer, self._placement = observer, placement

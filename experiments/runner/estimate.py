@@ -51,7 +51,8 @@ class Estimator:
         config, resources = trial.config, trial.config.resources
         measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
         rate = resources.workers * (GPU_RATE if resources.gpus else CPU_RATE * resources.cpus)
-        speed = measured or rate / count(config.model.spec(), config.data.size).flops_paper
+        # Of a model from elsewhere, the paper's convention may count nothing.
+        speed = measured or rate / max(count(config.model.spec(), config.data.size).flops_paper, 1)
         images = train_images + VALIDATION_COST * val_images
         wall = (START_SECONDS + config.recipe.epochs * images / speed) / 3600
         return Hours(wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, not measured)

@@ -117,7 +117,7 @@ def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
     """A warning if rows are so different in size that their accuracies say little about anything else."""
     rows = {trial.row: (trial.params, trial.flops) for trial in planned}
     middle = [sorted(numbers)[len(rows) // 2] for numbers in zip(*rows.values(), strict=True)]
-    far = [row for row, sizes in rows.items() if any(not 0.5 <= a / b <= 2 for a, b in zip(sizes, middle, strict=True))]
+    far = [row for row, sizes in rows.items() if any(max(two) > 2 * min(two) for two in zip(sizes, middle, strict=True))]
     if not far:
         return []
     return [f"more than a factor of 2 from the grid's median in parameters or FLOPs: {', '.join(far)}"]

@@ -61,7 +61,21 @@ class ProgressReporter:
         """Whether to report a step, by this worker's clock."""
         return self._reports.is_due(is_last_step)
 
-    def report_step(self, running: RunningEpoch, history: Sequence[Epoch], **more: float) -> None:
+    def report_step(self, running: RunningEpoch, history: Sequence[Epoch]) -> None:
+        metrics = self._step_metrics(running, history)
+        self.report(metrics)
+        self._reports.step_done()
+        if self._lines.is_due():
+            self._log(metrics)
+            self._lines.step_done()
+
+    def report_interrupted(self, running: RunningEpoch, history: Sequence[Epoch]) -> None:
+        """Reports that the trial was asked to stop and has saved its work."""
+        metrics = {**self._step_metrics(running, history), "interrupted": 1}
+        self.report(metrics)
+        self._log(metrics)
+
+    def _step_metrics(self, running: RunningEpoch, history: Sequence[Epoch]) -> dict[str, float]:
         seen = self.train.seen_after(running.steps)
         metrics = {
             "epoch": running.number,
@@ -71,15 +85,8 @@ class ProgressReporter:
             "train/loss": running.loss / seen,
             "train/images_per_second": seen / running.seconds,
             "train/wait_share": running.waited / running.seconds,
-            **more,
         }
-        if history:
-            metrics["val/top1"] = history[-1].top1
-        self.report(metrics)
-        self._reports.step_done()
-        if self._lines.is_due():
-            self._log(metrics)
-            self._lines.step_done()
+        return metrics | ({"val/top1": history[-1].top1} if history else {})
 
     def report_epoch(self, history: Sequence[Epoch]) -> None:
         metrics = {"epoch": len(history), "epochs": self.epochs, **history[-1].metrics()}
@@ -93,10 +100,6 @@ class ProgressReporter:
         self.report({"epoch": len(history), "epochs": self.epochs, "stopped": 1, **history[-1].metrics()})
         if dist.get_rank() == 0:
             _log.info("%s: other trials had a higher top-1 at this epoch", stopped(len(history), self.epochs))
-
-    def report_interrupted(self, running: RunningEpoch, history: Sequence[Epoch]) -> None:
-        """Reports that the trial was asked to stop and has saved its work."""
-        self.report_step(running, history, interrupted=1)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:

@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 ShouldContinue = Callable[[str, Sequence[float]], bool]
 """Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
 ShouldStop = Callable[[], bool]
-SECONDS_BETWEEN_QUESTIONS = 2.0
-"""How often a trial asks whether to stop, which is a request to the store."""
+SECONDS_BETWEEN_STOP_CHECKS = 2.0
+"""Because each is a request to the store."""
 
 
 def run_trial(
@@ -107,7 +107,8 @@ def _prepare(
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
-    model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
+    if config.recipe.drop_path:  # a model of the user may have rates of its own
+        model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
     if config.recipe.init is not None:
         _log.info(initialize(model, config.recipe.init, trial.init_digest))
     complexity, tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
@@ -177,7 +178,7 @@ class Trainer:
     _asked_at: float = field(default_factory=time.monotonic)
 
     def fit(self) -> nn.Module:
-        """Resumes, trains, validates, saves and logs until the last epoch; returns the model that was validated."""
+        """Resumes, trains, validates, saves and logs until the last epoch, or until it is asked to stop. Returns the model."""
         try:
             running = self.resume()
             while running.number < self.trial.config.recipe.epochs and self._continues(running):
@@ -316,7 +317,7 @@ class Trainer:
         return self.should_stop is not None and dist.get_world_size() == 1 and self._is_time_to_ask()
 
     def _is_time_to_ask(self) -> bool:
-        return time.monotonic() - self._asked_at > SECONDS_BETWEEN_QUESTIONS
+        return time.monotonic() - self._asked_at > SECONDS_BETWEEN_STOP_CHECKS
 
     def _continues(self, running: RunningEpoch) -> bool:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mlflow.entities import Metric, Param, Run
+from torch import Tensor, nn
 
+import san
 from cluster.sweep import Observer, Outcome
 from experiments.cli.run import run, study
 from experiments.errors import UserError
@@ -28,6 +31,7 @@ from experiments.runner.progress import duration
 from experiments.runs import retry
 from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
+from san.models.registry import VARIANTS
 from tests.experiments.conftest import TrainTrial
 from tests.experiments.samples import EPOCH
 
@@ -212,10 +216,32 @@ def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: Callable[...
     assert any(line.endswith("in parameters or FLOPs: wide") for line in plan_in_words(grid_run, planned, None)[0])
 
 
+def test_plan_of_a_model_whose_operations_are_not_counted(open_text: Callable[..., GridRun]) -> None:
+    san.register_model("means")(lambda num_classes, in_channels: Means(num_classes))
+    try:
+        grid_run = open_text("{question: q, rows: [{id: means, model: {name: means}}, {id: ours, model: {name: resnet26}}]}")
+        planned = plan(grid_run)
+        assert {trial.row: trial.flops == 0 for trial in planned} == {"means": True, "ours": False}
+        assert plan_in_words(grid_run, planned, None)[1]
+    finally:
+        del VARIANTS["means"]
+
+
 def test_plan_of_trials_that_do_not_fit_fails(open_text: Callable[..., GridRun]) -> None:
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=64")
     lines, can_run = plan_in_words(grid_run, plan(grid_run), None)
     assert not can_run and any("cannot run here" in line for line in lines)
+
+
+class Means(nn.Module):
+    """Logits without an operation that the paper's convention counts."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.bias_N = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return x_NCHW.sum((1, 2, 3))[:, None] + self.bias_N
 
 
 def finish(grid_run: GridRun, trial: Trial, **metrics: float) -> None:
