@@ -59,18 +59,15 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     killed.finish()
 
     interrupted = start()
-    interrupted.wait_for(r" epoch [12]/3")
+    interrupted.wait_for(r"\w+ starts")
     assert re.search(r"3 trials, [12] already finished", interrupted.said)
     os.killpg(interrupted.process.pid, signal.SIGINT)
     assert interrupted.finish() == 1
-    saved = re.search(r"(\w+) saved at epoch (\d)/3, step (\d+)/", interrupted.said)
-    assert saved is not None, interrupted.said
     assert "Run the same command again to resume" in interrupted.said
     assert "Traceback" not in interrupted.said
 
     last = start()
     assert last.finish() == 0, last.said
-    assert f"{saved[1]} resumes at epoch {saved[2]}/3, step {int(saved[3]) + 1}/" in last.said
     grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
     epochs = logged_epochs(grid_run)
     assert sorted(name.split()[0] for name in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
@@ -89,6 +86,20 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]
     assert all(float(row["top1"]) > 15 for row in rows)
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupted_trial_saves_its_work(tmp_path: Path) -> None:
+    def start() -> Driver:
+        return Driver(SMALL_GRID, tmp_path / "runs", ("recipe.epochs=2000", "--only", "pairwise_3"))
+
+    with start() as first:
+        first.wait_for(r"pairwise_3 epoch \d+/2000")
+        os.killpg(first.process.pid, signal.SIGINT)
+        assert first.finish() == 1
+        saved = re.search(r"pairwise_3 saved at epoch (\d+)/2000, step (\d+)/", first.said)
+        assert saved is not None, first.said
+    with start() as second:
+        second.wait_for(f"pairwise_3 resumes at epoch {saved[1]}/2000, (step {int(saved[2]) + 1}/|validating)")
 
 
 THREE_SETTINGS = """
