@@ -1,4 +1,4 @@
-"""What of the packaging needs code; the rest is in pyproject.toml.
+"""The part of the packaging that needs code; the rest is in pyproject.toml.
 
 A wheel contains only the library: `san` and `cuda_ext`. The system's packages have names that would collide with others in
 site-packages, so only an editable install of a clone has them, and the command `san`.
@@ -15,7 +15,7 @@ class EditableWheel(editable_wheel):
         super().finalize_options()
         self.distribution.packages += find_packages(include=["pipelines*", "experiments*", "cluster*"])
         self.distribution.entry_points = {"console_scripts": ["san=experiments.__main__:main"]}
-        self.dist_info_dir = None  # written anew: pip prepares the same for every kind of install, without the command
+        self.dist_info_dir = None  # not the metadata that pip has prepared, which lack the command
 
 
 setup(packages=find_packages(include=["san*", "cuda_ext*"]), cmdclass={"editable_wheel": EditableWheel})
